@@ -1,5 +1,6 @@
 """The phrases that the style sheet of CONTRIBUTING.md bans, wherever users or programmers read."""
 
+import ast
 import re
 
 from workspace import REPOSITORY
@@ -26,4 +27,16 @@ def test_no_sentence_begins_with_of_and_no_phrase_is_banned():
         for match in BANNED.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             offenders.append(f"{path.relative_to(REPOSITORY)}:{line}: {match[0]}")
+    assert offenders == []
+
+
+def test_no_local_name_says_nothing():
+    """``found``, ``what``, ``one`` and ``rest``: see "Names" in CONTRIBUTING.md."""
+    offenders = []
+    for path in sorted((REPOSITORY / "trak_core").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else None
+            if name in {"found", "what", "one", "rest"}:
+                offenders.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {name}")
     assert offenders == []

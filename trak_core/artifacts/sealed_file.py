@@ -202,15 +202,15 @@ class SealingFile(_BlockFile):
     def write(self, buffer: "Buffer", /) -> int:
         """Write at the present place."""
         view = memoryview(buffer).cast("B")
-        start, rest = self._place, view
+        start, unwritten = self._place, view
         if start > self.n_bytes:
             # Zeros come between: of the last block only the beginning is known.
             self._forget(self.n_bytes // BLOCK_BYTES)
         try:
             if self.failure is None:
                 self._file.seek(start)
-            while rest and self.failure is None:
-                rest = rest[self._file.write(rest) :]
+            while unwritten and self.failure is None:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             self.failure = error
         self._place = start + len(view)
@@ -271,9 +271,9 @@ class SealingFile(_BlockFile):
                 self._block(block)
         hashes = b"".join(self._hashes[block] for block in range(n_blocks))
         self._file.seek(self.n_bytes)
-        rest = memoryview(hashes + _MARK + _signed(hashes, self.n_bytes))
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        unwritten = memoryview(hashes + _MARK + _signed(hashes, self.n_bytes))
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
 
 
 def seal(path: Path) -> None:
@@ -314,11 +314,11 @@ def _read_whole_seal(file: io.BufferedReader, size: int) -> tuple[bytes, int] | 
     end = file.read()
     if n_bytes < 0 or not end.startswith(_WHOLE_MARK):
         return None
-    digest, rest = hashlib.blake2b(digest_size=_DIGEST_BYTES), n_bytes
+    digest, n_left = hashlib.blake2b(digest_size=_DIGEST_BYTES), n_bytes
     file.seek(0)
-    while rest and (block := file.read(min(2**22, rest))):
+    while n_left and (block := file.read(min(2**22, n_left))):
         digest.update(block)
-        rest -= len(block)
+        n_left -= len(block)
     if digest.hexdigest().encode() != end[len(_WHOLE_MARK) :]:
         raise Damaged("the hash at the end differs")
     return b"", n_bytes

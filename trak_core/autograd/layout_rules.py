@@ -329,14 +329,14 @@ def input_layouts(edges: list[Edge], outputs: dict[int, Layout]) -> list[Layout 
     """
     if not edges:
         return []
-    found = [_by_rule(edge, outputs) for edge in edges]
+    layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
-    is_unknown = name not in _RULES or (name in _PROBED and None in found)
+    is_unknown = name not in _RULES or (name in _PROBED and None in layouts)
     # What takes parameters would be differentiated again for each sample: an RNN's kernel, say.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs)
-    return found
+    return layouts
 
 
 def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:

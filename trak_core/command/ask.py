@@ -144,7 +144,7 @@ class _Session:
         samples = self._samples()
         # Checkpoints that take turns are read once for all lines.
         all_at_once = self._held.takes_turns and not self.is_typed
-        for group in [list(samples)] if all_at_once else ([one] for one in samples):
+        for group in [list(samples)] if all_at_once else ([sample] for sample in samples):
             answers = self._held.answers(group, self._asked.top, tokens=self._cuts)
             for asked, answer in _silently(answers):
                 if isinstance(answer, InputError):

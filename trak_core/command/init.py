@@ -110,9 +110,9 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
             code = _files([folder, *plain], [".py"])
             named = _own_network(code, report, of_images=bool(images))
         return _of_network(images, rows, states, named, report)
-    found = "; ".join(line.removeprefix("found: ") for line in report)
+    findings = "; ".join(line.removeprefix("found: ") for line in report)
     raise InputError(
-        f"{folder} must hold a study: {_NEEDED}. Found {found or 'nothing of it'}. Put "
+        f"{folder} must hold a study: {_NEEDED}. Found {findings or 'nothing of it'}. Put "
         "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
         code="command.no_study",
     )
@@ -135,13 +135,13 @@ def _files(folders: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
     return sorted(path for path in inside if path.suffix in suffixes)
 
 
-def _refuse_here(paths: Iterable[Path], what: str, code: str) -> None:
+def _refuse_here(paths: Iterable[Path], subject: str, code: str) -> None:
     """Refuse what must not lie in or around the current folder, into which results come."""
     here = Path.cwd()
     for path in (path.resolve() for path in paths):
         if here.is_relative_to(path):
             raise InputError(
-                f"{what} must lie in a folder of their own, because the results come into this "
+                f"{subject} must lie in a folder of their own, because the results come into this "
                 f"one. Found them in {path}. Call from the folder above: trak init {path.name}",
                 code=code,
             )
@@ -240,11 +240,11 @@ def _json(file: Path | None) -> dict[str, Any]:
         ) from error
 
 
-def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_alike(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether two configs are of one model, wherever and by whatever version saved."""
     return all(
-        one.get(key) == other.get(key)
-        for key in {*one, *other} - {"_name_or_path", "transformers_version", "peft_version"}
+        first.get(key) == second.get(key)
+        for key in {*first, *second} - {"_name_or_path", "transformers_version", "peft_version"}
     )
 
 
@@ -302,7 +302,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 def _networks_in(tree: ast.Module) -> list[_Defined]:
     """Return a file's classes of modules, and the functions that return one, unread by Python."""
-    modules, found = {"Module", "Sequential"}, list[_Defined]()
+    modules, definitions = {"Module", "Sequential"}, list[_Defined]()
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             is_network = any(not modules.isdisjoint(_names_in(base)) for base in node.bases)
@@ -314,9 +314,9 @@ def _networks_in(tree: ast.Module) -> list[_Defined]:
         else:
             continue
         if is_network:
-            found.append(node)
+            definitions.append(node)
             modules.add(node.name)
-    return found
+    return definitions
 
 
 def _arguments(node: _Defined, among: Sequence[_Defined]) -> tuple[list[str], list[str]]:
@@ -328,7 +328,7 @@ def _arguments(node: _Defined, among: Sequence[_Defined]) -> tuple[list[str], li
         if "__init__" not in own:
             bases = {name for base in node.bases for name in _names_in(base)}
             earlier = among[: among.index(node)]  # or a class of its base's name would be its own
-            parent = next((one for one in reversed(earlier) if one.name in bases), None)
+            parent = next((d for d in reversed(earlier) if d.name in bases), None)
             return _arguments(parent, earlier) if parent else ([], [])
         given, is_method = own["__init__"].args, True
     by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)][is_method:]
@@ -402,7 +402,7 @@ def _of_network(
     row = trained[0]
     label = _label_of(row) or _last(row)
     report.append(f"could not tell: whether {label} is what the network predicts")
-    labels = [one[label] for one in trained]
+    labels = [row[label] for row in trained]
     distinct = set(labels)
     # An empty one is a number that is missing, which the study refuses.
     are_texts = all(isinstance(value, str) and value for value in distinct)
@@ -412,14 +412,14 @@ def _of_network(
     )
     is_class = are_texts or are_numbers or isinstance(row[label], int)
     output = "image_classification" if is_class else "regression"
-    asked = _targets(ids_of(explained), [one.get(label) for one in explained] if is_class else None)
+    asked = _targets(ids_of(explained), [row.get(label) for row in explained] if is_class else None)
     arguments = [
         ("table", str(train), "its columns must be scaled as in training"),
         *given,
         ("label", label, "the column to predict"),
     ]
     columns = [name for name in row if name not in {label, "id"}]
-    texts = {n for n in columns if all(isinstance(one[n], str) and one[n] for one in trained)}
+    texts = {n for n in columns if all(isinstance(row[n], str) and row[n] for row in trained)}
     inputs = [name for name in columns if name != _NUMBERED and name not in texts]
     if inputs != columns:
         arguments.append(("columns", inputs, "the model's inputs, in its order"))

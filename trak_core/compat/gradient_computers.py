@@ -106,8 +106,8 @@ def _gradients_by_vmap(
 
     def f(chosen: dict[str, Tensor], *sample: Tensor) -> Tensor:
         # Copies, because a model may write into its inputs.
-        one = tuple(tensor.unsqueeze(0).clone() for tensor in sample)
-        return functional_call(value, (chosen, fixed), one).squeeze(0)
+        batch = tuple(tensor.unsqueeze(0).clone() for tensor in sample)
+        return functional_call(value, (chosen, fixed), batch).squeeze(0)
 
     # Fused attention has no vmap rule; the plain formula gives the same function.
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)

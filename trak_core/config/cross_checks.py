@@ -440,16 +440,16 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 
     ``others`` are the config's own files and what its tables name.
     """
-    for what, path in [
+    for role, path in [
         *_paths(config),
         *(("a file", path) for path in others),
         ("the working folder", str(Path.cwd())),
     ]:
-        found = next((sign for sign in path if sign in _SIGNS), None)
-        if found is not None:
+        sign = next((s for s in path if s in _SIGNS), None)
+        if sign is not None:
             raise InputError(
                 f"Paths must be without signs that a shell reads: {' '.join(_SIGNS.split())}. Jobs "
-                f"get them on a command line. Found {found!r} in {path!r}, {what}. Rename it, or "
+                f"get them on a command line. Found {sign!r} in {path!r}, {role}. Rename it, or "
                 "give a link of another name.",
                 code="config.shell_sign",
             )
@@ -458,11 +458,11 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 def check_given(entries: Iterable[str]) -> None:
     """Refuse what ``--config`` says, if Snakemake would quote it for a shell so that parts run."""
     for entry in entries:
-        found = next((sign for sign in entry if sign in "'\\\n\r"), None)
-        if found is not None:
+        sign = next((s for s in entry if s in "'\\\n\r"), None)
+        if sign is not None:
             raise InputError(
                 "--config: on an executor of clusters, values must be without apostrophe, "
-                f"backslash and ends of lines, because a shell reads them. Found {found!r} in "
+                f"backslash and ends of lines, because a shell reads them. Found {sign!r} in "
                 f"{entry!r}. Write it into a file, and name that by --configfile.",
                 code="config.shell_value",
             )

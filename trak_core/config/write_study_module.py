@@ -253,8 +253,8 @@ def _beside_weights(weights: Path) -> list[str]:
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
-    found = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
-    return [str(path) for path in sorted(found) if path.is_file() and path.suffix != ".bin"]
+    paths = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
+    return [str(path) for path in sorted(paths) if path.is_file() and path.suffix != ".bin"]
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready, digest: str) -> str:

@@ -82,10 +82,10 @@ def proof_tables(
         own = {size: numbers[:, 1 + i] for i, size in enumerate(sizes)}
         random = {size: numbers[:, 1 + n + i] for i, size in enumerate(sizes)}
         parts = {("everything", 0): numbers[:, 0]} | against_random(own, random, "list")
-        for (subset, size), one in parts.items():
-            rows.append((measure, subset, size, float(one.mean()), *mean_interval(one)))
+        for (subset, size), part in parts.items():
+            rows.append((measure, subset, size, float(part.mean()), *mean_interval(part)))
             if subset != "difference":
-                means = enumerate(one.mean(axis=1).tolist())
+                means = enumerate(part.mean(axis=1).tolist())
                 models += [(measure, subset, size, draw, mean) for draw, mean in means]
     return (
         pd.DataFrame(rows, columns=["measure", "subset", "n", "mean", "low", "high"]),
@@ -113,10 +113,10 @@ def removal_tables(
 
     def effects(models: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
         outputs, predictions = models
-        found = {"change": (outputs.astype(np.float64) - everything[0]).mean(axis=0)}
+        changes = {"change": (outputs.astype(np.float64) - everything[0]).mean(axis=0)}
         if predictions.dtype.kind != "f":
-            found["flips"] = (predictions != everything[1]).mean(axis=0)
-        return found
+            changes["flips"] = (predictions != everything[1]).mean(axis=0)
+        return changes
 
     own, chance = (
         {size: effects(of_size) for size, of_size in models.items()} for models in (top, random)

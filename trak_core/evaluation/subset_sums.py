@@ -117,11 +117,11 @@ class Bm25:
         Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond",
             2009, section 3, with log(1 + (n - df + 0.5) / (df + 0.5)), which is never negative.
         """
-        found = np.zeros(self.n_texts)
+        values = np.zeros(self.n_texts)
         for number in sorted({self.numbers[w] for w in question if w in self.numbers}):
             own = slice(self.ends[number - 1] if number else 0, self.ends[number])
-            found[self.texts[own]] += self.weights[own]
-        return found
+            values[self.texts[own]] += self.weights[own]
+        return values
 
 
 @dataclass(frozen=True, slots=True)

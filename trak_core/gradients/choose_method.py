@@ -217,7 +217,7 @@ def _which_is_right(given: _Given, method: GradientMethod, apart: float) -> tupl
     try:
         twin = Twin.of(*given)
         in_float64 = twin.model, twin.parameters, twin.output, twin.pair
-        digests = [_digest(in_float64, one) for one in (method, gradients_one_by_one)]
+        digests = [_digest(in_float64, way) for way in (method, gradients_one_by_one)]
         difference = digests[0].difference(digests[1])
         if not difference > twin.allowed():
             why = f"in float64 by {difference:.1g}"
@@ -249,7 +249,7 @@ def _loses_digits(
     if digests[0].difference(digests[1]) / torch.finfo(torch.float64).eps <= units / _FAR:
         return False
     own, plain = (
-        _digest(given, one).difference(digests[1]) for one in (method, gradients_one_by_one)
+        _digest(given, way).difference(digests[1]) for way in (method, gradients_one_by_one)
     )
     return own > _FAR * plain
 

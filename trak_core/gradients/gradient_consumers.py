@@ -188,20 +188,20 @@ class Twin:
         with in_evaluation_mode(self.model):
             return rounding(self.model, self.pair)
 
-    def which_is_right(self, one: Digest, other: Digest) -> int | None:
+    def which_is_right(self, first: Digest, second: Digest) -> int | None:
         """Return 0 or 1, the way that finite differences agree with; None if they do with neither.
 
         The direction is that of the digests' entry that differs most, of one sample.
         """
-        name, (sample, row) = _largest_difference(one, other)
+        name, (sample, row) = _largest_difference(first, second)
         alone = self.pair.rows(slice(sample, sample + 1))
-        direction = one.direction(name, row)
+        direction = first.direction(name, row)
         # Where f itself depends on the others of its batch, there is no truth.
         truths = [
             self._derivative(batch, i, name, direction)
             for batch, i in ((self.pair, sample), (alone, 0))
         ]
-        values = [float(digest.rows[name][sample, row]) for digest in (one, other)]
+        values = [float(digest.rows[name][sample, row]) for digest in (first, second)]
         near = _NEAR * abs(values[0] - values[1])
         for number, value in enumerate(values):
             if all(abs(truth - value) < near for truth in truths):
@@ -228,8 +228,10 @@ def _in_float64(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _largest_difference(one: Digest, other: Digest) -> tuple[str, tuple[int, int]]:
-    differences = {name: (a - other.rows[name]).abs() for name, a in one.rows.items() if a.numel()}
+def _largest_difference(first: Digest, second: Digest) -> tuple[str, tuple[int, int]]:
+    differences = {
+        name: (a - second.rows[name]).abs() for name, a in first.rows.items() if a.numel()
+    }
     name = max(differences, key=lambda name: float(differences[name].max()))
     place = int(differences[name].argmax())
     return name, divmod(place, differences[name].shape[1])

@@ -257,10 +257,10 @@ class _Call:
     def _wrote(self) -> bool:
         return any(tensor._version != version for tensor, version in self.inputs)
 
-    def _refusal(self, found: str) -> InputError:
+    def _refusal(self, difference: str) -> InputError:
         return InputError(
             "A model's repeated blocks are called twice where a sample's activations don't fit "
-            f"into the memory, and must give the same. Found {found} at the second call of a "
+            f"into the memory, and must give the same. Found {difference} at the second call of a "
             f"{type(self.of.block).__name__}. Raise compute.memory_mb until the job's log doesn't "
             "speak of blocks that run twice, or shorten the sample.",
             code="gradients.second_call",

@@ -218,10 +218,10 @@ def parameter_gramian(
     A ``MixedSamplesError`` says that an operation takes statistics over independent samples.
     """
     if not (isinstance(output, Tensor) and output.requires_grad):
-        found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
+        kind = "no gradient" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
             "The output must be a tensor with a graph, that is with requires_grad. "
-            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach.",
+            f"Found {kind}. Call the modules outside of torch.no_grad(), and don't detach.",
             code="gramian.no_graph",
         )
     n = output.numel()

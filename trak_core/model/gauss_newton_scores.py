@@ -292,10 +292,10 @@ def _solved(
     return solved
 
 
-def _dot(one: Tensor, other: Tensor) -> Tensor:
-    return (one * other).sum(dim=1, keepdim=True, dtype=torch.float64)
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(dim=1, keepdim=True, dtype=torch.float64)
 
 
-def _ratio(one: Tensor, other: Tensor) -> Tensor:
-    """Return one / other, and 0 where that is 0, in float32."""
-    return torch.where(other == 0, 0, one / other.where(other != 0, 1)).float()
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """Return a / b, and 0 where that is 0, in float32."""
+    return torch.where(b == 0, 0, a / b.where(b != 0, 1)).float()

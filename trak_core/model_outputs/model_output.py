@@ -96,9 +96,9 @@ def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     odd = [leaf for leaf in rows if len(leaf) != n_samples]
     if odd or not rows:
-        found = f"{len(odd[0])} rows" if odd else "none"
+        odd_rows = f"{len(odd[0])} rows" if odd else "none"
         raise InputError(
-            f"The model must return one row a sample. Found {found} for a batch of {n_samples}.",
+            f"The model must return one row a sample. Found {odd_rows} for a batch of {n_samples}.",
             code="gradients.model_rows",
         )
     return rows
@@ -126,11 +126,11 @@ def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) ->
     return torch.vmap(function, in_dims=(dims, 0))(returned, labels)
 
 
-def random_output(found: str) -> InputError:
+def random_output(symptom: str) -> InputError:
     """Return the refusal of a model output that draws random numbers."""
     return InputError(
         "A model output must be the same number whenever it is computed, and draw nothing at "
-        f"random. Found {found}. Draw noise, timesteps or masks in the study, each sample's its "
+        f"random. Found {symptom}. Draw noise, timesteps or masks in the study, each sample's its "
         "own: `torch.Generator().manual_seed(i)` for sample i. Give them as inputs, or as part of "
         "the label.",
         code="model_outputs.random",
@@ -262,10 +262,12 @@ def _checked(
                 raise
             raise _explained(error, name) from error
         if not isinstance(value, Tensor) or value.ndim:
-            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
+            tensor = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
+            )
             raise InputError(
                 f"{name} must be one number, a tensor without dimensions. Found "
-                f"{found or type(value).__name__}. `.sum()`, `.mean()` or `.squeeze()` makes a "
+                f"{tensor or type(value).__name__}. `.sum()`, `.mean()` or `.squeeze()` makes a "
                 "number of a tensor.",
                 code="model_outputs.number",
             )

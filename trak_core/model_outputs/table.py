@@ -62,8 +62,8 @@ class About:
 
         modules = {"clip": clip, "language_modelling": language_modelling, "supervised": supervised}
         module, name = self.place.split(".")
-        found = getattr(modules[module], name)
-        return found(*others) if self.needs_pairs else found
+        output = getattr(modules[module], name)
+        return output(*others) if self.needs_pairs else output
 
 
 _LOG_ODDS = (

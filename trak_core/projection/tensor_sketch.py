@@ -73,11 +73,11 @@ def sides_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tens
 def _counted(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Tensor:
     """Return the count sketches of rows (r, n), shape (r, proj_dim)."""
     rows = rows.float()
-    found = rows.new_zeros(len(rows), proj_dim)
+    sketches = rows.new_zeros(len(rows), proj_dim)
     for first in range(0, rows.shape[1], proj_dim):  # no bucket comes twice in a run
         run = slice(first, first + proj_dim)
-        found.index_add_(1, buckets[run], rows[:, run] * signs[run])
-    return found
+        sketches.index_add_(1, buckets[run], rows[:, run] * signs[run])
+    return sketches
 
 
 def _scales(left: Tensor, right: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class Contractions:
         Factors are those of ``OuterProducts``. ``groups`` has each b, in order, and which pairs it
         is in; ``directions`` are rows of ``vectors``, shape (pairs,).
         """
-        found = self.vectors.new_empty(len(directions), left.shape[1])
+        products = self.vectors.new_empty(len(directions), left.shape[1])
         by_kernel = left.device.type == "cpu"
         if len(groups) < len(left):
             met = [b for b, _ in groups]
@@ -303,8 +303,8 @@ class Contractions:
             products = torch.view_as_real(transforms[:, 0].mul_(transforms[:, 1])).flatten(1)
             own_pairs = pairs_of[rows]
             for pairs, own in zip(own_pairs, products.chunk(len(own_pairs)), strict=True):
-                found[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
-        return found
+                products[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
+        return products
 
     def with_lookups(
         self,
@@ -315,9 +315,9 @@ class Contractions:
         directions: Tensor,
     ) -> Tensor:
         """Return the same of e_indices[b, t] right[b, t]^T, e_i the unit vectors."""
-        found = self.vectors.new_empty(len(directions), indices.shape[1])
+        products = self.vectors.new_empty(len(directions), indices.shape[1])
         for b, own in groups:
             rows = self.vectors.new_zeros(indices.shape[1], self.spec.proj_dim)
             _add_lookups(rows, self.spec, number, indices[b, :, None], right[b, :, None])
-            found[own] = self.vectors[directions[own]] @ rows.T
-        return found
+            products[own] = self.vectors[directions[own]] @ rows.T
+        return products

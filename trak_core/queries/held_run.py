@@ -63,15 +63,15 @@ class HeldRun:
         names = self.specs.self_influence.checkpoints
         with self.run.in_folder(), ExitStack() as stack:
             for name in names:
-                one = stack.enter_context(self._checkpoint(name))
+                checkpoint = stack.enter_context(self._checkpoint(name))
                 # All are about as large as the first.
-                needed = len(names) * one.n_bytes + one.work_bytes
+                needed = len(names) * checkpoint.n_bytes + checkpoint.work_bytes
                 if needed > self._memory_mb * 2**20 // 2:
                     self._take_turns(f"would take {-(-needed // 2**20)} MiB together")
                     if name == names[0]:
-                        self._last, self._kept = (name, one), stack.pop_all()
+                        self._last, self._kept = (name, checkpoint), stack.pop_all()
                     return
-                self._held[name] = one.in_memory()
+                self._held[name] = checkpoint.in_memory()
             self._kept = stack.pop_all()
         self._is_loaded = True
 
@@ -231,20 +231,20 @@ class HeldRun:
     def _parts(self, group: Sequence[Asked]) -> list["_Parts | InputError"]:
         """Return what all checkpoints say of each sample, one checkpoint after the other."""
         parts: list[_Parts | InputError] = [_Parts() for _ in group]
-        for name, one, memory_mb in self._checkpoints():
-            self._about_train[name] = one.about_train
+        for name, checkpoint, memory_mb in self._checkpoints():
+            self._about_train[name] = checkpoint.about_train
             for i, (asked, so_far) in enumerate(zip(group, parts, strict=True)):
                 if isinstance(so_far, InputError):
                     continue
                 try:
-                    so_far.add(name, one, one.said(asked.split, memory_mb))
+                    so_far.add(name, checkpoint, checkpoint.said(asked.split, memory_mb))
                 except InputError as error:
                     parts[i] = error
                 except Exception as error:
                     if came_from_no_memory(error) or no_room(error):
                         raise
                     parts[i] = _not_taken(asked, error)
-            del one  # before the next is read
+            del checkpoint  # before the next is read
         return parts
 
     def _checkpoints(self) -> Iterator[tuple[str, HeldCheckpoint, int]]:
@@ -264,23 +264,23 @@ class HeldRun:
         """
         cut = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Answer)}
         cuts: list[list[tuple[Cut, Cut]]] = [[] for _ in answers]
-        for name, one, memory_mb in self._checkpoints():
+        for name, checkpoint, memory_mb in self._checkpoints():
             for i, answer in list(cut.items()):
                 split, said = answer.asked.split, parts[i]
-                if answer.top.empty or not self._has_tokens(one, split):
+                if answer.top.empty or not self._has_tokens(checkpoint, split):
                     del cut[i]
                     continue
                 assert isinstance(said, _Parts)
                 places = [self._places[train_id] for train_id in answer.top["train_id"]]
                 given = self.train, places, split, said.features[name], memory_mb
                 try:
-                    cuts[i].append(one.cut(*given))
+                    cuts[i].append(checkpoint.cut(*given))
                 except InputError as error:
                     if self._held and error.code == _NO_ROOM:
                         self._take_turns("and gradients by tokens don't fit together")
                         return self._with_tokens(answers, parts)
                     self._say_uncut(cut.pop(i), error)
-            del one  # as above
+            del checkpoint  # as above
         whole = list(answers)
         for i, answer in cut.items():
             said = parts[i]

@@ -69,12 +69,12 @@ class ResultsFolder:
         says of the sample, and its text where the study describes samples.
         """
         with open_artifact(self._path(experiment), SCORES) as file:
-            found = file.table("top_influences")
+            influences = file.table("top_influences")
         self._check_id(experiment, "targets", target_id)
-        is_asked = (found["target_id"] == target_id) & (found["rank"] <= k)
-        found = found.loc[is_asked, ["train_id", "score"]]
-        found = found.sort_values("score", ascending=False, kind="stable")
-        joined = found.join(self.train(experiment), on="train_id")
+        is_asked = (influences["target_id"] == target_id) & (influences["rank"] <= k)
+        influences = influences.loc[is_asked, ["train_id", "score"]]
+        influences = influences.sort_values("score", ascending=False, kind="stable")
+        joined = influences.join(self.train(experiment), on="train_id")
         return joined.join(self._texts(experiment, "train"), on="train_id").reset_index(drop=True)
 
     def reverse(self, experiment: str, train_id: Any) -> "pd.DataFrame":
@@ -85,12 +85,12 @@ class ResultsFolder:
         self._check_id(experiment, "train", train_id)
         with open_artifact(self._path(experiment), SCORES) as file:
             if file.has("scores"):
-                found = _scores_of(file, train_id)
+                scores = _scores_of(file, train_id)
             else:
                 table = file.table("top_influences")
-                found = table.loc[table["train_id"] == train_id, ["target_id", "score"]]
-        found = found.sort_values("score", ascending=False, kind="stable")
-        joined = found.join(self.targets(experiment), on="target_id")
+                scores = table.loc[table["train_id"] == train_id, ["target_id", "score"]]
+        scores = scores.sort_values("score", ascending=False, kind="stable")
+        joined = scores.join(self.targets(experiment), on="target_id")
         return joined.join(self._texts(experiment, "targets"), on="target_id").reset_index(
             drop=True
         )

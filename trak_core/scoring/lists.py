@@ -117,16 +117,16 @@ def nearest(
     ``block``, rows to read at once, changes nothing.
     """
     unit = unit_rows(others).T.astype(np.float32)
-    found: Extremes | None = None
+    extremes: Extremes | None = None
     for start in range(0, n_rows, block):
         stop = min(start + block, n_rows)
         cosines = unit_rows(read(start, stop)).astype(np.float32) @ unit
         if first is not None:
             own = np.arange(max(start, first), min(stop, first + others.shape[0]))
             cosines[own - start, own - first] = -np.inf
-        found = largest(found, start, cosines, _NEIGHBOURS)
-    assert found is not None
-    return found
+        extremes = largest(extremes, start, cosines, _NEIGHBOURS)
+    assert extremes is not None
+    return extremes
 
 
 def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

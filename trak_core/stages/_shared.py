@@ -58,10 +58,10 @@ def similarity_rows(
 
     def products(start: int, stop: int) -> np.ndarray:
         rows, of_all = phi(start, stop), solved[:]
-        found = np.empty((len(rows), of_all.shape[1]))
+        values = np.empty((len(rows), of_all.shape[1]))
         for i in range(0, len(rows), CHUNK_ROWS):
-            found[i : i + CHUNK_ROWS] = similarities(rows[i : i + CHUNK_ROWS], of_all)
-        return found
+            values[i : i + CHUNK_ROWS] = similarities(rows[i : i + CHUNK_ROWS], of_all)
+        return values
 
     return products
 

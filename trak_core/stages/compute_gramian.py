@@ -88,27 +88,27 @@ def compute_newton_scores(
     ids = selected_ids(selected, spec.of_targets()) or targets
     own = split_of(loaded.study, str(spec.experiment), ids, question)
     print(f"{spec.experiment}: scores of {len(data.ids)} x {len(own.ids)} samples on {where}")
-    found = newton_scores(loaded, data, own, spec.damping, batch_size, memory_mb)
+    result = newton_scores(loaded, data, own, spec.damping, batch_size, memory_mb)
     about = loaded.file_spec(features, features.projection)
     file_spec = {
         **spec.as_dict(),
         **{key: about[key] for key in ("checkpoint", "projection", "parameters_digest")},
-        "lambda": found.ridge,
-        "gauss_newton": {"steps": STEPS, "samples": found.curved},
+        "lambda": result.ridge,
+        "gauss_newton": {"steps": STEPS, "samples": result.curved},
     }
     kind = checkpoint_scores_kind(features.projection)
     with create(scores, kind, file_spec, software(code, where, "torch", "numpy")) as writer:
         values = writer.matrix("similarities", data.ids, own.ids, chunks=(1024, 64))
-        values[:] = found.values.astype(np.float32)
+        values[:] = result.values.astype(np.float32)
         for side, ids, columns in (
-            ("train", data.ids, found.train),
-            ("target", own.ids, found.targets),
+            ("train", data.ids, result.train),
+            ("target", own.ids, result.targets),
         ):
             writer.vector(f"{side}_ids", list(ids))
             for key, column in zip(PER_SAMPLE, columns, strict=False):
                 writer.vector(f"{side}_{key}", _stored(column))
-        warn_of_saturation(found.train[3], features.model_output)
-        writer.vector("loss_weights", _stored(found.train[3]))
+        warn_of_saturation(result.train[3], features.model_output)
+        writer.vector("loss_weights", _stored(result.train[3]))
 
 
 def _stored(column: torch.Tensor) -> np.ndarray:

@@ -91,8 +91,8 @@ def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
             own = file.table("train")
         known = pd.Series(own["self_influence"].to_numpy(), index=own["id"].to_numpy())
         shown = scores.tables["train"]["id"].tolist()
-        found = [i for i in shown if i in known.index]
-        check_same("training samples", shown, found, file)
+        described = [i for i in shown if i in known.index]
+        check_same("training samples", shown, described, file)
         return known
     return None
 

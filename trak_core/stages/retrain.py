@@ -307,11 +307,11 @@ def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.nd
     moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
     if moved < left_out / 10:
         return
-    found = "weights of 1 to change outputs by a tenth or more of what weight 0 does"
+    observed = "weights of 1 to change outputs by a tenth or more of what weight 0 does"
     if not left_out:
-        found = "the same outputs with weight 0"
+        observed = "the same outputs with weight 0"
     raise InputError(
         f"{study.path}: train() must multiply each sample's loss by its entry of `sample_weights`, "
-        f"and draw the same with and without them. Found {found} for what is left out.",
+        f"and draw the same with and without them. Found {observed} for what is left out.",
         code="study.sample_weights",
     )

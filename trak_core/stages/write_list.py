@@ -129,7 +129,7 @@ def _pairs(own: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.Dat
     n_train, n_others = len(features), len(samples)
     # Rows and samples of a block as float64, and their cosines.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
-    found: list[tuple[np.ndarray, ...]] = []
+    blocks: list[tuple[np.ndarray, ...]] = []
     for start, stop in blocks_with_progress(n_others, 2 * block, f"samples of {among}"):
         neighbours = nearest(
             lambda first, last: features[first:last],
@@ -139,8 +139,8 @@ def _pairs(own: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.Dat
             first=start if own is other else None,
         )
         near, *pairs = copies(neighbours)
-        found.append((near + start, *pairs))
-    near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        blocks.append((near + start, *pairs))
+    near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     pairs = pd.DataFrame({"row": rows, "other": near, "cosine": cosines, "closeness": closeness})
     if own is other:  # a pair is found from both sides: the later sample is the copy
         pairs["row"], pairs["other"] = np.maximum(rows, near), np.minimum(rows, near)

@@ -90,8 +90,8 @@ def image_folder(
                 code="studies.asked_image",
             ) from error
 
-    def draw(axes: Any, one: tuple[Tensor, Tensor]) -> None:
-        pixels = one[0].movedim(0, -1)
+    def draw(axes: Any, sample: tuple[Tensor, Tensor]) -> None:
+        pixels = sample[0].movedim(0, -1)
         darkest, brightest = pixels.min(), pixels.max()
         axes.imshow(((pixels - darkest) / (brightest - darkest).clamp(min=1e-9)).numpy())
 
@@ -103,7 +103,7 @@ def image_folder(
         target_data=lambda: Rows(target_rows, sample),
         target_ids=lambda: ids_of(target_rows),
         encode=encoder(asked, {"path": "new/17.png", "label": names[0]}, ("path", "label")),
-        describe=lambda one: names[int(one[1])],
+        describe=lambda sample: names[int(sample[1])],
         draw=draw,
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),

@@ -120,8 +120,8 @@ def language_model(
         target_data=lambda: Rows(target_rows(), sample, str(targets)),
         target_ids=lambda: ids_of(target_rows()),
         encode=encode,
-        describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
-        token_texts=lambda one: decoded_tokens(tokenizer, one["input_ids"].tolist()),
+        describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
+        token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )

@@ -67,8 +67,8 @@ def tabular(
         target_data=lambda: Rows(target_rows, sample, targets or table),
         target_ids=lambda: ids_of(target_rows),
         encode=encoder(sample, rows[0], (*names, label)),
-        describe=lambda one: ", ".join(
-            f"{name} {value:.4g}" for name, value in zip(names, one[0].tolist(), strict=True)
+        describe=lambda sample: ", ".join(
+            f"{name} {value:.4g}" for name, value in zip(names, sample[0].tolist(), strict=True)
         ),
         class_names=(lambda: [str(name) for name in classes]) if classes else None,
         train_columns=lambda: columns_from(rows, used),

@@ -70,9 +70,9 @@ def _import(names: Iterable[str]) -> None:
     os.dup2(silence, 2)  # nobody has asked for what imports say
     for name in names:
         with suppress(Exception):
-            found = pkgutil.resolve_name(name.removesuffix("()"))
+            attribute = pkgutil.resolve_name(name.removesuffix("()"))
             if name.endswith("()"):
-                found()
+                attribute()
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(terminal, 2)

@@ -40,9 +40,9 @@ _CHAINS = 4  # sums that grow side by side, to hide the latency of an addition
 @compiled
 def _aligned(n):
     """Return n float32, without content, that begin with a line of the cache."""
-    found = np.empty(n + 16, np.float32)
-    first = -found.ctypes.data % 64 // 4
-    return found[first : first + n]
+    buffer = np.empty(n + 16, np.float32)
+    first = -buffer.ctypes.data % 64 // 4
+    return buffer[first : first + n]
 
 
 def _fill_table(n):

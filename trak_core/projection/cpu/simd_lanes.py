@@ -153,9 +153,9 @@ class LaneArrays:
     def spread(self, number: Any) -> Any:
         """Return a row of lanes that all hold one float32."""
         i32 = ir.IntType(32)
-        one = self._builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, i32(0))
+        lane = self._builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, i32(0))
         zeros = ir.Constant(ir.VectorType(i32, LANES), [0] * LANES)
-        return self._builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
+        return self._builder.shuffle_vector(lane, ir.Constant(_VECTOR, ir.Undefined), zeros)
 
 
 @cache
@@ -236,13 +236,13 @@ def fill_lanes(x, rows, at, start, stop):
     if at < start or at + n > stop:
         x[:] = 0
     begin, end = max(at, start), min(at + n, stop)
-    whole, rest = len(rows) // LANES, begin + (end - begin) // LANES * LANES
+    whole, tail = len(rows) // LANES, begin + (end - begin) // LANES * LANES
     for tile in range(whole):
-        for i in range(begin, rest, LANES):
+        for i in range(begin, tail, LANES):
             _transpose(x[tile], i - at, rows, tile * LANES, i)  # pyright: ignore[reportCallIssue] -- numba gives the context
     for sample in range(len(rows)):
         tile, lane = sample // LANES, sample % LANES
-        for i in range(rest if tile < whole else begin, end):
+        for i in range(tail if tile < whole else begin, end):
             x[tile, (i - at) * LANES + lane] = rows[sample, i]
 
 

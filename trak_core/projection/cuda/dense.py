@@ -180,7 +180,7 @@ TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
 def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     """Return the kernel for one tile and dtype; ``flush`` is a power of two, 256 at least."""
     mma = ptx.mma_bfloat16 if bfloat16 else ptx.mma_float16
-    one = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
+    ones = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
     sign = uint32(0x80008000)
     sample_tiles, column_tiles = tile.sample_tiles, tile.column_tiles
     rows, n_threads = 8 * sample_tiles, 32 * tile.n_warps
@@ -251,10 +251,10 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
         m, s = step >> 1, step & 1
         bit = 4 * quarter + 2 * s
         upper, lower = words[2 * m], words[2 * m + 1]
-        a0 = ptx.and_xor(uint32(upper << uint32(15 - bit)), sign, one)
-        a1 = ptx.and_xor(uint32(lower << uint32(15 - bit)), sign, one)
-        a2 = ptx.and_xor(uint32(upper << uint32(14 - bit)), sign, one)
-        a3 = ptx.and_xor(uint32(lower << uint32(14 - bit)), sign, one)
+        a0 = ptx.and_xor(uint32(upper << uint32(15 - bit)), sign, ones)
+        a1 = ptx.and_xor(uint32(lower << uint32(15 - bit)), sign, ones)
+        a2 = ptx.and_xor(uint32(upper << uint32(14 - bit)), sign, ones)
+        a3 = ptx.and_xor(uint32(lower << uint32(14 - bit)), sign, ones)
         add_product(m, s, a0, a1, a2, a3, gradients, sums)
 
     @unrolled(4)

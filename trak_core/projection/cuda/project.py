@@ -71,9 +71,9 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        least, found = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
+        least, present = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
-            f"Projecting on a GPU needs compute capability {least} or later. Found {found} "
+            f"Projecting on a GPU needs compute capability {least} or later. Found {present} "
             f"({name_of(device)}). {INSTEAD}",
             code="projection.capability",
         )
