@@ -27,7 +27,7 @@ from snakemake.cli import main
 sys.argv[0] = "snakemake"
 """
 _CALL = "main()"
-# Snakemake looks for plugins among packages of certain names; one installed to be edited isn't seen.
+# Snakemake would look for a package of the plugin's name, and not find one that may be edited.
 _CALL_BRIEFLY = """
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 from trak_core.command import run_log

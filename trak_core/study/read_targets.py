@@ -2,7 +2,8 @@
 
 A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study has. In JSON lines, or
 a table with a header whose cells tabs or commas separate, each line is one target: the study's
-``encode(**line)`` makes a sample of it. A field ``id`` is its id, if all lines have one; else they are numbered from 0.
+``encode(**line)`` makes a sample of it. A field ``id`` is its id, if all lines have one; else they
+are numbered from 0.
 """
 
 import csv
