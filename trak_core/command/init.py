@@ -92,8 +92,8 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
         written = _config_of(folder, inside, report)
         if written is not None:
             return written
-        found = "; ".join(line.removeprefix("found: ") for line in report)
-        findings = found or findings
+        told = "; ".join(line.removeprefix("found: ") for line in report)
+        findings = told or findings
         level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
     others = [str(path) for path in inside[1:]]
     looked = f" and {_DEPTH} folders deep in it, at {listed(others)}" if others else ""
