@@ -277,6 +277,12 @@ def test_a_table_s_lines_are_numbered_as_editors_do(here, capsys):
     ]
 
 
+def test_a_table_may_be_one_of_commas(here, capsys):
+    (here.parent / "some.csv").write_text('id,row\n"x, or 400",400\n')
+    main(["ask", "mine.yaml", "--file", "some.csv"])
+    assert capsys.readouterr().out.startswith("x, or 400: progress")
+
+
 def test_lines_may_come_from_a_pipe(here, capsys):
     reading, writing = os.pipe()
     os.write(writing, b'{"row": 400, "id": "x"}\n')
