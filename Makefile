@@ -2,6 +2,7 @@
 # `make test`, `make docs`, `make release`. `make install` alone sets up what a run needs.
 # All make a virtual environment in .venv first, with the versions that the tests passed with.
 # `make run` installs what a run needs; the others add what tests and docs need.
+# `make install WITH=language` adds that extra of pyproject.toml; `WITH="language vision"` both.
 PYTHON ?= python3
 CORES ?= 2
 CONFIG ?= config/config.yaml
@@ -10,10 +11,10 @@ PYTEST = .venv/bin/python -m pytest --numprocesses $(CORES) --dist worksteal
 
 .PHONY: install run check test docs release clean
 
-install: .venv/can-run
+install: .venv/can-run $(addprefix .venv/has-,$(WITH))
 
 run: .venv/can-run
-	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
+	.venv/bin/trak run $(CONFIG) --cores $(CORES)
 
 # Two and a half minutes on two cores: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
 check: .venv/can-test
@@ -39,6 +40,10 @@ INSTALL = .venv/bin/python -m pip install --constraint constraints.txt --editabl
 .venv/can-run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) ".[workflow,slurm]"
+	touch $@
+
+.venv/has-%: .venv/can-run
+	$(INSTALL) ".[workflow,slurm,$*]"
 	touch $@
 
 .venv/can-test: .venv/can-run

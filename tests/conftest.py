@@ -6,14 +6,10 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
-import torch
 
 REPOSITORY = Path(__file__).parents[1]
 # The default study is imported by name where a test needs its functions.
 sys.path.insert(0, str(REPOSITORY / "config"))
-if not torch.cuda.is_available():
-    # Before anything imports numba: the GPU's kernels then run in its simulator.
-    os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
 # Files whose tests take long come first: what idle workers take from others is at the end.
 LONG = (
@@ -30,6 +26,17 @@ LONG = (
 )
 
 
+def pytest_configure(config):
+    """Where tests run: what only hands them to workers needs no torch, which takes seconds."""
+    if config.getoption("numprocesses", None):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        # Before anything imports numba: the GPU's kernels then run in its simulator.
+        os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+
+
 def pytest_collection_modifyitems(items):
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
@@ -42,6 +49,8 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def fixed_randomness():
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
@@ -100,6 +109,7 @@ def workspace(tmp_path_factory):
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A finished run of the small study, and its retrained models."""
+    import torch
     from small_run import Run
 
     torch.set_num_threads(1)

@@ -1,9 +1,10 @@
 import pytest
-import torch
 
 
 @pytest.fixture
 def float64():
+    import torch
+
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

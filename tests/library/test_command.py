@@ -66,6 +66,17 @@ def test_the_version_is_the_package_s(capsys):
     assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"
 
 
+def test_jobs_of_this_machine_are_shown_briefly(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    called = []
+    monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
+    for words in ([], ["-n"], ["--profile", "slurm"], ["--executor=slurm"]):
+        run("mine.yaml", words)
+    assert ["--logger=trak" in words[3] for words in called] == [True, True, False, False]
+    assert not any("--logger=trak" in words[4:] for words in called)
+
+
 def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     begun = []

@@ -309,7 +309,9 @@ def test_images_do_not_lie_where_results_come(folder, monkeypatch):
 
 def test_a_folder_that_is_no_study_is_refused(folder):
     write({"train/a/1.png": "", "train/b/1.png": ""})
-    with refused("command.no_study", "folders of images: train"):
+    with refused(
+        "command.no_study", "4 folders deep in it, at train. Found folders of images: train"
+    ):
         init([])
     rmtree("train")
     with refused("command.no_folder", "nowhere"):
@@ -328,6 +330,33 @@ def test_a_folder_that_is_no_study_is_refused(folder):
     with pytest.raises(SystemExit, match="Error: `trak init` must get a folder"):
         main(["init", "nowhere"])
     assert not (folder / "trak.yaml").exists()
+
+
+def test_a_study_may_lie_four_folders_deep(capsys):
+    files = {"runs/first/out/checkpoint-5/config.json": CAUSAL, "data/train.jsonl": TEXTS}
+    config = written({**files, "data/asked.jsonl": TEXTS, "runs/venv/pyvenv.cfg": ""})
+    assert config["checkpoints"] == {"out": "runs/first/out"}
+    assert config["study_arguments"] == {"texts": "data/train.jsonl"}
+    assert "found: weights: runs/first/out\n" in capsys.readouterr().out
+    rmtree("runs")
+    Path("trak.yaml").unlink()
+    images = [f"data/{split}/{name}/1.png" for split in ("train", "val") for name in ("x", "y")]
+    written({**dict.fromkeys(images, ""), "models/old/run.pt": ""})
+    assert (
+        yaml.safe_load(Path("trak.yaml").read_text())["study_arguments"]["images"] == "data/train"
+    )
+
+
+def test_a_study_that_is_not_found_is_told_where_it_was_looked_for():
+    write({
+        "a/b/c/d/e/run.pt": "",
+        "results/train.csv": "",
+        ".git/run.pt": "",
+        "table.csv": "a\n1\n",
+    })
+    looked = "4 folders deep in it, at a, a/b, a/b/c, a/b/c/d. Found rows: table.csv"
+    with refused("command.no_study", looked):
+        init([])
 
 
 def test_results_come_neither_into_the_weights_nor_nowhere(folder, monkeypatch):

@@ -25,7 +25,12 @@ LAYERS = [
     {"command"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "jinja2": {"report"}, "snakemake": set()}
+ONLY_IN = {
+    "numba": {"projection"},
+    "h5py": {"artifacts"},
+    "jinja2": {"report"},
+    "snakemake": {"command"},
+}
 
 
 @cache

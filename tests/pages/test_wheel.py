@@ -95,8 +95,11 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """Return the interpreter of an environment with the wheel, and the rest as it is here."""
-    folder = tmp_path_factory.mktemp("environment") / "env"
+    """Return the interpreter of an environment with the wheel, and the rest as it is here.
+
+    Its path is one that a shell cuts.
+    """
+    folder = tmp_path_factory.mktemp("environment") / "für alle/env"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin/python"
     installed = run(python, "-Ic", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
@@ -145,6 +148,7 @@ def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
     targets = [f"patient-{i}" for i in (342, 343, 344)]
     config = {"study": "diabetes.py", "model_output": "regression"}
     config |= {"checkpoints": {"c0": "c0.pt"}, "experiments": {"one": {"targets": targets}}}
+    config |= {"compute": {"threads": 2}}  # so that some jobs are no forks
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     torch.save(network().state_dict(), tmp_path / "c0.pt")
     (own := tmp_path / "own").mkdir()
@@ -167,7 +171,7 @@ def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
 
     called = trak("run", "mine.yaml", "scores", "--keep-going", folder=tmp_path).splitlines()[0]
     snakefile = f"--snakefile={python.parents[1]}/lib/.*/site-packages/trak_core/workflow/Snakefile"
-    pattern = rf"snakemake {snakefile} --configfile=mine.yaml scores --keep-going --cores all"
+    pattern = rf"snakemake '{snakefile}' --configfile=mine.yaml scores --keep-going --cores all"
     assert re.fullmatch(pattern, called), called
     # A cluster's profile is the wheel's, which holds what the repository does.
     folder = isolated(python, PROFILE, tmp_path).strip()

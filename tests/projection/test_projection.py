@@ -15,7 +15,7 @@ from projections import KINDS, SEED, real_gradients, spec_of
 
 import trak_core
 from trak_core.projection import project
-from trak_core.projection.cpu.project import slice_length
+from trak_core.projection.cpu.project import _slice_rows, slice_length
 from trak_core.projection.reference import (
     philox4x32_reference,
     project_reference,
@@ -217,6 +217,16 @@ def test_strided_rows(kind):
         np.testing.assert_array_equal(project(rows, spec), expected)
         np.testing.assert_array_equal(project(np.asfortranarray(rows), spec), expected)
         check_projection(expected, rows, spec)
+
+
+def test_kernels_get_one_layout_and_rows_with_gaps_are_not_copied():
+    """Numba would compile a kernel for another one, which takes seconds."""
+    wide = integer_gradients(9, 90)
+    for rows in (wide[:, 11:81], wide[::3, 11:81], wide[::-1, 20:], wide[:, ::-1], wide[:, ::2]):
+        taken, start, stop = _slice_rows([rows], 3, 40)
+        assert taken.flags.c_contiguous
+        np.testing.assert_array_equal(taken[:-1, start:stop], rows[:-1, 3:40])  # not behind it
+        assert np.shares_memory(taken[:1], wide) is (rows.strides[0] > 0 and rows.strides[1] == 4)
 
 
 @pytest.mark.gate

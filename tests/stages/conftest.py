@@ -1,13 +1,16 @@
 """What several files of this lane read and don't change."""
 
 import pytest
-import torch
-from trained_cases import Case
+
+# Imports within fixtures: the process that hands tests to workers reads this too.
 
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory):
     """Two small studies with trained checkpoints; their features and oracles are computed once."""
+    import torch
+    from trained_cases import Case
+
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.set_num_threads(1)
     return {name: Case(name, folder) for name in ("small_digits", "diabetes")}

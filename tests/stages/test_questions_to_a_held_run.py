@@ -265,10 +265,12 @@ def test_lines_are_answered_or_told_of(here, capsys):
     assert "clinic" in out
 
 
-def test_a_table_s_lines_are_numbered_as_editors_do(here, capsys):
-    (here.parent / "some.tsv").write_text('id\trow\nx\t400\n\ny\t"fo\nur"\nz\tfive\n')
+@pytest.mark.parametrize(("name", "between"), [("some.tsv", "\t"), ("some.csv", ",")])
+def test_a_table_s_lines_are_numbered_as_editors_do(here, capsys, name, between):
+    text = 'id\trow\nx\t400\n\ny\t"fo\nur"\nz\tfive\n'
+    (here.parent / name).write_text(text.replace("\t", between))
     with pytest.raises(SystemExit):
-        main(["ask", "mine.yaml", "--file", "some.tsv"])
+        main(["ask", "mine.yaml", "--file", name])
     err = capsys.readouterr().err
     assert [line[:14] for line in err.splitlines() if line.startswith("Error")] == [
         "Error: line 2:",

@@ -1,7 +1,6 @@
 """Snakemake left running, so that a test can hurt it or its jobs."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,8 +13,11 @@ import yaml
 from own_checkpoints import own_study
 from workspace import Workspace
 
-# Training samples that take their time, so that a job can be hurt in the middle of its work.
+# Training samples that take their time, so that a job can be hurt in the middle of its work, and a
+# process that ends a while after it, so that it can be hurt then as well.
 SLOWLY = """
+
+atexit.register(time.sleep, 0.2)
 
 
 class Slowly(torch.utils.data.Dataset):
@@ -38,19 +40,17 @@ def small_study(folder: Path) -> Workspace:
     """Make a study of one checkpoint and one experiment; nothing has run."""
     study = own_study(folder, 1, ["few"], **SMALL)
     file = study.path("diabetes.py")
-    file.write_text(f"import time\n{file.read_text()}{SLOWLY}")
+    file.write_text(f"import atexit, time\n{file.read_text()}{SLOWLY}")
     return study
 
 
 def _is_job(process: psutil.Process, rule: str) -> bool:
-    """Whether it runs the script that Snakemake wrote for a job that logs to the rule's folder."""
+    """Whether it does a job that logs to the rule's folder: all that it prints goes there."""
     try:
-        script = Path(process.cwd(), (process.cmdline() or [""])[-1])
-        written = script.parent.name == "scripts" and script.parent.parent.name == ".snakemake"
-        text = script.read_bytes() if written else b""
-    except (psutil.Error, OSError):  # it has just ended
+        log = Path(f"/proc/{process.pid}/fd/1").readlink()
+    except OSError:  # it has just ended
         return False
-    return re.search(rb"/logs/%b\b" % rule.encode(), text) is not None
+    return f"/logs/{rule}/" in str(log)
 
 
 class Running:

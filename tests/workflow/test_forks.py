@@ -15,6 +15,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pandas as pd
 import psutil
 import pytest
 from running import Running, small_study
@@ -24,6 +25,7 @@ from trak_core.system.files import read_record
 from trak_core.system.fork_client import Fork, serve_forks
 from trak_core.system.job import cancel_timers
 
+TIMES = "results/benchmarks/compute_features/c0"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
 
 # What each job says of itself: how it was started, and what it draws without a seed. The preflight
@@ -126,6 +128,11 @@ def test_forked_jobs_leave_the_same_files(marked):
     who, draws = told(marked)
     assert who == ["fork", "fork"]
     assert len(set(draws)) == 2
+    # No Python was started to wait for one, and what Snakemake measures is the job.
+    assert not marked.path(".snakemake/scripts").exists()
+    (row,) = pd.read_csv(marked.path(f"{TIMES}/train.tsv"), sep="\t").to_dict("records")
+    assert row["s"] >= 0.5
+    assert row["max_rss"] >= 100
     # The preflight is a fork of the same process, which imports everything once.
     early, *others = [line.split() for line in marked.path("parents.txt").read_text().splitlines()]
     assert {tuple(other) for other in others} == {("job", *early[1:])}
@@ -237,7 +244,9 @@ def status_of(name, function, argument, signals=b""):
         socket.send_fds(connection, [struct.pack("!Q", len(text))], [0, 1, 2])
         connection.sendall(text + signals)
         assert connection.recv(1) == b"y"
-        return struct.unpack("!i", connection.recv(4))[0]
+        process, status = (struct.unpack("!i", connection.recv(4))[0] for _ in range(2))
+        assert process > 1
+        return status
 
 
 def test_a_server_has_room_for_many_jobs_and_no_signal_is_lost(tmp_path, monkeypatch):

@@ -47,7 +47,9 @@ def ask(words: Sequence[str]) -> None:
         "trak ask", description=__doc__, epilog=_HOW, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("config", help="that of the run")
-    parser.add_argument("--file", type=Path, help="lines to answer: .jsonl, .tsv or plain texts")
+    parser.add_argument(
+        "--file", type=Path, help="lines to answer: .jsonl, .csv, .tsv or plain texts"
+    )
     parser.add_argument(
         *("--target", "-t"), action="append", default=[], help="a target of the study's, by its id"
     )
@@ -218,9 +220,9 @@ class _Session:
         A line is text, bytes, or the fields of a table's row.
         """
         file: Path | None = self._asked.file
-        if file is not None and file.suffix == ".tsv":
-            from trak_core.study.read_targets import read_questions
+        from trak_core.study.read_targets import TABLES, read_questions
 
+        if file is not None and file.suffix in TABLES:
             ids, rows, numbers = read_questions(file)
             for number, own_id, row in zip(numbers, ids, rows, strict=True):
                 yield number, {"id": own_id, **row}

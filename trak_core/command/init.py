@@ -1,7 +1,6 @@
 """Look at a folder of weights and data, and write the config of a ready-made study for it."""
 
 import argparse
-import ast
 import json
 import re
 from collections import Counter
@@ -10,8 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from trak_core.command.find_network import Line, named_network, own_network
 from trak_core.config.read_config import ALL_TARGETS
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.studies.ready_study import ids_of, read_rows
 
 _ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
@@ -29,10 +29,9 @@ _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
-# Words of the line, and what is printed of it.
-_FUNCTION = "file.py:function of yours that returns the network, weights unset"
-_NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
 _N_TARGETS = 3
+# A Trainer's checkpoints may lie in runs/first/out.
+_DEPTH = 4
 # Labelled ones are all explained up to so many, because lists of suspects rest on hundreds.
 _MOST_TARGETS = 2000
 _NEEDED = (
@@ -41,10 +40,8 @@ _NEEDED = (
     f"folder of images for each class. Rows are in {', '.join(_ROWS)}"
 )
 
-# A line of the config: key, value, and a comment that may be empty.
-_Line = tuple[str, Any, str]
 # docs/explanation/choosing.md: on six studies of texts as good as the default or better.
-_OF_TEXTS: _Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
+_OF_TEXTS: Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
 
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 
@@ -83,8 +80,34 @@ def init(words: Sequence[str]) -> None:
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a folder's config, and lines on what it rests on."""
-    inside = [folder, *(path for path in sorted(folder.iterdir()) if _may_hold(path))]
+    """Return the text of a folder's config, and lines on what it rests on.
+
+    It looks into folders inside only as far as it must to find a study.
+    """
+    inside, level, findings = [folder], [folder], "nothing of it"
+    for _ in range(_DEPTH):
+        level = [path for parent in level for path in sorted(parent.iterdir()) if _may_hold(path)]
+        inside += level
+        report: list[str] = []
+        written = _config_of(folder, inside, report)
+        if written is not None:
+            return written
+        told = "; ".join(line.removeprefix("found: ") for line in report)
+        findings = told or findings
+        level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
+    others = [str(path) for path in inside[1:]]
+    looked = f" and {_DEPTH} folders deep in it, at {listed(others)}" if others else ""
+    raise InputError(
+        f"{folder} must hold a study: {_NEEDED}. Looked at it{looked}. Found {findings}. Put "
+        "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
+        code="command.no_study",
+    )
+
+
+def _config_of(
+    folder: Path, inside: Sequence[Path], report: list[str]
+) -> tuple[str, list[str]] | None:
+    """Return what ``config_for`` does of a folder and some inside it; None if they are no study."""
     # timm's weights are a state dict, beside a config that names the network.
     timm = {path: name for path in inside if (name := _timm_network(path)) is not None}
     weights = [p for p in inside if p not in timm and _weights_config(p) is not None]
@@ -94,28 +117,23 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
     rows = _files([folder, *plain], _ROWS)
     states = _files(plain, _STATE_DICTS)
     named = (("weights", weights), ("folders of images", images), ("rows", rows))
-    report = [
+    report += [
         f"found: {kind}: {', '.join(map(str, paths))}"
         for kind, paths in (*named, ("checkpoints", states))
         if paths
     ]
     if weights and rows:
         return _of_texts(weights, rows, report)
-    if states and (images or rows):
-        networks: set[str | None] = {None}
-        if images:
-            networks = {timm.get(path.parent) for path in states}
-        named = _named_network(networks, report)
-        if named is None:
-            code = _files([folder, *plain], [".py"])
-            named = _own_network(code, report, of_images=bool(images))
-        return _of_network(images, rows, states, named, report)
-    findings = "; ".join(line.removeprefix("found: ") for line in report)
-    raise InputError(
-        f"{folder} must hold a study: {_NEEDED}. Found {findings or 'nothing of it'}. Put "
-        "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
-        code="command.no_study",
-    )
+    if not (states and (images or rows)):
+        return None
+    networks: set[str | None] = {None}
+    if images:
+        networks = {timm.get(path.parent) for path in states}
+    network = named_network(networks, report)
+    if network is None:
+        code = _files([folder, *plain], [".py"])
+        network = own_network(code, report, of_images=bool(images))
+    return _of_network(images, rows, states, network, report)
 
 
 def _timm_network(folder: Path) -> str | None:
@@ -127,7 +145,10 @@ def _timm_network(folder: Path) -> str | None:
 
 
 def _may_hold(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith((".", "results", "checkpoint-"))
+    """Return whether a path is a folder of a user's: no results, no environment of Python."""
+    if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
+        return False
+    return not any((path / own).exists() for own in ("pyvenv.cfg", "code.json"))
 
 
 def _files(folders: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
@@ -213,12 +234,12 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     train, target = _split(rows, report)
     samples = read_rows(str(train))
     study = "text_classification" if classifies else "language_model"
-    arguments: list[_Line] = [("texts", str(train), "")]
+    arguments: list[Line] = [("texts", str(train), "")]
     if classifies and not (chosen / "config.json").is_file():
         last = max(chosen.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
         arguments.append(("weights", str(last), "what the model is built from"))
     arguments += _text_fields(samples[0], classifies, report)
-    asked: list[_Line]
+    asked: list[Line]
     if target is not None and target.suffix == ".jsonl":
         asked = [("data", str(target), "")]
     else:
@@ -248,10 +269,10 @@ def _is_alike(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> list[_Line]:
+def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> list[Line]:
     """Return the arguments that say which fields of a row are prompt, text and label."""
     label = _label_of(row) if classifies else None
-    lines: list[_Line] = []
+    lines: list[Line] = []
     if classifies and label != "label":
         note = "" if label else "put the field of the label here"
         report += [] if label else ["could not tell: which field is the label"]
@@ -282,111 +303,12 @@ def _last(row: dict[str, Any]) -> str:
     return ([name for name in row if name not in {"id", _NUMBERED}] or [*row])[-1]
 
 
-def _named_network(networks: set[str | None], report: list[str]) -> _Line | None:
-    """Return the network that all checkpoints are of, by timm's names for them, if they say it."""
-    name = next(iter(networks)) if len(networks) == 1 else None
-    if name is None:
-        return None
-    report.append(f"chose: timm/{name} as the network: its config.json names it")
-    return "model", f"timm/{name}", ""
-
-
-_Defined = ast.ClassDef | ast.FunctionDef
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    """Return the last parts of all names in some code, such as ``Module`` of ``nn.Module``."""
-    named = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return named | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-
-
-def _networks_in(tree: ast.Module) -> list[_Defined]:
-    """Return a file's classes of modules, and the functions that return one, unread by Python."""
-    modules, definitions = {"Module", "Sequential"}, list[_Defined]()
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            is_network = any(not modules.isdisjoint(_names_in(base)) for base in node.bases)
-        elif isinstance(node, ast.FunctionDef):
-            ends = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
-            calls = [end.func for end in ends if isinstance(end, ast.Call)]
-            said = [*calls, *([node.returns] if node.returns else [])]
-            is_network = any(not modules.isdisjoint(_names_in(part)) for part in said)
-        else:
-            continue
-        if is_network:
-            definitions.append(node)
-            modules.add(node.name)
-    return definitions
-
-
-def _arguments(node: _Defined, among: Sequence[_Defined]) -> tuple[list[str], list[str]]:
-    """Return what a class or a function must get, and what it may get by place."""
-    if isinstance(node, ast.FunctionDef):
-        given, is_method = node.args, False
-    else:
-        own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
-        if "__init__" not in own:
-            bases = {name for base in node.bases for name in _names_in(base)}
-            earlier = among[: among.index(node)]  # or a class of its base's name would be its own
-            parent = next((d for d in reversed(earlier) if d.name in bases), None)
-            return _arguments(parent, earlier) if parent else ([], [])
-        given, is_method = own["__init__"].args, True
-    by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)][is_method:]
-    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    needed = by_place[: len(by_place) - len(given.defaults)]
-    needed += [argument.arg for argument, default in by_name if default is None]
-    return needed, by_place
-
-
-def _own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> _Line:
-    """Return the network that Python files define, which are parsed and not run.
-
-    One of images gets the number of classes, one of a table nothing. Where none can be built so,
-    the line is a placeholder, with what to write.
-    """
-    fitting: dict[str, set[str]] = {}
-    place, put = "nets.py:net", _NAMED if of_images else _FUNCTION
-    for file in code:
-        try:
-            tree = ast.parse(file.read_bytes())
-            networks = _networks_in(tree)
-        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
-            continue
-        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
-        is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
-        for node in networks:
-            needed, by_place = _arguments(node, networks)
-            of_classes = (
-                bool(by_place) and re.search(r"class|label|^(n_|num_)?out", by_place[0]) is not None
-            )
-            if runs:
-                put = f"{node.name} of {file}, moved into a file that runs nothing when imported"
-            elif is_part:
-                put = f"{node.name} of {file}, moved into a file without relative imports"
-            elif set(needed) <= {*by_place[:1]} and of_classes if of_images else not needed:
-                fitting[f"{file}:{node.name}"] = _names_in(node)
-            else:
-                values = ", ".join(f"{name}=..." for name in needed)
-                written = f"def net({'n_classes' if of_images else ''}): return {node.name}"
-                put = f"it into {file} as a function such as `{written}({values})`"
-                place = f"{file}:net"
-    # What another one is built of is a part of it.
-    parts = {n for key, names in fitting.items() for n in names - {key.rpartition(":")[2]}}
-    whole = [key for key in fitting if key.rpartition(":")[2] not in parts]
-    if whole:
-        others = f"{', '.join(whole[1:])} could be it too" if whole[1:] else ""
-        report.append(f"chose: {whole[0]} as the network{others and '; ' + others}")
-        return "model", whole[0], others
-    report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
-    return "model", place, f"a placeholder: put {put}"
-
-
 def _of_network(
-    images: list[Path], rows: list[Path], states: list[Path], model: _Line, report: list[str]
+    images: list[Path], rows: list[Path], states: list[Path], model: Line, report: list[str]
 ) -> tuple[str, list[str]]:
     """Return the config of a classifier of images, or of a network of tables."""
     train, target = _split(images or rows, report)
-    given: list[_Line] = [] if target is None else [("targets", str(target), "")]
+    given: list[Line] = [] if target is None else [("targets", str(target), "")]
     if images:
         explained = target or train
         _refuse_here((train, explained), "Images", code="command.images_here")
@@ -433,7 +355,7 @@ def _of_network(
     return text, [*report, "chose: tabular"]
 
 
-def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> _Line:
+def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> Line:
     """Return what to explain: the first ids; of samples of classes all, or one of each in turn."""
     if classes is not None:
         if len(ids) <= _MOST_TARGETS:
@@ -448,11 +370,7 @@ def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> _Line:
 
 
 def _text(
-    study: str,
-    arguments: list[_Line],
-    more: list[_Line],
-    checkpoints: list[Path],
-    asked: list[_Line],
+    study: str, arguments: list[Line], more: list[Line], checkpoints: list[Path], asked: list[Line]
 ) -> str:
     """Return a config's text: JSON is YAML, so that no value is read as another."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", path.stem) or "run" for path in checkpoints]
@@ -460,7 +378,7 @@ def _text(
     for stem in stems:
         free = (f"{stem}_{i}" for i in count() if f"{stem}_{i}" not in {*ids, *stems})
         ids.append(stem if stems.count(stem) == 1 else next(free))
-    runs: list[_Line] = [(name, str(path), "") for name, path in zip(ids, checkpoints, strict=True)]
+    runs: list[Line] = [(name, str(path), "") for name, path in zip(ids, checkpoints, strict=True)]
     by_line = ["", *_written(runs, "  ")]
     return "\n".join([
         "# Written by `trak init`. docs/how-to/ready-made.md says what may stand here.",
@@ -476,16 +394,16 @@ def _text(
     ])
 
 
-def _written(lines: list[_Line], indent: str = "") -> list[str]:
+def _written(lines: list[Line], indent: str = "") -> list[str]:
     return [
         f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}{comment and '  # ' + comment}"
         for key, value, comment in lines
     ]
 
 
-def _on_a_line(lines: list[_Line]) -> str:
+def _on_a_line(lines: list[Line]) -> str:
     return "{" + ", ".join(_written([(key, value, "") for key, value, _ in lines])) + "}"
 
 
-def _comments(lines: list[_Line]) -> list[str]:
+def _comments(lines: list[Line]) -> list[str]:
     return [f"# {key}: {comment}" for key, _, comment in lines if comment]

@@ -25,7 +25,14 @@ from trak_core.system.job import stop_before_jobs
 stop_before_jobs()
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
-main()
+"""
+_CALL = "main()"
+# Snakemake would look for a package of the plugin's name, and not find one that may be edited.
+_CALL_BRIEFLY = """
+from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
+from trak_core.command import run_log
+LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_trak", run_log)
+main(["--logger=trak", *sys.argv[1:]])
 """
 # And options by which jobs run elsewhere.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
@@ -81,11 +88,13 @@ def check_config_file(word: str, config: str) -> None:
         )
 
 
-def _is_new(config: Path, arguments: Sequence[str]) -> bool:
-    """Whether this machine will have jobs to do: the config is younger than the last start's."""
+def _is_elsewhere(arguments: Sequence[str]) -> bool:
     given = ["--profile"] if "SNAKEMAKE_PROFILE" in os.environ else arguments
-    if any(argument.startswith(_ELSEWHERE) for argument in given):
-        return False
+    return any(argument.startswith(_ELSEWHERE) for argument in given)
+
+
+def _is_new(config: Path) -> bool:
+    """Whether there will be jobs to do: the config is younger than the last start's."""
     try:
         text = config.read_text(encoding="utf-8")
         results = yaml.safe_load(text).get("results", "results")
@@ -105,14 +114,16 @@ def run(config: str, arguments: Sequence[str]) -> None:
         )
     command = snakemake_command(config, arguments)
     print(shlex.join(command), file=sys.stderr, flush=True)
-    if _is_new(Path(config), arguments):
+    is_here = not _is_elsewhere(arguments)
+    if is_here and _is_new(Path(config)):
         start_early(["trak_core.stages.preflight_study"])  # what every study needs
     name_library()
     # Until the next Python can hear it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         # A module of the user's folder must not stand for an installed one, hence -P.
+        code = _SNAKEMAKE + (_CALL_BRIEFLY if is_here else _CALL)
         # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
-        os.execv(sys.executable, [sys.executable, "-P", "-c", _SNAKEMAKE, *command[1:]])
+        os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -7,7 +7,7 @@ fit into a page of a size that opens at once is left out, and said to be.
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -264,8 +264,9 @@ def explore(
     ``self_influence`` is that of training samples by id, where it is known.
     """
     n_targets = len(experiment.tables["targets"])
+    told = _without_told(experiment, show) if described and not drawn else experiment
     while True:
-        targets, train, columns = _rows(experiment, n_targets, self_influence, tokens)
+        targets, train, columns = _rows(told, n_targets, self_influence, tokens)
         n_bytes = len(_json([targets, train]).encode())
         if n_bytes <= _ROWS or n_targets == 1:
             break
@@ -282,6 +283,28 @@ def explore(
     for entry in (*targets, *train):
         del entry["key"]
     return Answer(experiment, targets, train, columns, pictures, drawn, described)
+
+
+def _without_told(experiment: File, show: Show) -> File:
+    """Return an experiment without columns of phrases that its targets' own texts hold.
+
+    Fields of a question stay in its table, but the text that a template makes of them says them.
+    """
+    table = experiment.tables["targets"]
+    if MEAN_OF in table:
+        return experiment
+    first = table.head(AT_ONCE)
+    own = {name: [str(value).split() for value in first[name]] for name in _own(table)}
+    phrases = {name: words for name, words in own.items() if any(len(w) > 1 for w in words)}
+    if not phrases:
+        return experiment
+    texts = [" ".join(str(show(True, i, _CHARACTERS)).split()) for i in first["id"].tolist()]
+    told = [
+        name
+        for name, words in phrases.items()
+        if all(" ".join(w) in text for w, text in zip(words, texts, strict=True))
+    ]
+    return replace(experiment, tables={**experiment.tables, "targets": table.drop(columns=told)})
 
 
 def _fill(

@@ -43,11 +43,15 @@ def tabular(
     target_rows = read_rows(targets) if targets else rows
     names = list(columns or [name for name in rows[0] if name not in {label, "id"}])
     numbers = {name: number for number, name in enumerate(classes or ())}
+    first = rows[0].get(label)
+    are_whole = isinstance(first, int) and not isinstance(first, bool)
 
     def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         *given, of_row = (field(row, name) for name in (*names, label))
         try:
             values = [float(value) for value in given]
+            if are_whole and isinstance(of_row, str):
+                of_row = int(of_row)  # a cell of a table to explain
             answer = numbers[of_row] if classes else float(of_row)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(

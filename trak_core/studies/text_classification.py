@@ -64,6 +64,8 @@ def text_classification(
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
         of_row = field(row, label)
         number = numbers.get(str(of_row), of_row)
+        if isinstance(number, str) and number.isdecimal():
+            number = int(number)  # a cell of a table to explain
         if isinstance(number, bool) or not isinstance(number, int):
             raise InputError(
                 f"A label must be a class's number or one of the model's names, "

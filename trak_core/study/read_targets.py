@@ -1,8 +1,9 @@
 """Read the targets of an experiment: the study's own, or those in a file that the experiment names.
 
 A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study has. In JSON lines, or
-a tab-separated table with a header, each line is one target: the study's ``encode(**line)`` makes a
-sample of it. A field ``id`` is its id, if all lines have one; else they are numbered from 0.
+a table with a header whose cells tabs or commas separate, each line is one target: the study's
+``encode(**line)`` makes a sample of it. A field ``id`` is its id, if all lines have one; else they
+are numbered from 0.
 """
 
 import csv
@@ -19,7 +20,9 @@ from trak_core.errors import InputError
 from trak_core.study.read_split import Split, checked_ids, users_code
 from trak_core.study.study import Study
 
-_PYTHON, _LINES, _TABLE = ".py", ".jsonl", ".tsv"
+_PYTHON, _LINES = ".py", ".jsonl"
+# Endings of tables, and what separates their cells.
+TABLES = {".csv": ",", ".tsv": "\t"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +127,15 @@ def _read_lines(path: Path) -> dict[int, dict[str, Any]]:
     try:
         # Spreadsheets begin UTF-8 with a mark.
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == _TABLE:
-            lines: dict[int, Any] = dict(rows_of_table(text, "\t"))
+        if path.suffix in TABLES:
+            lines: dict[int, Any] = dict(rows_of_table(text, TABLES[path.suffix]))
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
             numbered = enumerate(text.split("\n"), 1)
             lines = {number: parse_line(number, line) for number, line in numbered if line.strip()}
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "
+            f"{path}: {_LINES} must hold JSON, and {' and '.join(TABLES)} cells below a header, on "
             f"every line. Reading it failed: {error}."
         ) from error
     first = next(iter(lines.values()), None)
@@ -171,7 +174,7 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], list[dict[str, An
     numbered = _read_lines(path)
     lines = list(numbered.values())
     ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]
-    if path.suffix == _TABLE and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
+    if path.suffix in TABLES and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
         ids = [int(i) for i in ids]
     return checked_ids(ids, len(lines), f"{path}: the field id"), lines, list(numbered)
 

@@ -1,9 +1,10 @@
 """Ask the fork server to run a job or the preflight, in place of starting a new Python.
 
 The user's Snakemake starts the server (``start_fork_server``), whose first fork is the preflight,
-or takes over the one that ``trak run`` started before it became Snakemake. A job's process asks it
-for a fork, and waits for it (``done_by_fork``). Nothing here imports a library: every start of
-Snakemake and every job imports this.
+or takes over the one that ``trak run`` started before it became Snakemake. It asks the server for
+its jobs (``script_forks``); where its scripts are called in a way that is not known, the process
+that it starts for a job asks, and waits (``done_by_fork``). Nothing here imports a library: every
+start of Snakemake and every job imports this.
 """
 
 import atexit
@@ -26,6 +27,7 @@ from typing import IO, Any, NoReturn
 from trak_core.system.fork_server import (
     LENGTH,
     ONE_THREAD,
+    PROCESS,
     SOCKET,
     STATUS,
     STOPS,
@@ -170,6 +172,11 @@ def start_fork_server(modules: Sequence[str]) -> str | None:
     return _own.name
 
 
+def own_server() -> str | None:
+    """Return the name of this process's server; None without one."""
+    return None if _own is None else _own.name
+
+
 def offer_forks(server: str | None) -> None:
     """Have jobs that this process starts from now on ask a server for forks."""
     if server is not None:
@@ -247,8 +254,9 @@ class Fork:
     """A fork that a server was asked for.
 
     A request has ``folder``; ``call``, a function's name and its argument; perhaps ``environment``,
-    which must be the server's, ``paths`` of modules, ``arguments`` for ``sys.argv``, and
-    ``imports``, modules that the server imports before. ``streams`` are its standard streams. What
+    which must be the server's, ``paths`` of modules, ``arguments`` for ``sys.argv``,
+    ``imports``, modules that the server imports before, and ``hears``, whether signals to the
+    server are passed on to it. ``streams`` are its standard streams. What
     still runs when this is closed is killed.
     """
 
@@ -261,7 +269,8 @@ class Fork:
     ) -> None:
         self._connection = _send(server, request, streams, seconds)
         self._answer = b""
-        self._size = len(YES) + STATUS.size
+        self._begun = len(YES) + PROCESS.size
+        self._size = self._begun + STATUS.size
 
     def __enter__(self) -> "Fork":
         return self
@@ -272,7 +281,12 @@ class Fork:
 
     def begins(self) -> bool:
         """Wait until it is known whether there is a fork, and return it."""
-        return self._has(len(YES)) and self._answer.startswith(YES)
+        return self.process() is not None
+
+    def process(self) -> int | None:
+        """Wait until it is known whether there is a fork, and return its process; None if not."""
+        is_begun = self._has(len(YES)) and self._answer.startswith(YES) and self._has(self._begun)
+        return PROCESS.unpack_from(self._answer, len(YES))[0] if is_begun else None
 
     def status(self, seconds: float | None = None) -> int | None:
         """Return the fork's return code, as Popen gives it, when it has ended.
@@ -283,7 +297,7 @@ class Fork:
         if self._connection is not None:
             self._connection.settimeout(seconds)
         is_over = self.begins() and self._has(self._size)
-        return STATUS.unpack(self._answer[len(YES) :])[0] if is_over else None
+        return STATUS.unpack_from(self._answer, self._begun)[0] if is_over else None
 
     def signal(self, number: int) -> None:
         """Send it a signal."""

@@ -45,13 +45,16 @@ ONE_THREAD = {f"{library}_THREADS": "1" for library in _LIBRARIES}
 _CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
 _CHANGING |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
 YES, _NO = b"y", b"n"
-# A request begins with its length; a fork's status, as Popen gives it, is the last answer.
-STATUS, LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+# A request begins with its length. A fork's process follows the yes; its status, as Popen gives it,
+# is the last answer.
+LENGTH, PROCESS, STATUS = struct.Struct("!Q"), struct.Struct("!i"), struct.Struct("!i")
 # An environment has some KiB; requests are read by parts, so that no client has others wait.
 _MOST_BYTES, _PART_BYTES = 2**24, 2**16
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
 _PR_SET_PDEATHSIG = 1
 STOPS = (signal.SIGTERM, signal.SIGINT)
+# Forks that nobody but this process tells what a whole session is told.
+_hearing: set[int] = set()
 
 
 def is_mine(connection: socket.socket) -> bool:
@@ -210,6 +213,7 @@ def _serve(
             _import([later.popleft()])
         for handle, (process, connection) in list(jobs.items()):
             if handle in ready:
+                _hearing.discard(process)
                 _, status = os.waitpid(process, 0)
                 with suppress(OSError):
                     connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
@@ -220,8 +224,10 @@ def _serve(
                 numbers = b""
                 with suppress(OSError):
                     numbers = connection.recv(8)
-                # Who asked has gone: nobody waits for this job any more.
-                for number in numbers or [signal.SIGKILL]:
+                # Who asked has gone: nobody waits for this job any more. Snakemake may have been
+                # killed, and then this process ends as well, at which its forks are to clear up.
+                end = signal.SIGTERM if process in _hearing else signal.SIGKILL
+                for number in numbers or [end]:
                     with suppress(OSError):
                         os.killpg(process, number)
         for client in [clients[source] for source in ready & clients.keys()]:
@@ -251,7 +257,7 @@ def _serve(
                 jobs[os.pidfd_open(process)] = process, client.connection
             # Who asked may have gone: then its connection has ended, which is looked at above.
             with suppress(OSError):
-                client.connection.sendall(_NO if process is None else YES)
+                client.connection.sendall(_NO if process is None else YES + PROCESS.pack(process))
             if process is None:
                 client.connection.close()
             _close(client.streams)
@@ -286,11 +292,19 @@ def _forked(
         for other in (client.connection, *others):
             other.close()
         run_to_the_end(lambda: _be(request, client.streams, server))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if process is not None:
         with suppress(OSError):
             os.setpgid(process, process)
+        if request.get("hears"):
+            _hearing.add(process)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     return process
+
+
+def _pass_on(number: int, _frame: object) -> None:
+    for process in list(_hearing):
+        with suppress(OSError):
+            os.killpg(process, number)
 
 
 def main() -> None:
@@ -302,9 +316,9 @@ def main() -> None:
     # Each job keeps two files open here.
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    # A signal to a whole session is for Snakemake and the jobs; jobs pass theirs on.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A signal to a whole session is for Snakemake and the jobs; who waits for one passes its on.
+    for number in STOPS:
+        signal.signal(number, _pass_on)
     with socket.socket(socket.AF_UNIX) as listener:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
         # A name without a file: nothing stays on the disk, whatever is killed.

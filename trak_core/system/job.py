@@ -94,7 +94,7 @@ _STOPS = {
 # What a job says that ran longer than it may, and the seconds that it then has to clear up.
 _too_late: str | None = None
 _CLEARING_SECONDS = 30.0
-# Snakemake's own measurements are of the process that it started, which may wait for another.
+# Snakemake's own measurements are samples, which may miss it.
 PEAK = "peak memory: "
 _ASK_AGAIN_SECONDS = 0.2
 _THREADS_SECONDS = 5.0

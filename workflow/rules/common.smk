@@ -9,6 +9,7 @@ from html import unescape
 from pathlib import Path
 
 import yaml
+from snakemake.benchmark import benchmarked
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
@@ -41,6 +42,7 @@ from trak_core.system.fork_client import (
     take_over_early,
 )
 from trak_core.system.job import cancel_timers, explain_interrupts
+from trak_core.system.script_forks import by_forks, quote_executable
 
 # Jobs are processes of their own. They import the trak_core that this file imports.
 name_library()
@@ -108,6 +110,9 @@ with explained():
         is_main=workflow.is_main_process,
     )
     specs = specs_of(config, results)
+    shared = workflow.storage_settings.shared_fs_usage
+    nodes_have_python = SharedFSUsage.SOFTWARE_DEPLOYMENT in shared
+    quote_executable(is_local=workflow.local_exec or not nodes_have_python)
     if workflow.is_main_process:
         if not workflow.local_exec:
             check_given(workflow.config_settings.config_args or [])
@@ -117,7 +122,7 @@ with explained():
         # Else onstart does it, which a module of another workflow hasn't, nor who has nothing to do.
         if not stored and (is_module or not has_record(results)):
             record_config(config, results)
-        if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
+        if SharedFSUsage.SOURCES not in shared:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.
             brought_along += map(str, specs.files)
@@ -143,6 +148,9 @@ wildcard_constraints:
     shard=r"\d+",
 
 
+if forks:
+    # What rules call for their `script`.
+    script = by_forks(script, benchmarked)
 stages_run = set()
 
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 from numba.core.registry import cpu_target
+from numpy.lib.stride_tricks import as_strided
 
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
 from trak_core.projection.cpu.simd_lanes import LANES
@@ -105,22 +106,38 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.float32, copy=False)
 
 
+def _gapless(rows: np.ndarray) -> np.ndarray | None:
+    """Return the same rows without gaps, not copied: what lies between two counts as columns.
+
+    None where that cannot be. For any other layout Numba would compile a kernel of its own, which
+    takes seconds. The view goes on behind the last row, where nobody may read.
+    """
+    row, entry = rows.strides
+    if rows.flags.c_contiguous:
+        return rows
+    if entry != rows.itemsize or row % entry or row < rows.shape[1] * entry:
+        return None
+    return as_strided(rows, (len(rows), row // entry), rows.strides)
+
+
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
     """Return where columns ``start`` to ``stop`` of the blocks, side by side, are in float32.
 
-    That is a matrix and the range of its columns; columns are copied only if need be.
+    That is a matrix and the range of its columns; columns are copied only if need be. Its layout is
+    C's.
     """
     parts = []
     first = 0
     for block in blocks:
         last = first + block.shape[1]
-        if first <= start and last >= stop and block.dtype == np.float32:
-            return block, start - first, stop - first
+        is_whole = first <= start and last >= stop and block.dtype == np.float32
+        if is_whole and (rows := _gapless(block)) is not None:
+            return rows, start - first, stop - first
         if first < stop and last > start:
             parts.append(_as_float32(block[:, max(start - first, 0) : stop - first]))
         first = last
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    return rows, 0, stop - start
+    return np.ascontiguousarray(rows), 0, stop - start
 
 
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
@@ -202,7 +219,8 @@ def project_cpu(
 
     Memory beyond arguments: for each thread a result, or up to four if all are within 64 MiB, what
     its kernel adds up in, up to two results of whole tiles, and a slice of the gradients where they
-    are not float32 or the slice has parts of several blocks.
+    are not float32, a row's entries don't follow one another, or the slice has parts of several
+    blocks.
 
     Blocks have shape (n_samples, n_i), all of one dtype: float32, float16, or uint16 with the bits
     of bfloat16. The first starts at ``offset``, each other where the last ends; ``out`` has shape

@@ -230,16 +230,13 @@ def fill_lanes(x, rows, at, start, stop):
     """Copy the columns ``at, at + 1, ...`` of ``rows`` from start to stop into lanes.
 
     Lanes have shape (n_tiles, n * 8), with zeros for columns outside of start to stop; rows have
-    (n_samples, any). Both are float32. ``at`` may lie before ``start``.
+    (n_samples, any), in C's layout. Both are float32. ``at`` may lie before ``start``.
     """
     n = x.shape[1] // LANES
     if at < start or at + n > stop:
         x[:] = 0
     begin, end = max(at, start), min(at + n, stop)
-    whole, tail = 0, begin
-    if rows.strides[1] == rows.itemsize:
-        whole = len(rows) // LANES
-        tail += (end - begin) // LANES * LANES
+    whole, tail = len(rows) // LANES, begin + (end - begin) // LANES * LANES
     for tile in range(whole):
         for i in range(begin, tail, LANES):
             _transpose(x[tile], i - at, rows, tile * LANES, i)  # pyright: ignore[reportCallIssue] -- numba gives the context

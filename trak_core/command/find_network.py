@@ -1,0 +1,112 @@
+"""Find the network that checkpoints are of: by a name that they say, or in Python files."""
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Words of the line, and what is printed of it.
+_FUNCTION = "file.py:function of yours that returns the network, weights unset"
+_NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
+# A line of the config: key, value, and a comment that may be empty.
+Line = tuple[str, Any, str]
+
+
+def named_network(networks: set[str | None], report: list[str]) -> Line | None:
+    """Return the network that all checkpoints are of, by timm's names for them, if they say it."""
+    name = next(iter(networks)) if len(networks) == 1 else None
+    if name is None:
+        return None
+    report.append(f"chose: timm/{name} as the network: its config.json names it")
+    return "model", f"timm/{name}", ""
+
+
+_Defined = ast.ClassDef | ast.FunctionDef
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    """Return the last parts of all names in some code, such as ``Module`` of ``nn.Module``."""
+    named = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return named | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+
+
+def _networks_in(tree: ast.Module) -> list[_Defined]:
+    """Return a file's classes of modules, and the functions that return one, unread by Python."""
+    modules, definitions = {"Module", "Sequential"}, list[_Defined]()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            is_network = any(not modules.isdisjoint(_names_in(base)) for base in node.bases)
+        elif isinstance(node, ast.FunctionDef):
+            ends = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
+            calls = [end.func for end in ends if isinstance(end, ast.Call)]
+            said = [*calls, *([node.returns] if node.returns else [])]
+            is_network = any(not modules.isdisjoint(_names_in(part)) for part in said)
+        else:
+            continue
+        if is_network:
+            definitions.append(node)
+            modules.add(node.name)
+    return definitions
+
+
+def _arguments(node: _Defined, among: Sequence[_Defined]) -> tuple[list[str], list[str]]:
+    """Return what a class or a function must get, and what it may get by place."""
+    if isinstance(node, ast.FunctionDef):
+        given, is_method = node.args, False
+    else:
+        own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        if "__init__" not in own:
+            bases = {name for base in node.bases for name in _names_in(base)}
+            earlier = among[: among.index(node)]  # or a class of its base's name would be its own
+            parent = next((d for d in reversed(earlier) if d.name in bases), None)
+            return _arguments(parent, earlier) if parent else ([], [])
+        given, is_method = own["__init__"].args, True
+    by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)][is_method:]
+    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    needed = by_place[: len(by_place) - len(given.defaults)]
+    needed += [argument.arg for argument, default in by_name if default is None]
+    return needed, by_place
+
+
+def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> Line:
+    """Return the network that Python files define, which are parsed and not run.
+
+    One of images gets the number of classes, one of a table nothing. Where none can be built so,
+    the line is a placeholder, with what to write.
+    """
+    fitting: dict[str, set[str]] = {}
+    place, put = "nets.py:net", _NAMED if of_images else _FUNCTION
+    for file in code:
+        try:
+            tree = ast.parse(file.read_bytes())
+            networks = _networks_in(tree)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+            continue
+        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
+        is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+        for node in networks:
+            needed, by_place = _arguments(node, networks)
+            of_classes = (
+                bool(by_place) and re.search(r"class|label|^(n_|num_)?out", by_place[0]) is not None
+            )
+            if runs:
+                put = f"{node.name} of {file}, moved into a file that runs nothing when imported"
+            elif is_part:
+                put = f"{node.name} of {file}, moved into a file without relative imports"
+            elif set(needed) <= {*by_place[:1]} and of_classes if of_images else not needed:
+                fitting[f"{file}:{node.name}"] = _names_in(node)
+            else:
+                values = ", ".join(f"{name}=..." for name in needed)
+                written = f"def net({'n_classes' if of_images else ''}): return {node.name}"
+                put = f"it into {file} as a function such as `{written}({values})`"
+                place = f"{file}:net"
+    # What another one is built of is a part of it.
+    parts = {n for key, names in fitting.items() for n in names - {key.rpartition(":")[2]}}
+    whole = [key for key in fitting if key.rpartition(":")[2] not in parts]
+    if whole:
+        others = f"{', '.join(whole[1:])} could be it too" if whole[1:] else ""
+        report.append(f"chose: {whole[0]} as the network{others and '; ' + others}")
+        return "model", whole[0], others
+    report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
+    return "model", place, f"a placeholder: put {put}"
