@@ -35,7 +35,7 @@ from trak_core.model.gauss_newton_scores import newton_scores
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.table import about_output
-from trak_core.scoring.groups import interval
+from trak_core.scoring.intervals import interval
 from trak_core.scoring.scores import combined, powered
 from trak_core.scoring.solve import DampedGramian
 from trak_core.spec import Combine, FeaturesSpec, curvature_power
