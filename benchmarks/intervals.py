@@ -3,11 +3,12 @@
     python benchmarks/intervals.py --experiments 200
 
 Means: numbers of trainings and targets, shifted by each training, each target, and both at once, by
-normal or by exponential (lopsided) amounts. Groups: samples' scores around one number, shifted by
-each run. LDS: sums and outputs from normal distributions, which half of their variance shares over
-targets, so that the true rank correlations are known; outputs of two trainings or more. Printed is
-the part of experiments whose 95 % interval held the truth; for groups and means also that of plain
-percentiles of a bootstrap.
+normal or by exponential (lopsided) amounts. Accuracies: five models that know all targets but a few
+hard ones, which each of them gets right every other time. Groups: samples' scores around one
+number, shifted by each run. LDS: sums and outputs from normal distributions, which half of their
+variance shares over targets, so that the true rank correlations are known; outputs of two trainings
+or more. Printed is the part of experiments whose 95 % interval held the truth; for groups and means
+also that of plain percentiles of a bootstrap, for accuracies that of the interval of other means.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import numpy as np
 
 from trak_core.evaluation.lds import bootstrap, noise_ceiling
 from trak_core.scoring.groups import GroupSums, chance_of_samples, group_interval, run_weights
-from trak_core.scoring.intervals import interval, mean_interval
+from trak_core.scoring.intervals import accuracy_interval, interval, mean_interval
 from trak_core.spec import Combine
 
 Draw = Callable[..., np.ndarray]
@@ -26,6 +27,7 @@ _MEANS = [
     *((2, 100, (1, 0, 0)), (3, 100, (0.3, 1, 1)), (5, 100, (1, 0, 0)), (5, 100, (0.3, 1, 1))),
     *((5, 100, (0, 1, 0)), (5, 5, (1, 1, 1)), (10, 100, (0.3, 1, 1)), (2, 100, (0.3, 1, 1))),
 ]
+_ACCURACIES = 0.9, 0.97, 0.99, 0.997
 # Runs, samples, and the size of what a run does.
 _GROUPS = [(1, 3, 0), (1, 5, 0), (1, 40, 0), (2, 40, 0.3), (3, 40, 0.3), (5, 40, 1), (10, 8, 0.3)]
 # Subsets, targets, trainings, and how large their noise is beside what they share.
@@ -66,6 +68,21 @@ def _means(n_experiments: int) -> None:
             print(
                 f"| {seeds}, {targets} | {sizes} | {kind} | {own:.3f} | {plain:.3f} |", flush=True
             )
+
+
+def _accuracies(n_experiments: int) -> None:
+    random = np.random.default_rng(3)
+    print("| accuracy | targets | held | as any mean |\n|---|---|---|---|")
+    for accuracy in _ACCURACIES:
+        for targets in (20, 50, 200):
+            held = np.zeros(2)
+            for _ in range(n_experiments):
+                is_hard = random.random(targets) < 2 * (1 - accuracy)
+                right = np.where(is_hard, random.random((5, targets)) < 0.5, 1.0)
+                ends = accuracy_interval(right), mean_interval(right)
+                held += [low <= accuracy <= high for low, high in ends]
+            own, plain = held / n_experiments
+            print(f"| {accuracy} | {targets} | {own:.3f} | {plain:.3f} |", flush=True)
 
 
 def _groups(n_experiments: int) -> None:
@@ -132,11 +149,12 @@ def _lds(n_experiments: int) -> None:
 
 
 def main() -> None:
-    """Print the three tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experiments", type=int, default=1000)
     n_experiments = parser.parse_args().experiments
     _means(n_experiments)
+    _accuracies(n_experiments)
     _groups(n_experiments)
     _lds(n_experiments)
 
