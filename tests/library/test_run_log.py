@@ -88,7 +88,8 @@ def test_a_line_for_each_job_that_begins_and_all_of_what_went_wrong(said):
         "",
     ]
     assert "Error: labels must be classes." in error
-    assert error.endswith("What nobody has foreseen.\n")
+    kept = "Finished jobs are kept, 1 of 3. Mend what failed, then run the same command again"
+    assert error.endswith(f"What nobody has foreseen.\n{kept}: it goes on from there.\n")
     assert "scores.h5" in error
     # The log has what Snakemake would have said.
     usual, usual_log = said(plugin=False)

@@ -72,3 +72,14 @@ def test_the_changelog_and_the_citation_have_this_version():
     assert citation["version"] == trak_core.__version__
     assert citation["abstract"] == PROJECT["description"]
     assert citation["license"] == PROJECT["license"]
+
+
+def test_make_install_adds_extras_that_there_are():
+    text = (REPOSITORY / "Makefile").read_text()
+    recipe = text.partition("\n.venv/has-%:")[2].partition("\n\n")[0]
+    (extras,) = re.findall(r'"\.\[(.+)\]"', recipe)
+    *always, asked = extras.split(",")
+    assert asked == "$*"
+    named = [word for words in re.findall(r'WITH="?([a-z ]+)', text) for word in words.split()]
+    assert named
+    assert {*always, *named} <= PROJECT["optional-dependencies"].keys()

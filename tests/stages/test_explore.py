@@ -178,6 +178,21 @@ def explored(results, study_file, size=1.0, **columns):
     return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
 
 
+def test_a_text_stands_once_and_what_is_no_part_of_it_stays(shown_as, results):
+    """A column goes only where phrases of it stand in all targets' texts, words alone never."""
+    study = Study.load(shown_as["described"][0])
+    split = study.split("mine", [*HOSTILE, "plain"])
+    texts = [" ".join(study.function("describe")(sample).split()) for sample in split.samples]
+    columns = {
+        "question": texts,
+        "letter": [text[0] for text in texts],
+        "nearly": [*texts[:-1], "no part of it"],
+    }
+    contents = explored(results, shown_as["described"][0], **columns)
+    assert {"letter", "nearly"} <= set(contents.columns["targets"])
+    assert "question" not in contents.columns["targets"]
+
+
 FILTER = """
 addEventListener("load", () => setTimeout(() => {
   const controls = document.querySelector(".find");

@@ -496,3 +496,16 @@ def test_a_list_put_to_the_proof_has_charts(results, page):
     assert "The list is empty" in shown.text
     assert shown.row("target loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
     assert not [image for image in shown.all("img") if "Loss" in image["alt"]]
+
+
+def test_who_brings_all_targets_is_told_how_to_have_some_to_measure_by(results):
+    """A ready-made study has no train() either: the last way of the three is one for it."""
+    mine, brought = {"targets": HOSTILE}, {"data": "asked.jsonl"}
+    alone = page_of(results, asked={"experiments": {"mine": brought}}).text
+    assert "every experiment here brings its own data" in alone
+    assert "by targets: all in place of data" in alone
+    both = page_of(results, asked={"experiments": {"mine": mine, "b": brought}}).text
+    assert "brings its own data" not in both
+    for text in (alone, both):
+        assert "add evaluation: {subsets: {count: 20}} to the config" in text
+        assert "a file of models that were retrained elsewhere (evaluation.ground_truth)" in text

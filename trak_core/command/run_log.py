@@ -36,6 +36,7 @@ class _Lines(DefaultFormatter):
         super().__init__(show_failed_logs=show_failed_logs)
         self._began: float | None = None
         self._done, self._total = 0, 0
+        self._has_failed = False
 
     def is_shown(self, record: LogRecord) -> bool:
         """Return whether a record matters to a person, and learn from it how far the run is."""
@@ -48,6 +49,8 @@ class _Lines(DefaultFormatter):
         if event == LogEvent.PROGRESS:
             self._done, self._total = record.__dict__["done"], record.__dict__["total"]
             return False
+        if event in {LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR}:
+            self._has_failed = True
         if record.levelno > INFO:
             return True
         if event == LogEvent.JOB_INFO:
@@ -55,6 +58,16 @@ class _Lines(DefaultFormatter):
             return bool(record.__dict__["rule_msg"])
         said = str(record.msg or "")
         return event not in _HIDDEN_EVENTS and not said.startswith(_HIDDEN_BEGINNINGS)
+
+    @property
+    def kept(self) -> str:
+        """What to know of a run in which a job failed; "" of any other, also of a stopped one."""
+        if not self._has_failed:
+            return ""
+        return (
+            f"Finished jobs are kept, {self._done} of {self._total}. Mend what failed, then run "
+            "the same command again: it goes on from there.\n"
+        )
 
     def format_run_info(self, msg: dict[str, Any]) -> str:
         counts = {rule: n for rule, n in msg["stats"].items() if rule != "total"}
@@ -75,14 +88,22 @@ class LogHandler(LogHandlerBase):
         stream = sys.stdout if said.stdout else sys.stderr
         self._shown = ColorizingTextHandler(said.nocolor, stream)
         self._shown.setFormatter(DefaultFormatter(said.quiet, said.show_failed_logs))
-        if not (is_said or said.dryrun):
-            lines = _Lines(said.show_failed_logs)
-            self._shown.setFormatter(lines)
-            self._shown.addFilter(lines.is_shown)
+        self._lines = None if is_said or said.dryrun else _Lines(said.show_failed_logs)
+        if self._lines is not None:
+            self._shown.setFormatter(self._lines)
+            self._shown.addFilter(self._lines.is_shown)
 
     def emit(self, record: LogRecord) -> None:
         """Show a record, after Snakemake's own filter."""
         self._shown.handle(record)
+
+    def close(self) -> None:
+        """Say last what is kept of a run that failed."""
+        if self._lines is not None:
+            self._shown.stream.write(self._lines.kept)
+            self._shown.flush()
+            self._lines = None
+        super().close()
 
     @property
     def writes_to_stream(self) -> bool:
