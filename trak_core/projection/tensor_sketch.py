@@ -300,9 +300,9 @@ class Contractions:
             given = self.spec, number, a, b, scales[: len(a)]
             counts = _counts(*given, by_kernel=by_kernel, in_turn=False)
             transforms = torch.fft.rfft(counts)
-            products = torch.view_as_real(transforms[:, 0].mul_(transforms[:, 1])).flatten(1)
+            spectra = torch.view_as_real(transforms[:, 0].mul_(transforms[:, 1])).flatten(1)
             own_pairs = pairs_of[rows]
-            for pairs, own in zip(own_pairs, products.chunk(len(own_pairs)), strict=True):
+            for pairs, own in zip(own_pairs, spectra.chunk(len(own_pairs)), strict=True):
                 products[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
         return products
 
