@@ -33,7 +33,7 @@ class _Lines(DefaultFormatter):
     """Snakemake's formatter, with a line for a job that begins and one for how many there are."""
 
     def __init__(self, show_failed_logs: bool) -> None:
-        super().__init__(show_failed_logs=show_failed_logs)
+        super().__init__(set(), show_failed_logs)
         self._began: float | None = None
         self._done, self._total = 0, 0
         self._has_failed = False
