@@ -68,7 +68,10 @@ def said(tmp_path, monkeypatch, capsys):
         manager.setup_logfile(tmp_path)
         run_of(logger, log)
         files = manager.get_logfile()
+        handlers = [h for h in manager.plugin_handlers if isinstance(h, run_log.LogHandler)]
         manager.stop()
+        for handler in handlers:  # as Python does when it ends, and some Snakemakes before
+            handler.close()
         in_log = "".join(Path(file).read_text() for file in files)
         captured = capsys.readouterr()
         return captured.out + captured.err, in_log

@@ -180,9 +180,8 @@ def explored(results, study_file, size=1.0, **columns):
 
 def test_a_text_stands_once_and_what_is_no_part_of_it_stays(shown_as, results):
     """A column goes only where phrases of it stand in all targets' texts, words alone never."""
-    study = Study.load(shown_as["described"][0])
-    split = study.split("mine", [*HOSTILE, "plain"])
-    texts = [" ".join(study.function("describe")(sample).split()) for sample in split.samples]
+    as_it_is = explored(results, shown_as["described"][0])
+    texts = [target["sample"] for target in as_it_is.targets]
     columns = {
         "question": texts,
         "letter": [text[0] for text in texts],
