@@ -13,11 +13,12 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from report_page import Page
 from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with, unspaced
 
 from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, open_artifact
-from trak_core.report.describe_samples import show_sample
+from trak_core.report.describe_samples import contents_digest, show_sample
 from trak_core.report.explore_page import EACH_ON_PAGE, explore
 from trak_core.report.number_formats import signed
 from trak_core.report.read_results import read_experiment
@@ -173,7 +174,8 @@ def explored(results, study_file, size=1.0, **columns):
     def show(is_target, sample_id, characters):
         split = splits[is_target]
         sample = split.samples[split.ids.index(sample_id)]
-        return show_sample(study, sample_id, sample, characters, study.has("draw"))
+        shown = show_sample(study, sample_id, sample, characters, study.has("draw"))
+        return shown, contents_digest(sample)
 
     return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
 
@@ -190,6 +192,59 @@ def test_a_text_stands_once_and_what_is_no_part_of_it_stays(shown_as, results):
     contents = explored(results, shown_as["described"][0], **columns)
     assert {"letter", "nearly"} <= set(contents.columns["targets"])
     assert "question" not in contents.columns["targets"]
+
+
+def test_equal_samples_are_marked(results, tmp_path):
+    """Those beside a target that are equal to each other, or to it, whatever their labels."""
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    harmful = top[(top.target_id == HOSTILE[0]) & (top.score < 0) & top.train_id.str.match("row-")]
+    rows = [int(sample_id.removeprefix("row-")) for sample_id in harmful.train_id]
+    others = [row for row in range(1, 20) if row not in rows][:3]
+    copies = f"x[{rows[:2]}] = x[[20]]\nx[{others[1:]}] = x[[{others[0]}]]\n"
+    study = study_with(tmp_path, f"{DESCRIBE}\n{copies}")
+    contents = explored(results, study)
+    groups = {f"row-{row}": 0 for row in rows[:2]} | {f"row-{row}": 1 for row in others}
+    n_marked, n_warned = 0, 0
+    for number, target in enumerate(contents.targets):
+        own = top[(top.target_id == target["id"]) & (top["rank"] <= EACH_ON_PAGE)]
+        kinds = own.train_id.map(groups)
+        for place, *_ in target["influences"]:
+            sample_id = contents.train[place]["id"]
+            n = int((kinds == groups.get(sample_id, -1)).sum())
+            expected = ["equal to the target"] if number == 0 and groups.get(sample_id) == 0 else []
+            expected += [f"one of {n} equal samples here"] if n > 1 else []
+            assert target["equal"].get(place, "") == ", ".join(expected)
+            n_marked += bool(expected)
+        warns = number == 0 and bool(((kinds == 0) & (own.score < 0)).any())
+        assert bool(target["equal_harms"]) == warns
+        n_warned += warns
+    assert n_marked > 3
+    assert n_warned == 1
+    answer = tmp_path / "answer.html"
+    answer.write_text(rendered_answer(contents, "study.py"))
+    page = Page(answer.read_text())
+    check_alone(page)
+    assert len(page.all("mark")) == n_marked + n_warned
+    if CHROMIUM:
+        marks = "[...document.querySelectorAll('mark')].map((mark) => mark.textContent)"
+        probe = f"addEventListener('load', () => setTimeout(() => done({marks}), 100));"
+        said = in_browser(answer, tmp_path, probe)
+        assert len(said) == n_marked + n_warned
+        assert all(text in page.text for text in said)
+
+
+def test_equal_contents_are_what_a_model_reads():
+    tokens = torch.tensor([3, 1, 2])
+    text = {"input_ids": tokens, "labels": tokens}
+    asked = {"input_ids": tokens.clone(), "labels": torch.tensor([-100, -100, 2])}
+    assert contents_digest(text) == contents_digest(asked)
+    assert contents_digest((tokens, 0)) == contents_digest((tokens, 1))
+    others = [
+        {"input_ids": tokens.flip(0), "labels": tokens},
+        *((tokens, tokens, 0), (tokens[None], 0), (tokens.float(), 0), ("3 1 2", 0), ("3 1 3", 0)),
+    ]
+    digests = [contents_digest(sample) for sample in (text, (tokens, 0), *others)]
+    assert len(set(digests)) == len(digests)
 
 
 FILTER = """

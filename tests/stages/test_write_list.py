@@ -14,7 +14,7 @@ from trak_core.artifacts import ArtifactError
 from trak_core.scoring.lists import few_targets
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores, compute_self_influence
-from trak_core.stages.show_list import show_list
+from trak_core.stages.show_list import _facts, show_list
 from trak_core.stages.write_list import find_duplicates, write_list
 from trak_core.study.sample_columns import with_class_names
 from trak_core.system.files import write_csv
@@ -196,6 +196,15 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     assert len(shown.all("img")) == (20 if way == "drawn" else 0)
     alts = [f"train {i}" for i in rows["id"]]
     assert [image["alt"] for image in shown.all("img")] == (alts if way == "drawn" else [])
+
+
+def test_a_long_number_of_a_list_is_short_on_its_page():
+    row = {"label": "3", "harm": "0.00518273", "age": "-1.3797546259079334", "dose": "394.5"}
+    row |= {"zip": "0012345678", "path": "1.2.3.4.5.6", "site": "north", "empty": ""}
+    row |= {"small": "4.000000000001e-07"}
+    facts = dict(_facts(row, classes=False))
+    short = {"harm": "0.00518", "age": "\N{MINUS SIGN}1.38", "small": "4e\N{MINUS SIGN}07"}
+    assert facts == row | short
 
 
 def test_how_few_targets_are_few_for_suspects():

@@ -9,7 +9,7 @@ import pandas as pd
 
 from trak_core.queries.held_run import HeldRun
 from trak_core.queries.question_and_answer import Answer
-from trak_core.report.describe_samples import Picture, are_drawn, show_sample
+from trak_core.report.describe_samples import Picture, are_drawn, contents_digest, show_sample
 from trak_core.report.explore_page import Tokens, explore
 from trak_core.report.read_results import File, with_class_names
 from trak_core.report.render import answer as rendered
@@ -27,9 +27,10 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
         draws = are_drawn(held.study, held.train)
 
-        def show(is_target: bool, sample_id: Any, characters: int) -> Picture | str:
+        def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
             sample = samples[sample_id] if is_target else held.sample(sample_id)
-            return show_sample(held.study, sample_id, sample, characters, draws)
+            shown = show_sample(held.study, sample_id, sample, characters, draws)
+            return shown, contents_digest(sample)
 
         described = held.study.has("describe")
         file = with_class_names(_file(held, answers), held.study.class_names())

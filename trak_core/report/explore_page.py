@@ -6,6 +6,7 @@ fit into a page of a size that opens at once is left out, and said to be.
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,13 @@ _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
 # Characters of a text, where all fit; else BEGINNING.
 _CHARACTERS = 1000
 
-# Shows a target (or, if not, a training sample) by its id, with so many characters of text.
-Show = Callable[[bool, Any, int], Picture | str]
+# Shows a target (or, if not, a training sample) by its id, with so many characters of text; and
+# gives a digest that samples of equal contents share.
+Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
+_EQUAL_HARMS = (
+    "A training sample equal to this target is among its most harmful: compare their labels, or "
+    "which of their tokens count."
+)
 # The strongest colour of a token.
 LEVELS = 9
 
@@ -81,7 +87,9 @@ class Answer:
         experiment: Its scores, see ``read_experiment``.
         targets: For each target its id, words, columns, ``influences`` (the place in ``train``,
             the score, and the levels of its tokens where they are known) and ``sample``; where
-            tokens have scores, their texts and levels too.
+            tokens have scores, their texts and levels too. ``equal`` says by places which of these
+            samples have the same contents as others or as the target, and ``equal_harms`` that one
+            that has the target's is among the most harmful, if it is.
         train: Likewise for each training sample beside a target, and those that harm most.
         columns: Names of the columns of ``targets`` and ``train``, as their ``values`` are ordered.
         pictures: Addresses of the pictures that show without the script, by their place.
@@ -106,6 +114,21 @@ class Answer:
         samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
+
+    @property
+    def says(self) -> str:
+        """What the words beside samples mean: label, prediction, and the study's own columns."""
+        about = output_of(self.experiment)
+        sentences = []
+        if about.label != "label" and not (about.is_own or self.is_mean):
+            meanings = about.columns.removeprefix("label: ").split("; prediction: ")
+            pairs = zip((about.label, about.prediction), meanings, strict=True)
+            sentences += [f"{word} says {meaning}" for word, meaning in pairs if word]
+        names = dict.fromkeys(name for names in self.columns.values() for name in names)
+        own = [name for name in names if name not in (about.label, about.prediction)]
+        if own:
+            sentences.append(f"{', '.join(own)} {'is' if len(own) == 1 else 'are'} the data's own")
+        return f"{'; '.join(sentences)}." if sentences else ""
 
     @property
     def has_tokens(self) -> bool:
@@ -280,8 +303,10 @@ def explore(
     asked += [(True, entry) for entry in shown[AT_ONCE:]]
     asked += [(False, entry) for i, entry in enumerate(train) if i not in first]
     pictures = _fill(asked, n_at_once, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
+    _mark_equal(targets, train)
     for entry in (*targets, *train):
         del entry["key"]
+        entry.pop("digest", None)
     return Answer(experiment, targets, train, columns, pictures, drawn, described)
 
 
@@ -298,7 +323,7 @@ def _without_told(experiment: File, show: Show) -> File:
     phrases = {name: words for name, words in own.items() if any(len(w) > 1 for w in words)}
     if not phrases:
         return experiment
-    texts = [" ".join(str(show(True, i, _CHARACTERS)).split()) for i in first["id"].tolist()]
+    texts = [" ".join(str(show(True, i, _CHARACTERS)[0]).split()) for i in first["id"].tolist()]
     told = [
         name
         for name, words in phrases.items()
@@ -318,7 +343,8 @@ def _fill(
     """Give entries their samples until the room is full; return the pictures that show at once."""
     samples, used = [], 0
     for is_target, entry in asked:
-        samples.append(show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS))
+        shown, entry["digest"] = show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS)
+        samples.append(shown)
         used += _size(samples[-1])
         if used > room and drawn and len(samples) >= n_at_once:
             break
@@ -338,6 +364,30 @@ def _fill(
         source = places.get(sample.src, sample.src)
         entry["sample"] = [source, sample.width, sample.height, sample.text]
     return {place: source for source, place in places.items()}
+
+
+def _mark_equal(targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]]) -> None:
+    """Say beside each target which of its training samples are equal; those not shown don't count.
+
+    Equal are samples of one digest, whatever their labels are.
+    """
+    digests = [entry.get("digest") for entry in train]
+    for target in targets:
+        beside = [(place, score) for place, score, *_ in target["influences"]]
+        counts = Counter(digests[place] for place, _ in beside)
+        own, marks = target.get("digest"), dict[int, str]()
+        for place, _ in beside:
+            digest = digests[place]
+            if digest is None:
+                continue
+            if counts[digest] > 1:
+                marks[place] = f"one of {counts[digest]} equal samples here"
+            if digest == own:
+                marks[place] = ", ".join(filter(None, ("equal to the target", marks.get(place))))
+        target["equal"] = marks
+        harmful = {place for place, score in beside if not score.startswith("+")}
+        is_harmed = any(own and digests[place] == own for place in harmful)
+        target["equal_harms"] = _EQUAL_HARMS if is_harmed else ""
 
 
 def _size(sample: Picture | str) -> int:

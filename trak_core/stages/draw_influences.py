@@ -26,6 +26,7 @@ from trak_core.report.describe_samples import (
     Picture,
     Words,
     are_drawn,
+    contents_digest,
     find_examples,
     printed,
     readable,
@@ -120,9 +121,10 @@ def _explored(
         for is_target, split in ((True, targets), (False, train))
     }
 
-    def show(is_target: bool, sample_id: Any, characters: int) -> Picture | str:
+    def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
         sample = (targets if is_target else train).samples[places[is_target][sample_id]]
-        return show_sample(study, sample_id, sample, characters, draws)
+        shown = show_sample(study, sample_id, sample, characters, draws)
+        return shown, contents_digest(sample)
 
     def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
         sample = (targets if is_target else train).samples[places[is_target][sample_id]]

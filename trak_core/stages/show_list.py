@@ -1,5 +1,6 @@
 """Show a list to act on: its first samples with their pictures or texts, as a page."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ _N_ROWS, _CHARACTERS = 100, 600
 _NUMBERS = frozenset({
     *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 })
+# A decimal number of more characters is shown in four digits.
+_DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
 # Columns that are said otherwise, or by the CSV alone.
 _APART = frozenset({
@@ -117,6 +120,9 @@ def _facts(row: Mapping[str, str], *, classes: bool) -> list[tuple[str, str]]:
     facts = []
     for name in names:
         is_number = name in _NUMBERS or (name in _CLASSES and not classes and "." in row[name])
-        value = number(float(row[name])) if is_number and row[name] else row[name]
+        # Beyond this only the CSV has them.
+        is_long = len(row[name]) > _LONG and _DECIMAL.fullmatch(row[name]) is not None
+        is_shown_short = (is_number or is_long) and row[name]
+        value = number(float(row[name]), 3 if is_number else 4) if is_shown_short else row[name]
         facts.append((name.replace("_", " ") if name in _CLASSES else name, value))
     return facts
