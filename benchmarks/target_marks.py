@@ -1,6 +1,6 @@
 """Do checkpoints that agree on a target say that its scores are good? Marks beside LDS, by target.
 
-    python benchmarks/target_marks.py digits_mlp diabetes breast_cancer digits --csv marks.csv
+    python benchmarks/target_marks.py digits_mlp diabetes breast_cancer --csv marks.csv
 
 Studies, checkpoints, features (k = 512) and retrained models are those of
 benchmarks/small_changes.py, whose --folder it shares. Scores are of some checkpoints together, with
@@ -12,7 +12,7 @@ over the checkpoints, Student's, without 0 (`sure`); the size of its scores, roo
 rank correlation of a mark with the LDS of each target, with a 95 % bootstrap interval over targets;
 and the mean LDS of the quarters of the targets with the least and the largest marks. `again` is the
 rank correlation between the LDS of two halves of the subsets, made that of all by Spearman and
-Brown's formula: what a mark could reach at best is its root.
+Brown's formula: its root is about what a mark could reach at best.
 """
 
 import argparse
