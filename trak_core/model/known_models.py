@@ -2,7 +2,7 @@
 
 The comparison of ways to gradients takes as long as several samples do, which is much of a job of
 few texts under a large model. It is made again in every job, with the job's own weights and texts,
-so that no number rests on the record alone. Of a model on record it takes the beginnings of texts.
+so that no number rests on the record alone. For a model on record it takes the texts' beginnings.
 """
 
 import re
@@ -47,9 +47,9 @@ def known_or_compared(
     """Return the method of ``gradient_method``, at less cost if an earlier job of the run kept it.
 
     The record lies in the results folder that ``artifact`` is written to. It has how long texts
-    were for which one pass gave a model's gradients. Of texts no longer than that the beginnings
-    are compared, and whole ones after all if those say anything else. All that may decide it,
-    except the numbers in weights and texts, must be the same.
+    were for which one pass gave a model's gradients. Where none is longer now, their beginnings are
+    compared, and whole ones after all if those say anything else. All that may decide it, except
+    the numbers in weights and texts, must be the same.
 
     Args:
         loaded: The model.
