@@ -17,7 +17,7 @@ LAYERS = [
     {"system"},
     {"projection", "model_outputs"},
     {"study", "artifacts", "config", "autograd"},
-    {"studies", "gradients", "scoring"},
+    {"ready_made", "gradients", "scoring"},
     {"gramian", "evaluation"},
     {"model", "report"},
     {"stages"},

@@ -14,11 +14,18 @@ import torch
 from PIL import Image
 from refused import refused
 
-from trak_core.studies.image_folder import image_folder
-from trak_core.studies.language_model import language_model
-from trak_core.studies.ready_study import _READERS, decoded_tokens, field, ids_of, needed, read_rows
-from trak_core.studies.tabular import tabular
-from trak_core.studies.text_classification import text_classification
+from trak_core.ready_made.image_folder import image_folder
+from trak_core.ready_made.language_model import language_model
+from trak_core.ready_made.ready_study import (
+    _READERS,
+    decoded_tokens,
+    field,
+    ids_of,
+    needed,
+    read_rows,
+)
+from trak_core.ready_made.tabular import tabular
+from trak_core.ready_made.text_classification import text_classification
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")

@@ -227,7 +227,7 @@ class Shares:
         """Add what a use's factors say, if it has some and they are cheaper to sketch."""
         pairs = self._groups, self._pairs.directions
         if isinstance(use, Lookup) and use.matrix == shape:
-            shares = contractions.with_lookups(matrix, use.indices, use.gradients[0], *pairs)
+            shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
             self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
             return True
         if isinstance(use, Outer) and use.matrix == shape:
@@ -245,7 +245,7 @@ class Shares:
         for outer in outers:
             left, right = outer.inputs, outer.gradients[0]
             left, right = (right, left) if outer.is_transposed else (left, right)
-            shares = contractions.with_products(matrix, left, right, *pairs)
+            shares = contractions.inner_with_products(matrix, left, right, *pairs)
             self._add_shares(first if has_tokens else None, shares, number)
             first += shares.shape[1]
         return True

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.spec import ADAPTER_CONFIG
-from trak_core.studies.ready_study import (
+from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
     columns_from,
@@ -27,6 +26,7 @@ from trak_core.studies.ready_study import (
     read_rows,
     used_by,
 )
+from trak_core.spec import ADAPTER_CONFIG
 
 _TEXT = "{text}"
 # "Prompt", "promt" and "prompts" are nearer to "prompt", "prompt_id" isn't.
