@@ -58,6 +58,7 @@ def test_weights_and_texts(capsys):
         "study_arguments": {"texts": "train.jsonl"},
         "checkpoints": {"out": "out"},
         "experiments": {"asked": {"data": "asked.jsonl"}},
+        "results": "results-trak",
     }
     printed = capsys.readouterr().out
     assert "found: weights: out\n" in printed
@@ -67,6 +68,22 @@ def test_weights_and_texts(capsys):
     with refused("command.config_exists", "trak.yaml"):
         init(["out"])
     assert Path("trak.yaml").read_text() == before
+
+
+def test_each_config_has_results_of_its_own(capsys):
+    """Also one that follows another of the same name, whose results are there."""
+    write({"out/config.json": CAUSAL, "train.jsonl": TEXTS})
+    for config, results in (
+        *(("trak.yaml", "results-trak"), ("more/my 2nd.yaml", "results-my_2nd")),
+        *(("trak.yaml", "results-trak-2"), ("trak.yaml", "results-trak-3")),
+    ):
+        Path("more").mkdir(exist_ok=True)
+        init(["--config", config])
+        told = f"chose: {results} for the results: results-trak is there\n"
+        assert (told in capsys.readouterr().out) == (results[-2:] in {"-2", "-3"})
+        assert yaml.safe_load(Path(config).read_text())["results"] == results
+        Path(results).mkdir()
+        Path(config).unlink()
 
 
 def test_a_trainer_s_folder_and_no_second_file():
@@ -316,7 +333,8 @@ def test_images_do_not_lie_where_results_come(folder, monkeypatch):
     assert config["study_arguments"]["images"] == "here"
     monkeypatch.chdir("here")
     with refused("config.results_in_images", "images", "results"):
-        with_ready_study({**config, "study_arguments": {"images": ".", "model": "resnet18"}})
+        own = {"results": "results", "study_arguments": {"images": ".", "model": "resnet18"}}
+        with_ready_study({**config, **own})
 
 
 def test_a_folder_that_is_no_study_is_refused(folder):

@@ -100,6 +100,26 @@ def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, cap
     assert told.count("Notice: ") == 2
 
 
+@pytest.mark.parametrize("name", ["promt", "Prompt", "prompts", "promtp"])
+def test_a_misspelt_prompt_is_refused(weights, tmp_path, name):
+    """Without a word the model would get the text alone."""
+    rows = [{"text": "sky", "prompt_id": 3, "topic": "day"}, {"text": "red", name: "what is"}]
+    file = write(tmp_path / "train.jsonl", rows)
+    study = language_model(file, str(weights))
+    first = study.train_data()[0]
+    assert study.train_columns().columns.tolist() == ["prompt_id", "topic", name]
+    with refused("studies.near_prompt", f"{tmp_path}/train.jsonl, line 2", repr(name)):
+        study.train_data()[1]
+    with refused("studies.near_prompt", repr(name)):
+        study.encode(**rows[1])
+    both = study.encode(**rows[1], prompt="what is ")
+    assert both["input_ids"].tolist() == ids("what is red")
+    for given in ({"prompt": ""}, {"text": f"{{{name}}}"}):
+        told = language_model(file, str(weights), **given).train_data()[1]
+        assert told["input_ids"].tolist() == ids("what is" if "text" in given else "red")
+    assert first["input_ids"].tolist() == ids("sky")
+
+
 def test_the_last_message_of_a_chat_counts(weights, tmp_path):
     messages = [{"role": "user", "content": "what is blue"}, {"role": "user", "content": "sky"}]
     file = write(tmp_path / "chats.jsonl", [{"messages": messages}])
