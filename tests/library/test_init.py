@@ -201,8 +201,8 @@ def test_labels_and_inputs_of_a_table(table, label, output, more):
             "standard",
             "StandardScaler, because c is up to 300 and a to 2",
         ),
-        ("0.5,0,2e2\n-0.1,0,40\n2,0,7", None, "took them as they are"),
-        ("0,0,0", None, "took them as they are"),
+        ("0.5,0,2e2\n-0.1,0,40\n2,0,7", None, "them as they are"),
+        ("0,0,0", None, "them as they are"),
     ],
 )
 def test_columns_of_very_different_sizes_are_scaled(capsys, columns, scale, told):
