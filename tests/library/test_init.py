@@ -143,7 +143,7 @@ def test_images_and_state_dicts(capsys):
     assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
     assert config["experiments"] == {"asked": {"targets": "all"}}
     assert "could not tell: what network the checkpoints are of" in capsys.readouterr().out
-    assert "# model: a placeholder: put a name of timm's" in Path("trak.yaml").read_text()
+    assert "# model: a placeholder: give a name of timm's" in Path("trak.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             ", n_in, n_out=2, *, deep",
             "",
             "net.py:net",
-            "Put as `model` it into net.py as a function such as "
+            "Give as `model` a function that you add to net.py, such as "
             "`def net(): return Net(n_in=..., deep=...)`",
         ),
         (
@@ -271,7 +271,7 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             "",
             "for epoch in range(3):\n    pass\n",
             "nets.py:net",
-            "Put as `model` Net of net.py, moved into a file that runs nothing when imported\n",
+            "Give as `model` Net of net.py, moved into a file that runs nothing when imported\n",
         ),
         # A file alone has no package.
         (
@@ -280,7 +280,7 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             "",
             "from .parts import Part\n",
             "nets.py:net",
-            "Put as `model` Net of net.py, moved into a file without relative imports\n",
+            "Give as `model` Net of net.py, moved into a file without relative imports\n",
         ),
         (TABLE, "nn.Module", "", "class Module(nn.Module):\n    pass\n", "net.py:Net", "chose"),
         (IMAGES, "nn.Module", ", n_classes=10", "", "net.py:Net", "chose: net.py:Net"),
@@ -310,8 +310,20 @@ def test_a_network_of_one_s_own(data, base, arguments, more, model, said, capsys
     config = written({**data, **code, "m.pt": ""})
     assert config["study_arguments"]["model"] == model
     assert said in capsys.readouterr().out
-    is_placeholder = "# model: a placeholder: put " in Path("trak.yaml").read_text()
+    is_placeholder = "# model: a placeholder: give " in Path("trak.yaml").read_text()
     assert is_placeholder == (not said.startswith(("chose", "net.py:Other")))
+
+
+def test_a_placeholder_names_the_file_that_its_advice_is_about(capsys):
+    needy = NET.format(base="nn.Module", arguments=", n_in", more="")
+    running = NET.format(base="nn.Module", arguments="", more="for i in range(3):\n    pass\n")
+    config = written({**TABLE, "a.py": needy, "b.py": running, "m.pt": ""})
+    assert config["study_arguments"]["model"] == "nets.py:net"
+    assert "Give as `model` Net of b.py, moved into" in capsys.readouterr().out
+    Path("trak.yaml").unlink()
+    config = written({**TABLE, "a.py": running, "b.py": needy, "m.pt": ""})
+    assert config["study_arguments"]["model"] == "b.py:net"
+    assert "a function that you add to b.py" in capsys.readouterr().out
 
 
 def test_every_checkpoint_has_a_key_of_its_own():

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trak_core.command.find_model_function import Line, named_network, own_network
+from trak_core.command.guess_network import Line, named_network, own_network
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import ids_of, read_rows
