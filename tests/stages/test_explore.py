@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
+import patience
 import pytest
 import torch
 from report_page import Page
@@ -19,10 +20,10 @@ from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with,
 
 from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, open_artifact
 from trak_core.report.describe_samples import contents_digest, show_sample
-from trak_core.report.explore_page import EACH_ON_PAGE, explore
-from trak_core.report.number_formats import signed
+from trak_core.report.explore_data import EACH_ON_PAGE, explore
 from trak_core.report.read_results import read_experiment
 from trak_core.report.render import answer as rendered_answer
+from trak_core.report.template_filters import signed
 from trak_core.scoring.lists import suspects
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
@@ -56,8 +57,9 @@ def in_browser(answer, folder, probe):
     page.write_text(markup.replace("<svg class", f"<script>{probe}</script><svg class", 1))
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000")
     command = [CHROMIUM, *options, f"--user-data-dir={folder}/profile", "--dump-dom", str(page)]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    text = Page(dumped).text
+    dumped = patience.run(command, 60, stdout=subprocess.PIPE, text=True)
+    assert dumped.returncode == 0
+    text = Page(dumped.stdout).text
     assert text.startswith("["), text[:2000]
     return json.loads(text)
 
@@ -383,16 +385,16 @@ def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, m
     # Room for the rows of some targets.
     entries = [*whole.targets[:2], *whole.train]
     most = len(json.dumps([{**entry, "sample": None} for entry in entries]))
-    monkeypatch.setattr("trak_core.report.explore_page._ROWS", most)
+    monkeypatch.setattr("trak_core.report.explore_data._ROWS", most)
     fewer = explored(results, study_file)
     n_targets, _ = fewer.n_left_out
     assert 0 < n_targets < 4
     words = " ".join(rendered_answer(fewer, "study.py").split())
     assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
     # Room for the samples of one target, which shows without the script, and for few more.
-    monkeypatch.setattr("trak_core.report.explore_page._ROWS", 10**6)
-    monkeypatch.setattr("trak_core.report.explore_page._PAGE", 610_000)
-    monkeypatch.setattr("trak_core.report.explore_page.AT_ONCE", 1)
+    monkeypatch.setattr("trak_core.report.explore_data._ROWS", 10**6)
+    monkeypatch.setattr("trak_core.report.explore_data._PAGE", 610_000)
+    monkeypatch.setattr("trak_core.report.explore_data.AT_ONCE", 1)
     small = explored(results, study_file)
     n_targets, n_samples = small.n_left_out
     assert n_targets == 0

@@ -8,8 +8,8 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import plan_of
+from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.differentiable_model import (
     check_graph,
@@ -89,7 +89,7 @@ def choose_method(
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            return gradients_at_once, None
+            return gradients_at_once, _NOT_COMPARED
         reason = f"fails: {_in_short(error)}"
     return _alone_or_beside_copies(given, reason, reads_terms)
 
@@ -101,6 +101,12 @@ _LEAST_PARAMETERS = 8_000_000
 
 
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+
+
+_NOT_COMPARED = (
+    "memory ran out where one backward pass for all samples was compared with autograd. The pass "
+    "is taken without that"
+)
 
 
 _CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"
