@@ -109,9 +109,9 @@ def main() -> None:
     pixels, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
     experiment = scores_of(pixels, labels, n_targets)
 
-    def show(is_target: bool, sample_id: int, characters: int) -> Picture:
+    def show(is_target: bool, sample_id: int, characters: int) -> tuple[Picture, bytes]:
         place = (N_TRAIN + sample_id) % len(pixels) if is_target else sample_id
-        return drawn(draw, pixels[place].reshape(8, 8))
+        return drawn(draw, pixels[place].reshape(8, 8)), pixels[place].tobytes()
 
     began = time.process_time()
     shown = explore(experiment, show, drawn=True, described=False)

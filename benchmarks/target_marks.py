@@ -113,8 +113,8 @@ def _measure(name: str, measured: Measured, truth: GroundTruth) -> Iterator[Row]
             ends = lds[order[:quarter]].mean(), lds[order[-quarter:]].mean()
             numbers = (_ranked(values, lds), low, high, *ends)
             about = (lds.mean(), again, marks["agreement"].mean())
-            own = [round(float(x), 4) for x in (*about, *numbers)]
-            yield Row(name, checkpoints, *own[:3], mark, *own[3:])
+            a, b, c, *d = (round(float(x), 4) for x in (*about, *numbers))
+            yield Row(name, checkpoints, a, b, c, mark, *d)
 
 
 def main() -> None:
