@@ -44,10 +44,13 @@ def run_of(logger, log):
     say(logger, 62, None, event=LogEvent.PROGRESS, done=1, total=3)
     say(logger, 62, None, **job, jobid=2, rule_msg="Scoring mine under b")
     say(logger, 63, "Memory is short.", logging.WARNING)
+    fork = 'RuleException:\nCalledProcessError in file "scores.smk", line 3:\nstatus 1.'
+    say(logger, 70, fork, logging.ERROR, event=LogEvent.ERROR)
     failed = {**JOB, "event": LogEvent.JOB_ERROR, "log": [str(log)], "jobid": 2}
-    failed |= {"rule_msg": "Scoring mine under b", "conda_env": None, "shellcmd": None, "aux": {}}
+    failed |= {"rule_msg": None, "conda_env": None, "shellcmd": None, "aux": {}}
     say(logger, 70, None, logging.ERROR, **failed)
     say(logger, 70, None, **job, jobid=0, rule_msg=None)
+    say(logger, 70, "Exiting because a job execution failed.", logging.ERROR)
     say(logger, 71, "What nobody has foreseen.")
 
 
@@ -55,10 +58,11 @@ def run_of(logger, log):
 def said(tmp_path, monkeypatch, capsys):
     """Return a function that gives the lines of such a run, on standard error and in the log."""
     monkeypatch.setattr("snakemake.logging.timestamp", lambda: "[now]")
-    log = tmp_path / "job.log"
-    log.write_text("Error: labels must be classes.\n")
+    path = tmp_path / "job.log"
+    failed = "64 samples at once\nError: labels must be classes.\nFound 7.\n"
 
-    def of(**settings):
+    def of(*, log=failed, **settings):
+        path.write_text(log)
         registry = LoggerPluginRegistry()
         registry.register_plugin("snakemake_logger_plugin_trak", run_log)
         logger = logging.Logger("of a run")
@@ -66,7 +70,7 @@ def said(tmp_path, monkeypatch, capsys):
         output = OutputSettings(show_failed_logs=True, log_handler_settings=shown, **settings)
         manager = LoggerManager(logger, output)
         manager.setup_logfile(tmp_path)
-        run_of(logger, log)
+        run_of(logger, path)
         files = manager.get_logfile()
         handlers = [h for h in manager.plugin_handlers if isinstance(h, run_log.LogHandler)]
         manager.stop()
@@ -79,25 +83,35 @@ def said(tmp_path, monkeypatch, capsys):
     return of
 
 
-def test_a_line_for_each_job_that_begins_and_all_of_what_went_wrong(said):
+def test_a_line_for_each_job_that_begins_and_the_error_of_one_that_failed(said, tmp_path):
     shown, in_log = said()
-    before, _, error = shown.partition("[now]\nError in rule compute_scores:\n")
-    assert before.split("\n") == [
+    assert shown.split("\n") == [
         "3 jobs: 2 compute_scores, 1 all",
         "",
         "[0:00:00, 0 of 3 done] Scoring mine under a",
         "[0:01:01, 1 of 3 done] Scoring mine under b",
         "Memory is short.",
+        "Failed: Scoring mine under b",
+        "Error: labels must be classes.",
+        "Found 7.",
+        f"Its log: {tmp_path}/job.log",
+        "What nobody has foreseen.",
+        "Finished jobs are kept, 1 of 3. Mend what failed, then run the same command again: "
+        "it goes on from there.",
         "",
     ]
-    assert "Error: labels must be classes." in error
-    kept = "Finished jobs are kept, 1 of 3. Mend what failed, then run the same command again"
-    assert error.endswith(f"What nobody has foreseen.\n{kept}: it goes on from there.\n")
-    assert "scores.h5" in error
     # The log has what Snakemake would have said.
     usual, usual_log = said(plugin=False)
     assert in_log == usual_log
     assert [line for line in usual.splitlines() if line] == in_log.splitlines()
+
+
+def test_a_job_without_an_error_of_its_own_is_told_of_as_snakemake_does(said, tmp_path):
+    """One that was killed, say, for its memory."""
+    shown = said(log="64 samples at once\n")[0]
+    assert "Error in rule compute_scores:\n" in shown
+    assert "64 samples at once" in shown
+    assert "Failed: " not in shown
 
 
 @pytest.mark.parametrize(
@@ -112,5 +126,5 @@ def test_a_line_for_each_job_that_begins_and_all_of_what_went_wrong(said):
 def test_whoever_says_what_to_show_is_shown_what_snakemake_shows(settings, said):
     shown, usual = said(**settings)[0], said(**settings, plugin=False)[0]
     # Records that reach a plugin have a message, which an error then names.
-    assert shown.replace("    message: Scoring mine under b\n", "") == usual
+    assert shown.replace("    message: None\n", "") == usual
     assert "Reason: Missing output files" in shown or "quiet" in settings

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import texts
+import torch
 import yaml
 from few_words import ids, tokenizer, write
 from pages import blocks, run_code
@@ -18,7 +19,7 @@ from workspace import REPOSITORY, Workspace
 
 import trak_core
 from trak_core.command.main import main
-from trak_core.config.write_study_module import READY_MADE, with_ready_study
+from trak_core.config.write_study_module import READY_MADE, builder_of, with_ready_study
 from trak_core.errors import InputError
 from trak_core.study.study import Study
 from trak_core.system.files import data_digests
@@ -130,6 +131,28 @@ def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
     assert yaml.safe_load(text) | named == yaml.safe_load(SHOWN)
 
 
+def test_a_model_that_does_not_fit_is_named_as_the_config_does(study):
+    """Nobody wrote a make_model(); what a library prints beside it is no error."""
+    (study.path("net.py")).write_text(
+        "import sys\nfrom torch import nn\n\n\n"
+        "def net():\n    print('a notice', file=sys.stderr)\n    return nn.Linear(2, 2)\n"
+    )
+    study.path("train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    torch.save(torch.nn.Linear(2, 3).state_dict(), study.path("c.pt"))
+    arguments = {"table": "train.csv", "label": "label", "model": "net.py:net"}
+    study.config |= {"study": "tabular", "study_arguments": arguments, "checkpoints": {"c": "c.pt"}}
+    study.config |= {"model_output": "image_classification"}
+    study.config |= {"experiments": {"asked": {"targets": [0]}}}
+    output = study.fail("-n")
+    before, told = output.split("Error: ")
+    assert before.endswith("a notice\n")
+    assert "Does `model: net.py:net` in study_arguments build the model that was saved?" in told
+    built_by = {"study": "results/language_model_study_01234567.py", "study_arguments": {}}
+    assert builder_of(built_by) == "the first of `checkpoints`"
+    own = {"study": "results/mine_study_01234567.py", "study_arguments": arguments}
+    assert builder_of(own) == builder_of({"study": "tabular.py"}) == "make_model()"
+
+
 def test_what_a_config_may_not_say(study, monkeypatch):
     monkeypatch.chdir(study.folder)
     assert with_ready_study({"study": "mine.py"}) == {"study": "mine.py"}
@@ -138,7 +161,7 @@ def test_what_a_config_may_not_say(study, monkeypatch):
     with refused("config.study", "tabular without"):
         with_ready_study({"study": "tabular"})
     for wrong, named in (
-        ({"text": "train.jsonl"}, "no texts"),
+        ({"text": "train.jsonl"}, "no texts (is it text: train.jsonl?)"),
         ({"texts": "trian.jsonl"}, "trian.jsonl"),
         ({"texts": "train.jsonl", "txt": 3}, "unknown key txt"),
         ({"texts": "train.jsonl", "max_tokens": float("inf")}, "max_tokens: inf"),

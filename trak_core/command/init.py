@@ -359,19 +359,21 @@ def _of_network(
 
 def _scale(rows: Sequence[dict[str, Any]], inputs: Sequence[str], report: list[str]) -> Line:
     """Return whether the study scales the inputs, because few networks learn from all sizes."""
-    sizes = {
-        name: max((abs(row[name]) for row in rows if isinstance(row[name], int | float)), default=0)
+    sizes = sorted(
+        (
+            max((abs(row[name]) for row in rows if isinstance(row[name], int | float)), default=0),
+            name,
+        )
         for name in inputs
-    }
-    least, most = (
-        pick((n for n in sizes if sizes[n]), key=sizes.get, default="") for pick in (min, max)
     )
-    if not least or sizes[most] <= _MOST_TIMES * sizes[least]:
+    known = [(size, name) for size, name in sizes if size]
+    if not known or known[-1][0] <= _MOST_TIMES * known[0][0]:
         report.append("could not tell: whether training scaled the columns; took them as they are")
         return "scale", None, "null takes the columns as they are, standard as StandardScaler does"
+    (least, small), (most, large) = known[0], known[-1]
     report.append(
-        f"could not tell: whether training scaled the columns; took StandardScaler, because {most} "
-        f"is up to {sizes[most]:.3g} and {least} to {sizes[least]:.3g}"
+        f"could not tell: whether training scaled the columns; took StandardScaler, because "
+        f"{large} is up to {most:.3g} and {small} to {least:.3g}"
     )
     return "scale", "standard", "as scikit-learn's StandardScaler; null if training did not"
 

@@ -3,9 +3,12 @@
 A logger plugin of Snakemake's. Its log file has everything all the same.
 """
 
+import re
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from logging import INFO, LogRecord
+from pathlib import Path
 from typing import Any
 
 from snakemake.logging import ColorizingTextHandler, DefaultFormatter
@@ -26,7 +29,13 @@ _HIDDEN_BEGINNINGS = (
     "Using shell:",
     "Conda environments: ignored",
     "Select jobs to execute",
+    # What a job that failed is told of by itself.
+    "RuleException:\nCalledProcessError in file",
+    "Shutting down, this might take some time",
+    "Exiting because a job execution failed",
+    "WorkflowError:\nAt least one job did not complete successfully",
 )
+_ERROR = re.compile(r"^(?:Error: |Traceback \(most recent).*", re.M | re.S)
 
 
 class _Lines(DefaultFormatter):
@@ -37,6 +46,7 @@ class _Lines(DefaultFormatter):
         self._began: float | None = None
         self._done, self._total = 0, 0
         self._has_failed = False
+        self._messages: dict[int, str] = {}
 
     def is_shown(self, record: LogRecord) -> bool:
         """Return whether a record matters to a person, and learn from it how far the run is."""
@@ -51,13 +61,14 @@ class _Lines(DefaultFormatter):
             return False
         if event in {LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR}:
             self._has_failed = True
-        if record.levelno > INFO:
-            return True
         if event == LogEvent.JOB_INFO:
             # Jobs without a message only gather files, such as `all`.
-            return bool(record.__dict__["rule_msg"])
-        said = str(record.msg or "")
-        return event not in _HIDDEN_EVENTS and not said.startswith(_HIDDEN_BEGINNINGS)
+            message = record.__dict__["rule_msg"]
+            self._messages[record.__dict__["jobid"]] = message
+            return bool(message)
+        if str(record.msg or "").startswith(_HIDDEN_BEGINNINGS):
+            return False
+        return record.levelno > INFO or event not in _HIDDEN_EVENTS
 
     @property
     def kept(self) -> str:
@@ -72,6 +83,16 @@ class _Lines(DefaultFormatter):
     def format_run_info(self, msg: dict[str, Any]) -> str:
         counts = {rule: n for rule, n in msg["stats"].items() if rule != "total"}
         return f"{self._total} jobs: {', '.join(f'{n} {rule}' for rule, n in counts.items())}"
+
+    def format_job_error(self, msg: dict[str, Any]) -> str:
+        """Return a failed job's own error; without one in its log, all that Snakemake knows."""
+        for log in map(Path, msg["log"]):
+            with suppress(OSError):
+                error = _ERROR.search(log.read_text(encoding="utf-8", errors="replace"))
+                if error is not None:
+                    job = self._messages.get(msg["jobid"]) or msg["rule_name"]
+                    return f"Failed: {job}\n{error[0].rstrip()}\nIts log: {log}"
+        return super().format_job_error(msg)
 
     def format_job_info(self, msg: dict[str, Any]) -> str:
         seconds = round(msg["created"] - (self._began or msg["created"]))

@@ -19,6 +19,7 @@ from typing import IO, Any
 from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.config.specs_from_config import Specs
+from trak_core.config.write_study_module import builder_of
 from trak_core.dependency_digests import (
     may_change_imports,
     stat_signature,
@@ -210,7 +211,7 @@ def _facts(
         if server is not None:
             start_fork_server(_imports_of_scoring(specs))
         minutes = specs.config["compute"].get("minutes")
-        sizes = _preflight_in_a_process(request, minutes, server, imports)
+        sizes = _preflight_in_a_process(request, minutes, server, imports, builder_of(specs.config))
         model = {key: sizes[key] for key in _MODEL}
         # A fork knows only what was imported beyond the server's.
         new = [name for name in sizes["imports"] if name not in imports]
@@ -252,11 +253,16 @@ def _key(decisive: list[Any]) -> str:
 
 
 def _preflight_in_a_process(
-    request: Mapping[str, Any], most: float | None, server: str | None, imports: Sequence[str]
+    request: Mapping[str, Any],
+    most: float | None,
+    server: str | None,
+    imports: Sequence[str],
+    builder: str,
 ) -> dict[str, Any]:
     """Return the study's sizes, as ``preflight_study`` has them, within so many minutes.
 
     A fork of a ``server`` that has imported ``imports`` does it, or else a process that is started.
+    A refusal names what builds the model as the config does.
     """
     # Not pipes: a process that the study leaves behind would hold them open.
     with (
@@ -283,8 +289,13 @@ def _preflight_in_a_process(
             "a crash.",
             code="config.preflight",
         )
+    # Such as notices of transformers', which are no errors.
     print(told, end="", file=sys.stderr)
-    return json.loads(sizes)
+    reply = json.loads(sizes)
+    if "refused" in reply:
+        refused = reply["refused"].replace("make_model()", builder)
+        raise InputError(refused, code="config.preflight")
+    return reply
 
 
 def _status_of_fork(

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     }
 
 
+def builder_of(config: Mapping[str, Any]) -> str:
+    """Return what builds the model, as a started config has it: a function, or an argument."""
+    name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
+    if name not in READY_MADE:
+        return "make_model()"
+    arguments = config.get("study_arguments") or {}
+    named = (f"`{key}: {arguments[key]}`" for key in ("model", "weights") if arguments.get(key))
+    return next((f"{line} in study_arguments" for line in named), "the first of `checkpoints`")
+
+
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     """Return the file of a study of the user's own whose functions get arguments by keyword."""
     study_modules(study)  # which refuses a file that is not there
@@ -192,7 +203,12 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
     if about.takes_weights:
         required.remove("weights")  # a checkpoint's, if not given
     problems = [f"unknown key {key}" for key in arguments if key not in names]
-    problems += [f"no {key}" for key in required if key not in arguments]
+    missing = [key for key in required if key not in arguments]
+    near = {key: get_close_matches(key, arguments, 1) for key in missing}
+    problems += [
+        f"no {key}{f' (is it {near[key][0]}: {arguments[near[key][0]]}?)' if near[key] else ''}"
+        for key in missing
+    ]
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(

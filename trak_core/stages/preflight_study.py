@@ -357,7 +357,7 @@ def preflight_study(
 
 
 def answer(_: None = None) -> None:
-    """Answer one request on standard input; an error is what must hold, on standard error."""
+    """Answer one request on standard input: with sizes, or with what was refused and why."""
     before = set(sys.modules)
     # The study's own prints go where notices go: the answer is alone on standard output.
     out = os.dup(1)
@@ -366,10 +366,11 @@ def answer(_: None = None) -> None:
     request = json.load(sys.stdin)
     try:
         sizes = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
+        reply = sizes | {"imports": libraries_since(before)}
     except InputError as error:
-        sys.exit(str(error))
+        reply = {"refused": str(error)}
     with os.fdopen(out, "w") as file:
-        json.dump(sizes | {"imports": libraries_since(before)}, file)
+        json.dump(reply, file)
 
 
 if __name__ == "__main__":
