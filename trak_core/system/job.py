@@ -319,7 +319,8 @@ def _explained(error: Exception) -> str | None:
 
 def _say(message: str, terminal: int) -> None:
     """Write to the log, and to what it took the place of if the log's disk is full."""
-    text = f"Error: {message}\n".encode()
+    # A file's name need not be text.
+    text = f"Error: {message}\n".encode(errors="backslashreplace")
     for descriptor in (2, terminal):
         with contextlib.suppress(OSError):
             if os.write(descriptor, text) == len(text):
