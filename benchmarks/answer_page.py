@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from sklearn.datasets import load_digits
 
 from trak_core.report.describe_samples import Picture, drawn
-from trak_core.report.explore_page import explore
+from trak_core.report.explore_data import explore
 from trak_core.report.read_results import File
 from trak_core.report.render import answer
 

@@ -37,7 +37,7 @@ from machine import environment, write_csv
 from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
-from trak_core.config.job_specs import specs_of
+from trak_core.config.specs_from_config import specs_of
 from trak_core.evaluation.lds import auc
 from trak_core.scoring.intervals import mean_interval
 from trak_core.scoring.lists import best_in_turn

@@ -256,7 +256,7 @@ def test_other_bits_are_other_numbers_on_the_cpu_alone(monkeypatch):
     given = prepared(Rounds)
     expected = formed_gradients(gradients_at_once, *given)
     Recomputation(given[0]).start()
-    with refused("gradients.second_call", "Rounds", "other numbers"):
+    with refused("gradients.second_call", "Rounds", "saved other numbers"):
         formed_gradients(gradients_at_once, *given)
     monkeypatch.setattr(recompute_activations, "_checksum", recompute_activations._sums)
     found = formed_gradients(gradients_at_once, *given)
@@ -268,11 +268,11 @@ def test_other_bits_are_other_numbers_on_the_cpu_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"block": Counts}, "other numbers"),
-        ({"block": Counts, "kind": Sums}, "other numbers"),
-        ({"block": CountsBesideALargeNumber}, "other numbers"),
+        ({"block": Counts}, "saved other numbers"),
+        ({"block": Counts, "kind": Sums}, "saved other numbers"),
+        ({"block": CountsBesideALargeNumber}, "saved other numbers"),
         ({"block": Grows}, "saved other tensors"),
-        ({"block": IsWrittenInto, "adds": True}, "written into afterwards"),
+        ({"block": IsWrittenInto, "adds": True}, "written into"),
     ],
 )
 def test_a_block_that_cannot_run_twice_is_refused(model, words, fingerprint, monkeypatch):

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from refused import refused
 
-from trak_core.studies.ready_study import columns_from, used_by
+from trak_core.ready_made.ready_study import columns_from, used_by
 from trak_core.study.sample_columns import columns_of, short_columns
 from trak_core.study.study import Study
 

@@ -1,10 +1,12 @@
 """The command `trak`: what it calls, and what it says of a call that can't be right."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from refused import refused
@@ -47,6 +49,28 @@ def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").touch()
     monkeypatch.setattr("trak_core.command.run.find_spec", lambda _: None)
     with refused("command.no_snakemake"):
+        run("mine.yaml", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "shown", "why"),
+    [
+        ("a: 1\nb: {c: [1, 2}\n", 2, "'b: {c: [1, 2}'", "expected ',' or ']'"),
+        ("a: 1\nb: {c: 1\nd: {e: 2}\n", 3, "'d: {e: 2}'", "that begins in line 2"),
+        ('a: "one\nb: 2\n', 1, "'a: \"one'", "end of stream"),
+        ("a: 1\n\tb: 2\n", 2, "'b: 2'", "cannot start any token"),
+        (f"a: 1\nb: {5000 * '['}", None, "YAML", "recursion depth"),
+        ("a: 1\nb\nc: 2\n", 3, "'c: 2'", "':'"),
+        (b"a: 1\nb: \xff\n", 2, "'b: \ufffd'", "no UTF-8"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_line(tmp_path, monkeypatch, text, line, shown, why):
+    """Snakemake, which reads it first, says no line."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
+    place = re.compile(f"mine.yaml, line {line}:" if line else "mine.yaml:")
+    with refused("config.no_yaml", place, shown, re.compile(f"[^:.]*{re.escape(why)}[^.]*")):
         run("mine.yaml", [])
 
 
@@ -97,8 +121,8 @@ def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypa
     assert begun == []  # a first run, nothing to do, jobs that run elsewhere
     run("mine.yaml", ["scores"])
     assert begun == [["trak_core.stages.preflight_study"]]
-    for bad in ("]", "a: " + 5000 * "[" + 5000 * "]"):  # Snakemake says what is wrong
-        config.write_text(bad)
+    config.write_text("]")
+    with refused("config.no_yaml", "mine.yaml, line 1", "']'"):
         run("mine.yaml", [])
     assert len(begun) == 1
 

@@ -12,7 +12,7 @@ import pytest
 from refused import refused
 
 from trak_core import dependency_digests
-from trak_core.config.job_specs import study_digests
+from trak_core.config.specs_from_config import study_digests
 from trak_core.dependency_digests import (
     code_digest,
     content_digest,

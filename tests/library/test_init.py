@@ -58,6 +58,7 @@ def test_weights_and_texts(capsys):
         "study_arguments": {"texts": "train.jsonl"},
         "checkpoints": {"out": "out"},
         "experiments": {"asked": {"data": "asked.jsonl"}},
+        "results": "results-trak",
     }
     printed = capsys.readouterr().out
     assert "found: weights: out\n" in printed
@@ -67,6 +68,22 @@ def test_weights_and_texts(capsys):
     with refused("command.config_exists", "trak.yaml"):
         init(["out"])
     assert Path("trak.yaml").read_text() == before
+
+
+def test_each_config_has_results_of_its_own(capsys):
+    """Also one that follows another of the same name, whose results are there."""
+    write({"out/config.json": CAUSAL, "train.jsonl": TEXTS})
+    for config, results in (
+        *(("trak.yaml", "results-trak"), ("more/my 2nd.yaml", "results-my_2nd")),
+        *(("trak.yaml", "results-trak-2"), ("trak.yaml", "results-trak-3")),
+    ):
+        Path("more").mkdir(exist_ok=True)
+        init(["--config", config])
+        told = f"chose: {results} for the results: results-trak is there\n"
+        assert (told in capsys.readouterr().out) == (results[-2:] in {"-2", "-3"})
+        assert yaml.safe_load(Path(config).read_text())["results"] == results
+        Path(results).mkdir()
+        Path(config).unlink()
 
 
 def test_a_trainer_s_folder_and_no_second_file():
@@ -126,7 +143,7 @@ def test_images_and_state_dicts(capsys):
     assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
     assert config["experiments"] == {"asked": {"targets": "all"}}
     assert "could not tell: what network the checkpoints are of" in capsys.readouterr().out
-    assert "# model: a placeholder: put a name of timm's" in Path("trak.yaml").read_text()
+    assert "# model: a placeholder: give a name of timm's" in Path("trak.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +223,7 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             ", n_in, n_out=2, *, deep",
             "",
             "net.py:net",
-            "Put as `model` it into net.py as a function such as "
+            "Give as `model` a function that you add to net.py, such as "
             "`def net(): return Net(n_in=..., deep=...)`",
         ),
         (
@@ -233,7 +250,7 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             "",
             "for epoch in range(3):\n    pass\n",
             "nets.py:net",
-            "Put as `model` Net of net.py, moved into a file that runs nothing when imported\n",
+            "Give as `model` Net of net.py, moved into a file that runs nothing when imported\n",
         ),
         # A file alone has no package.
         (
@@ -242,7 +259,7 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             "",
             "from .parts import Part\n",
             "nets.py:net",
-            "Put as `model` Net of net.py, moved into a file without relative imports\n",
+            "Give as `model` Net of net.py, moved into a file without relative imports\n",
         ),
         (TABLE, "nn.Module", "", "class Module(nn.Module):\n    pass\n", "net.py:Net", "chose"),
         (IMAGES, "nn.Module", ", n_classes=10", "", "net.py:Net", "chose: net.py:Net"),
@@ -272,8 +289,20 @@ def test_a_network_of_one_s_own(data, base, arguments, more, model, said, capsys
     config = written({**data, **code, "m.pt": ""})
     assert config["study_arguments"]["model"] == model
     assert said in capsys.readouterr().out
-    is_placeholder = "# model: a placeholder: put " in Path("trak.yaml").read_text()
+    is_placeholder = "# model: a placeholder: give " in Path("trak.yaml").read_text()
     assert is_placeholder == (not said.startswith(("chose", "net.py:Other")))
+
+
+def test_a_placeholder_names_the_file_that_its_advice_is_about(capsys):
+    needy = NET.format(base="nn.Module", arguments=", n_in", more="")
+    running = NET.format(base="nn.Module", arguments="", more="for i in range(3):\n    pass\n")
+    config = written({**TABLE, "a.py": needy, "b.py": running, "m.pt": ""})
+    assert config["study_arguments"]["model"] == "nets.py:net"
+    assert "Give as `model` Net of b.py, moved into" in capsys.readouterr().out
+    Path("trak.yaml").unlink()
+    config = written({**TABLE, "a.py": running, "b.py": needy, "m.pt": ""})
+    assert config["study_arguments"]["model"] == "b.py:net"
+    assert "a function that you add to b.py" in capsys.readouterr().out
 
 
 def test_every_checkpoint_has_a_key_of_its_own():
@@ -304,7 +333,8 @@ def test_images_do_not_lie_where_results_come(folder, monkeypatch):
     assert config["study_arguments"]["images"] == "here"
     monkeypatch.chdir("here")
     with refused("config.results_in_images", "images", "results"):
-        with_ready_study({**config, "study_arguments": {"images": ".", "model": "resnet18"}})
+        own = {"results": "results", "study_arguments": {"images": ".", "model": "resnet18"}}
+        with_ready_study({**config, **own})
 
 
 def test_a_folder_that_is_no_study_is_refused(folder):

@@ -17,7 +17,7 @@ LAYERS = [
     {"system"},
     {"projection", "model_outputs"},
     {"study", "artifacts", "config", "autograd"},
-    {"studies", "gradients", "scoring"},
+    {"ready_made", "gradients", "scoring"},
     {"gramian", "evaluation"},
     {"model", "report"},
     {"stages"},
@@ -120,7 +120,7 @@ LIGHT = [
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *(
             (f"trak_core.config.{name}", HEAVY)
-            for name in ("cross_checks", "job_specs", "preflight")
+            for name in ("cross_checks", "specs_from_config", "preflight")
         ),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),

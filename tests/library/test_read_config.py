@@ -81,12 +81,25 @@ def test_what_a_start_was_given_beside_its_config_counts(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
+    """Of another study it is refused, as long as that one's config is there."""
     monkeypatch.chdir(tmp_path)
-    assert earlier_configs(Path("results"), [Path("one.yaml")]) == []
-    record_config({}, Path("results"), [Path("one.yaml"), Path("more.yaml")])
-    assert earlier_configs(Path("results"), [Path("one.yaml").absolute()]) == []
-    assert earlier_configs(Path("results"), []) == []  # the default study's
-    assert earlier_configs(Path("results"), [Path("two.yaml")]) == ["one.yaml", "more.yaml"]
+    results, one, two = (Path(name) for name in ("results", "one.yaml", "two.yaml"))
+    own = {"study": "results/tabular_study_0f0f0f0f.py", "study_arguments": {"table": "a.csv"}}
+    later = {**own, "study": "results/tabular_study_12345678.py"}  # by another version
+    assert earlier_configs(results, [one], own) == []
+    record_config(own, results, [one, Path("more.yaml")])
+    assert earlier_configs(results, [one.absolute()], own) == []
+    assert earlier_configs(results, [], own) == []  # the default study's
+    assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
+    others = [{"study": "s.py"}, {**own, "study_arguments": {"table": "b.csv"}}]
+    for other in others:
+        assert earlier_configs(results, [two], other) == ["one.yaml", "more.yaml"]
+    one.touch()
+    for other in others:
+        with refused("config.results_of_another", "results-two", "two.yaml", "one.yaml", "tabular"):
+            earlier_configs(results, [two], other)
+        assert earlier_configs(results, [one], other) == []
+    assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
 
 
 def test_what_is_no_config_is_refused(tmp_path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from refused import refused
 
-from trak_core.config import job_specs
-from trak_core.config.job_specs import specs_of
+from trak_core.config import specs_from_config
+from trak_core.config.specs_from_config import specs_of
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
 from trak_core.spec import (
@@ -180,7 +180,7 @@ def test_what_a_question_imports_beside_the_study_decides_it(made):
     found = []
     for text in ("a = 1\n", "a = 2\n"):
         Path("mine.py").write_text(text)
-        job_specs._question_digest.cache_clear()
+        specs_from_config._question_digest.cache_clear()
         specs = made(experiments__asked={"data": "apart/asked.py", "shards": 1})
         found.append((specs.targets_digest("asked"), specs.digests["training"]))
         assert Path("mine.py") in specs.files

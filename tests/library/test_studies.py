@@ -14,11 +14,18 @@ import torch
 from PIL import Image
 from refused import refused
 
-from trak_core.studies.image_folder import image_folder
-from trak_core.studies.language_model import language_model
-from trak_core.studies.ready_study import _READERS, decoded_tokens, field, ids_of, needed, read_rows
-from trak_core.studies.tabular import tabular
-from trak_core.studies.text_classification import text_classification
+from trak_core.ready_made.image_folder import image_folder
+from trak_core.ready_made.language_model import language_model
+from trak_core.ready_made.ready_study import (
+    _READERS,
+    decoded_tokens,
+    field,
+    ids_of,
+    needed,
+    read_rows,
+)
+from trak_core.ready_made.tabular import tabular
+from trak_core.ready_made.text_classification import text_classification
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
@@ -91,6 +98,26 @@ def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, cap
     told = capsys.readouterr().err
     assert re.findall(r"joined as they are, into '(.*?)'", told) == ["isred", "sunis"]
     assert told.count("Notice: ") == 2
+
+
+@pytest.mark.parametrize("name", ["promt", "Prompt", "prompts", "promtp"])
+def test_a_misspelt_prompt_is_refused(weights, tmp_path, name):
+    """Without a word the model would get the text alone."""
+    rows = [{"text": "sky", "prompt_id": 3, "topic": "day"}, {"text": "red", name: "what is"}]
+    file = write(tmp_path / "train.jsonl", rows)
+    study = language_model(file, str(weights))
+    first = study.train_data()[0]
+    assert study.train_columns().columns.tolist() == ["prompt_id", "topic", name]
+    with refused("studies.near_prompt", f"{tmp_path}/train.jsonl, line 2", repr(name)):
+        study.train_data()[1]
+    with refused("studies.near_prompt", repr(name)):
+        study.encode(**rows[1])
+    both = study.encode(**rows[1], prompt="what is ")
+    assert both["input_ids"].tolist() == ids("what is red")
+    for given in ({"prompt": ""}, {"text": f"{{{name}}}"}):
+        told = language_model(file, str(weights), **given).train_data()[1]
+        assert told["input_ids"].tolist() == ids("what is" if "text" in given else "red")
+    assert first["input_ids"].tolist() == ids("sky")
 
 
 def test_the_last_message_of_a_chat_counts(weights, tmp_path):

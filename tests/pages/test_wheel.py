@@ -181,8 +181,8 @@ def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
     trak("init")
     trak("run", "trak.yaml", "scores")
     scores = [
-        pd.read_hdf(folder / f"results/scores/{name}.h5", "scores")
-        for folder, name in ((tmp_path, "one"), (own, "asked"))
+        pd.read_hdf(results / f"scores/{name}.h5", "scores")
+        for results, name in ((tmp_path / "results", "one"), (own / "results-trak", "asked"))
     ]
     assert scores[0].shape == (342, 3)
     largest = np.abs(scores[0].to_numpy()).max()

@@ -18,10 +18,10 @@ from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with,
 
 from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, open_artifact
 from trak_core.report.describe_samples import show_sample
-from trak_core.report.explore_page import EACH_ON_PAGE, explore
-from trak_core.report.number_formats import signed
+from trak_core.report.explore_data import EACH_ON_PAGE, explore
 from trak_core.report.read_results import read_experiment
 from trak_core.report.render import answer as rendered_answer
+from trak_core.report.template_filters import signed
 from trak_core.scoring.lists import suspects
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
@@ -328,16 +328,16 @@ def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, m
     # Room for the rows of some targets.
     entries = [*whole.targets[:2], *whole.train]
     most = len(json.dumps([{**entry, "sample": None} for entry in entries]))
-    monkeypatch.setattr("trak_core.report.explore_page._ROWS", most)
+    monkeypatch.setattr("trak_core.report.explore_data._ROWS", most)
     fewer = explored(results, study_file)
     n_targets, _ = fewer.n_left_out
     assert 0 < n_targets < 4
     words = " ".join(rendered_answer(fewer, "study.py").split())
     assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
     # Room for the samples of one target, which shows without the script, and for few more.
-    monkeypatch.setattr("trak_core.report.explore_page._ROWS", 10**6)
-    monkeypatch.setattr("trak_core.report.explore_page._PAGE", 610_000)
-    monkeypatch.setattr("trak_core.report.explore_page.AT_ONCE", 1)
+    monkeypatch.setattr("trak_core.report.explore_data._ROWS", 10**6)
+    monkeypatch.setattr("trak_core.report.explore_data._PAGE", 610_000)
+    monkeypatch.setattr("trak_core.report.explore_data.AT_ONCE", 1)
     small = explored(results, study_file)
     n_targets, n_samples = small.n_left_out
     assert n_targets == 0

@@ -48,8 +48,8 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.report.describe_samples import EACH
-from trak_core.report.number_formats import number, signed
 from trak_core.report.render import rendered, score_warnings, study_warnings
+from trak_core.report.template_filters import number, signed
 
 ERRORS = ["measured", "standard_error", "predicted"]
 SVG = "data:image/svg"

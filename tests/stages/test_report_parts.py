@@ -27,7 +27,8 @@ from trak_core.report.describe_samples import (
     readable,
     targets_shown,
 )
-from trak_core.report.number_formats import (
+from trak_core.report.read_results import File, read_experiment, read_timings, side_by_side
+from trak_core.report.template_filters import (
     fixed,
     number,
     of_target,
@@ -36,7 +37,6 @@ from trak_core.report.number_formats import (
     plural,
     signed,
 )
-from trak_core.report.read_results import File, read_experiment, read_timings, side_by_side
 from trak_core.study.read_split import Split
 from trak_core.study.study import Study
 

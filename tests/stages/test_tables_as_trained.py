@@ -9,7 +9,7 @@ from pages import blocks, run_code
 from pipeline import run_config
 from torch import nn
 
-from trak_core.studies.tabular import tabular
+from trak_core.ready_made.tabular import tabular
 
 PAGE = dict(blocks("docs/how-to/ready-made.md", "Tables"))
 N_WRONG = 20

@@ -48,7 +48,7 @@ def test_a_checkpoint_is_what_training_ended_with(tmp_path):
 @pytest.mark.parametrize(
     ("bias", "message"),
     [
-        (float("nan"), r"must have finite weights\. Found NaN or infinity in bias"),
+        (float("nan"), r"must return finite weights\. Found NaN or infinity in bias"),
         (8, r"train\(\) must return the trained torch\.nn\.Module, .*\. Found OrderedDict"),
     ],
 )

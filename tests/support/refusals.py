@@ -12,9 +12,9 @@ from own_checkpoints import network
 from workspace import REPOSITORY, Workspace, forked_python
 
 from trak_core.config.cross_checks import check_paths
-from trak_core.config.job_specs import specs_of
 from trak_core.config.preflight import run_preflight
 from trak_core.config.read_config import check_config, check_unique_keys, with_defaults
+from trak_core.config.specs_from_config import specs_of
 from trak_core.stages.preflight_study import preflight_study
 
 GOOD = {

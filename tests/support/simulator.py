@@ -11,8 +11,8 @@ from collections import deque
 from functools import lru_cache
 from types import SimpleNamespace
 
+import inline_ptx_simulated
 import numpy as np
-import ptx_simulated
 from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel as simulator_kernel
 from numba.cuda.simulator import kernelapi
@@ -112,7 +112,7 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(simulator_kernel.BlockManager, "run", run_block)
     monkeypatch.setattr(kernelapi, "threading", SimpleNamespace(current_thread=getcurrent))
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
-    monkeypatch.setattr(dense, "ptx", ptx_simulated)
+    monkeypatch.setattr(dense, "ptx", inline_ptx_simulated)
     monkeypatch.setattr(dense, "normal_of", _normal_of)
     for module in (device_functions, dense):
         monkeypatch.setattr(module, "philox", _philox)

@@ -91,7 +91,7 @@ class _HeldFile:
         self._bytes = SealedFile(self.path, hashes, n_bytes)
         return self._bytes
 
-    def check(self) -> None:
+    def raise_if_damaged(self) -> None:
         """Raise what was found of the file's bytes, for good: HDF5 may make an answer of it."""
         if self._bytes is not None and self._bytes.damage is not None:
             raise Damaged(self._bytes.damage)
@@ -131,7 +131,7 @@ class Artifact:
     def file(self) -> h5py.File:
         """The file itself, valid until another artifact is read."""
         try:
-            self.held.check()
+            self.held.raise_if_damaged()
             return self.held.file()
         except Damaged as error:
             raise _damaged(self.path, self.kind) from error
@@ -269,13 +269,13 @@ def _explained(
 ) -> Generator[None, None, None]:
     try:
         yield
-        held.check()
+        held.raise_if_damaged()
     except ArtifactError:
         raise
     except Exception as error:
         # What h5py makes of damaged metadata is open-ended: any error is the file's.
         try:
-            held.check()
+            held.raise_if_damaged()
         except Damaged:
             raise _damaged(held.path, kind) from error
         must = f"a {kind.encoding_type} file must be whole"
@@ -323,7 +323,7 @@ def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
             file = held.file()
         except OSError as error:
             with _explained(held, kind):
-                held.check()
+                held.raise_if_damaged()
             raise _refused(path, kind, must, f"Found {_first_line(error)}") from error
         with _explained(held, kind):
             check_local(file)

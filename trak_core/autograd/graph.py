@@ -7,7 +7,7 @@ keeps positions; everything else is arithmetic on the dimension it lies in. ``No
 tensor that all samples share, or whose layout is unknown. Then no entry is attributed to one sample
 alone, which costs time but is never wrong.
 
-Layouts come from rules (``layout_rules.py``), or by trial: ``probed_layouts``.
+Layouts come from rules (``sample_owner_rules.py``), or by trial: ``probed_layouts``.
 """
 
 import math

@@ -80,7 +80,7 @@ def _together(
             take(parameter, rows[0])
 
         def hook(gradient: Tensor) -> Tensor:
-            show([gradient], arrive)
+            watch_rows([gradient], arrive)
             # Autograd keeps what a hook returns until the pass is over: next to nothing.
             return gradient.new_zeros(()).expand(parameter.shape)
 
@@ -121,7 +121,7 @@ def backward(
         arrived = torch.autograd.grad(
             outputs, stops, rows or None, retain_graph=keep_graph, allow_unused=True
         )
-        show(arrived, at_stops)
+        watch_rows(arrived, at_stops)
         return torch.zeros(())
 
     if gradients is None:
@@ -136,7 +136,7 @@ def backward(
         torch.func.vmap(run)(*gradients)
 
 
-def show(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
+def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
     """Call the watcher with the rows of each gradient, inside ``backward`` or not."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
@@ -146,10 +146,10 @@ def show(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
         remaining = iter(tensors)
         watcher([None if gradient is None else next(remaining) for gradient in gradients])
 
-    _Shown.apply(watch, *present)
+    _SeenThroughVmap.apply(watch, *present)
 
 
-class _Shown(torch.autograd.Function):
+class _SeenThroughVmap(torch.autograd.Function):
     """Shows a watcher what vmap hides: the tensors of all rows."""
 
     @staticmethod
@@ -241,7 +241,7 @@ def by_samples(
         def visit(rows: list[Tensor | None]) -> None:
             gathered.visit(node, {i: row for i, row in enumerate(rows) if row is not None})
 
-        return lambda outputs: show(outputs, visit)
+        return lambda outputs: watch_rows(outputs, visit)
 
     stops = [(node, number) for node in plan.last for number in plan.layouts[node]]
 

@@ -338,7 +338,7 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     if not scores.any():
         return []
     from trak_core.report.describe_samples import in_a_line
-    from trak_core.report.explore_page import LEVELS, token_levels
+    from trak_core.report.explore_data import LEVELS, token_levels
 
     texts = [in_a_line(text) for text in tokens["text"]]
     order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))

@@ -9,10 +9,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trak_core.command.find_network import Line, named_network, own_network
+from trak_core.command.guess_network import Line, named_network, own_network
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.errors import InputError, listed
-from trak_core.studies.ready_study import ids_of, read_rows
+from trak_core.ready_made.ready_study import ids_of, read_rows
 
 _ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -75,7 +75,11 @@ def init(words: Sequence[str]) -> None:
             code="command.no_folder",
         )
     text, report = config_for(folder)
-    config.write_text(text, encoding="utf-8")
+    own = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
+    names = (f"{own}-{i}" if i > 1 else own for i in count(1))
+    results = next(name for name in names if not Path(name).exists())
+    config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
+    report += [] if results == own else [f"chose: {results} for the results: {own} is there"]
     print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {config}"]))
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -93,13 +94,25 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
     return any(argument.startswith(_ELSEWHERE) for argument in given)
 
 
-def _is_new(config: Path) -> bool:
+def _read(config: Path) -> Any:
+    """Return what a config says; refuse one that is no YAML, of which Snakemake tells no line."""
+    if config.suffix == ".json":
+        return None
+    try:
+        return yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, yaml.YAMLError):
+        from trak_core.config.read_config import check_unique_keys  # a tenth of a second
+
+        check_unique_keys(config)
+        raise
+
+
+def _is_new(config: Path, said: Any) -> bool:
     """Whether there will be jobs to do: the config is younger than the last start's."""
     try:
-        text = config.read_text(encoding="utf-8")
-        results = yaml.safe_load(text).get("results", "results")
-        return config.stat().st_mtime > (Path(results) / CONFIG_RECORD).stat().st_mtime
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        results = Path(said.get("results", "results"))
+        return config.stat().st_mtime > (results / CONFIG_RECORD).stat().st_mtime
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 
@@ -112,10 +125,11 @@ def run(config: str, arguments: Sequence[str]) -> None:
             "pip install 'trak-core[workflow]'.",
             code="command.no_snakemake",
         )
+    said = _read(Path(config))
     command = snakemake_command(config, arguments)
     print(shlex.join(command), file=sys.stderr, flush=True)
     is_here = not _is_elsewhere(arguments)
-    if is_here and _is_new(Path(config)):
+    if is_here and _is_new(Path(config), said):
         start_early(["trak_core.stages.preflight_study"])  # what every study needs
     name_library()
     # Until the next Python can hear it.

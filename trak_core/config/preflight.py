@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from trak_core.config.cross_checks import check_columns, check_sizes
-from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
+from trak_core.config.specs_from_config import Specs
 from trak_core.dependency_digests import (
     may_change_imports,
     stat_signature,

@@ -141,11 +141,36 @@ def record_config(
         write_record(results / CONFIG_RECORD, known)
 
 
-def earlier_configs(results: Path, config_files: Sequence[Path]) -> list[str]:
-    """Return the config files of a folder's last start, if this one has none of them."""
-    earlier = read_record(results / CONFIG_RECORD).get("config_files", [])
+def earlier_configs(
+    results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
+) -> list[str]:
+    """Return the config files of a folder's last start, if this one has none of them.
+
+    Raises:
+        InputError: If they are still there, and of another study than ``config``'s.
+    """
+    known = read_record(results / CONFIG_RECORD)
+    earlier = known.get("config_files", [])
     here = {os.path.relpath(file) for file in config_files}
-    return [] if not here or here & {*earlier} else earlier
+    if not here or here & {*earlier}:
+        return []
+    study, other = _study_of(config), _study_of(known.get("config", {}))
+    there = [file for file in earlier if Path(results, known["folder"], file).exists()]
+    if there and study != other:
+        raise InputError(
+            f"The results folder must be this study's own. Found in {results} what "
+            f"{', '.join(there)} made of another, {Path(other[0]).stem}, which this run would "
+            f"replace. Write `results: results-{Path(config_files[0]).stem}` into "
+            f"{min(here)}, or remove {results} if nobody needs it.",
+            code="config.results_of_another",
+        )
+    return earlier
+
+
+def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return what a started config's study is, whatever the version that wrote a file of it."""
+    study = re.sub(r"_study_[0-9a-f]{8}\.py$", "", str(config.get("study")))
+    return study, config.get("study_arguments")
 
 
 def has_record(results: Path) -> bool:
@@ -233,18 +258,37 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 def check_unique_keys(path: Path) -> None:
     """Refuse a YAML file in which a key stands twice in one mapping; name both lines."""
-    with path.open(encoding="utf-8") as file:
-        try:
-            config = yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
-            n_values = _size(config, {})
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{path}: a config must be YAML. {error}") from error
+    try:
+        loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
+        loader.name = str(path)
+        n_values = _size(loader.get_single_data(), {})
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_yaml(path, error) from error
     if n_values > _MOST_VALUES:
         raise InputError(
             f"{path}: a config must say at most {_MOST_VALUES} values, counted wherever an alias "
             f"(*name) repeats them. Found {n_values}. Name a table, for what is that long.",
             code="config.too_many_values",
         )
+
+
+def _no_yaml(path: Path, error: Exception) -> InputError:
+    """Return what is wrong with a file that is no YAML, and the line where it is or begins."""
+    lines, place, words = path.read_bytes().split(b"\n"), None, " ".join(str(error).split())
+    if isinstance(error, UnicodeDecodeError):
+        place, words = error.object[: error.start].count(b"\n"), f"no UTF-8: {error.reason}"
+    elif isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        place, words = error.problem_mark.line, str(error.problem)
+        began = error.context_mark.line if error.context_mark is not None else place
+        if began != place:
+            words += f", {error.context} that begins in line {began + 1}"
+            # What never ends is noticed at the file's end.
+            place = place if b"".join(lines[place:]).strip() else began
+    where = "" if place is None else f", line {place + 1}"
+    text = "" if place is None else f"{lines[place].decode(errors='replace').strip()[:80]!r}: "
+    return InputError(
+        f"{path}{where}: a config must be YAML. Found {text}{words}.", code="config.no_yaml"
+    )
 
 
 def _size(value: Any, known: dict[int, int]) -> int:

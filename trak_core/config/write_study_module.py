@@ -22,7 +22,7 @@ _TEXT = '''\
 To change it, copy this file and name the copy as `study`.
 """
 
-from trak_core.studies.{name} import {name}
+from trak_core.ready_made.{name} import {name}
 
 # What the library's own code was: another one has the jobs run again.
 CODE = "{digest}"
@@ -67,7 +67,7 @@ READY_MADE = {
     "tabular": _Ready(None, ("table", "targets")),
 }
 _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
-_STUDIES = Path(__file__).parents[1] / "studies"
+_STUDIES = Path(__file__).parents[1] / "ready_made"
 _FUNCTIONS = (
     *("make_model", "train_data", "target_data", "train_ids", "target_ids", "encode", "describe"),
     *("train_columns", "target_columns", "class_names"),
@@ -113,7 +113,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
         _refuse_results_in(arguments, results)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
-    digest = code_digests(Path(results)).of(f"trak_core.studies.{name}")
+    digest = code_digests(Path(results)).of(f"trak_core.ready_made.{name}")
     text = _source(name, arguments, about, digest)
     file = _written(name, text, results, writes=writes)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]

@@ -20,21 +20,18 @@ from trak_core.gradients.batch_size import (
     sample_memory,
     samples_that_fit,
 )
-from trak_core.gradients.check_gradients import (
+from trak_core.gradients.check_finite import (
     Variety,
     check_finite,
     check_finite_gramian,
-    check_labels,
-    check_samples_apart,
-    count_classes,
     explain_not_finite,
     refuse_not_finite,
 )
+from trak_core.gradients.check_samples import check_labels, check_samples_apart, count_classes
 from trak_core.gradients.choose_method import choose_method, gradient_method
 from trak_core.gradients.differentiable_model import (
     graph_to,
     in_evaluation_mode,
-    memory_formats_kept_apart,
     n_params,
     select_parameters,
 )
@@ -61,6 +58,7 @@ from trak_core.gradients.model_inputs import (
     joined,
     shapes_of,
 )
+from trak_core.gradients.torch_workarounds import memory_formats_kept_apart
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
 __all__ += ["MemoryByLength", "Room", "SampleMemory", "budget_bytes", "in_chunks"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.gradient_terms import PIECE
-from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import plan_of
+from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.differentiable_model import differentiating
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined

@@ -8,8 +8,8 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import plan_of
+from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.differentiable_model import (
     check_graph,

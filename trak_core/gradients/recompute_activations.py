@@ -2,8 +2,8 @@
 
 A text's activations grow with the number of blocks. Here a call of a block keeps its inputs alone.
 The graph stays as it is, with the nodes of every operation, so that whatever reads it goes on
-working: what an operation saved comes back when it is asked for, with all else that its block
-saved, and goes with the operation, or when the next block runs again.
+working. When a saved tensor is asked for, its block runs again, and all that it saved is there. It
+is freed when its operation is, or when the next block runs again.
 
 Whether a second call is the first once more is read from what its operations save, of which
 gradients are made: each tensor leaves a fingerprint of its numbers. torch's random numbers are
@@ -67,10 +67,12 @@ class Recomputation:
 
     def stop(self) -> None:
         """Have blocks keep what they save, as they do otherwise."""
-        for block in self.found if self.is_on else ():
+        if not self.is_on:
+            return
+        for block in self.found:
             before = block.forward.forward  # pyright: ignore[reportFunctionMemberAccess]
-            del block.forward
-            if before != block.forward:  # what a user had put there
+            del block.forward  # so that its class's own is seen, unless a user had put another
+            if before != block.forward:
                 block.forward = before
         for config in self._configs:
             config.use_cache = True
@@ -214,7 +216,7 @@ class _Call:
     def again(self) -> None:
         """Repeat the call, and give all operations that wait what they had saved."""
         if self._wrote():
-            raise self._refusal("that what it was given was written into afterwards")
+            raise self._refusal("its inputs had been written into")
         before = self.of.owner.last()
         if before is not None:
             for reference in before.saved:
@@ -243,10 +245,10 @@ class _Call:
             stack.enter_context(saved_tensors_hooks(pack, _never))
             self.of.forward(*args, **kwargs)
         if [_kind(tensor) for tensor in tensors] != self.kinds:
-            raise self._refusal("that it saved other tensors")
+            raise self._refusal("it saved other tensors")
         pairs = zip(fingerprints, self.fingerprints, self.kinds, strict=True)
         if not all(_agree(new, old, dtype) for new, old, (_, dtype) in pairs):
-            raise self._refusal("other numbers")
+            raise self._refusal("it saved other numbers")
         for reference, tensor in zip(self.saved, tensors, strict=True):
             if (saved := reference()) is not None:
                 saved.tensor = tensor
@@ -260,9 +262,10 @@ class _Call:
     def _refusal(self, difference: str) -> InputError:
         return InputError(
             "A model's repeated blocks are called twice where a sample's activations don't fit "
-            f"into the memory, and must give the same. Found {difference} at the second call of a "
-            f"{type(self.of.block).__name__}. Raise compute.memory_mb until the job's log doesn't "
-            "speak of blocks that run twice, or shorten the sample.",
+            "into the memory, and must compute the same numbers both times. Found that at the "
+            f"second call of a {type(self.of.block).__name__} {difference}. Raise "
+            "compute.memory_mb until the job's log doesn't speak of blocks that run twice, or "
+            "shorten the sample.",
             code="gradients.second_call",
         )
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trak_core.autograd.gradient_terms import Contribution, add_product, summed_parts
-from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
+from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,

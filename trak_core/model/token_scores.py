@@ -10,7 +10,7 @@ import torch
 from trak_core.autograd.gradient_terms import PIECE
 from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.token_inner_products import Directions, Pairs, Shares
+from trak_core.model.token_shares import Directions, Pairs, Shares
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import ProjectionSpec
 from trak_core.study.read_split import Split

@@ -275,7 +275,7 @@ class Contractions:
         read = _COUNT_NS * min(n_pairs, len(self.vectors))
         return by_factors < rows * columns * (n_pairs * n_tokens * _PRODUCT_NS + read)
 
-    def with_products(
+    def inner_with_products(
         self,
         number: int,
         left: Tensor,
@@ -306,7 +306,7 @@ class Contractions:
                 products[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
         return products
 
-    def with_lookups(
+    def inner_with_lookups(
         self,
         number: int,
         indices: Tensor,

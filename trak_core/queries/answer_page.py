@@ -10,7 +10,7 @@ import pandas as pd
 from trak_core.queries.held_run import HeldRun
 from trak_core.queries.question_and_answer import Answer
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
-from trak_core.report.explore_page import Tokens, explore
+from trak_core.report.explore_data import Tokens, explore
 from trak_core.report.read_results import File, with_class_names
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of

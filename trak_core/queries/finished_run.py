@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from trak_core.artifacts import SCORES, open_artifact
-from trak_core.config.job_specs import Specs, specs_of
 from trak_core.config.read_config import recorded_config
+from trak_core.config.specs_from_config import Specs, specs_of
 from trak_core.errors import InputError
 
 # Keys of a specification, in a user's words.

@@ -48,11 +48,11 @@ _FEW = 8
 
 # A_c of one sample, shape (n, 1), float32; its label's number and ``PerSample.columns``; and its
 # features, shape (1, k), float64, where there are some.
-Said = tuple[np.ndarray, list[Tensor], np.ndarray | None]
+SampleScores = tuple[np.ndarray, list[Tensor], np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Projected:
+class _ProjectedScorer:
     """Features of the training samples, and the factor of their damped normal matrix.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Projected:
     block: int
     factor: np.ndarray
 
-    def said(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> Said:
+    def score_sample(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> SampleScores:
         """Return A_c of one sample, as ``compute_features`` and ``compute_scores`` have it."""
         (samples,) = loaded.ordered(asked)
         loaded = loaded.in_pieces(samples, memory_mb)
@@ -119,7 +119,7 @@ class _Projected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exact:
+class _ExactScorer:
     """The damped Gramian of the training samples, which are read again for every sample.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Exact:
     damped: DampedGramian
     shares: np.ndarray
 
-    def said(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> Said:
+    def score_sample(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> SampleScores:
         """Return A_c of one sample, as ``compute_gramian`` and ``compute_exact_scores`` have it."""
         cross, columns = inner_products(loaded, self.train, asked, self.batch_size, memory_mb)
         return self.damped.similarities(cross * self.shares).astype(np.float32), columns, None
@@ -155,21 +155,21 @@ class HeldCheckpoint:
     about_train: dict[str, np.ndarray]
     n_bytes: int
     work_bytes: int
-    way: _Projected | _Exact
+    scorer: _ProjectedScorer | _ExactScorer
 
     def in_memory(self) -> Self:
         """Return it with the training samples' features, not read again for every sample."""
-        if isinstance(self.way, _Exact):
+        if isinstance(self.scorer, _ExactScorer):
             return self
-        held: Rows = self.way.values[:]  # pyright: ignore[reportAssignmentType]
-        return replace(self, way=replace(self.way, values=held))
+        held: Rows = self.scorer.values[:]  # pyright: ignore[reportAssignmentType]
+        return replace(self, scorer=replace(self.scorer, values=held))
 
-    def said(self, asked: Split, memory_mb: int) -> Said:
+    def score_sample(self, asked: Split, memory_mb: int) -> SampleScores:
         """Return A_c of one sample, and what the checkpoint makes of it.
 
         ``memory_mb`` must hold its gradient.
         """
-        return self.way.said(self.loaded, asked, memory_mb)
+        return self.scorer.score_sample(self.loaded, asked, memory_mb)
 
     def has_tokens(self, asked: Split) -> bool:
         """Return whether a sample's scores can be cut by its tokens."""
@@ -181,13 +181,13 @@ class HeldCheckpoint:
     ) -> tuple[Cut, Cut]:
         """Return scores for one sample, of the training samples at some places, cut by tokens.
 
-        ``target`` are its features, from ``said``.
+        ``target`` are its features, from ``score_sample``.
         """
-        way = self.way
-        assert isinstance(way, _Projected)
-        phi = np.concatenate([way.values[i : i + 1] for i in places]).astype(np.float64)
+        scorer = self.scorer
+        assert isinstance(scorer, _ProjectedScorer)
+        phi = np.concatenate([scorer.values[i : i + 1] for i in places]).astype(np.float64)
         pairs = train.take([train.ids[i] for i in places]), asked
-        return way.cut(self.loaded, pairs, (phi, target), len(places), memory_mb)
+        return scorer.cut(self.loaded, pairs, (phi, target), len(places), memory_mb)
 
 
 def device_of(name: str, *, is_projected: bool) -> torch.device:
@@ -225,24 +225,24 @@ def held_checkpoint(
             run.check_today(
                 file.path, loaded.file_spec(spec.of_train(), {"kind": EXACT}), file.spec
             )
-            way, norm = _exact(run, file, spec, train)
-            n_bytes += 2 * way.damped.gramian.nbytes
+            scorer, norm = _exact(run, file, spec, train)
+            n_bytes += 2 * scorer.damped.gramian.nbytes
             work = exact_need(len(weights), 1).fixed_bytes
         else:
             shapes = [parameter.shape for parameter in loaded.parameters.values()]
             projection = projection_of(spec.features, shapes)
             whole = loaded.file_spec(spec.of_train(), projection.scaled())
             run.check_today(file.path, whole, file.spec)
-            way, norm = _projected(run, name, file, spec, loaded, train, projection)
-            n_bytes += way.values[:1].nbytes * way.n_train + way.factor.nbytes
+            scorer, norm = _projected(run, name, file, spec, loaded, train, projection)
+            n_bytes += scorer.values[:1].nbytes * scorer.n_train + scorer.factor.nbytes
             work = scores_need(projection.proj_dim, 1).fixed_bytes
         divisor = 1.0 if norm is None else norm
-        yield HeldCheckpoint(loaded, weights, divisor, about, n_bytes, work, way)
+        yield HeldCheckpoint(loaded, weights, divisor, about, n_bytes, work, scorer)
 
 
 def _exact(
     run: FinishedRun, file: Artifact, spec: ScoresSpec, train: Split
-) -> tuple[_Exact, float | None]:
+) -> tuple[_ExactScorer, float | None]:
     gramian = file.matrix("gramian")[:]
     shares = np.ones((len(gramian), 1))
     weights = normal_weights(file, spec.curvature_power)
@@ -253,7 +253,7 @@ def _exact(
     if spec.norm_power is not None:
         norm = damped.train_norm(powered(file.vector("loss_weights"), spec.norm_power))
     # One sample of any study is in memory only while its block is.
-    return _Exact(train, run.specs.config["compute"]["batch_size"], damped, shares), norm
+    return _ExactScorer(train, run.specs.config["compute"]["batch_size"], damped, shares), norm
 
 
 def _projected(
@@ -264,7 +264,7 @@ def _projected(
     loaded: LoadedModel,
     train: Split,
     projection: ProjectionSpec,
-) -> tuple[_Projected, float | None]:
+) -> tuple[_ProjectedScorer, float | None]:
     path = run.normal_matrix(name)
     with open_artifact(path, NORMAL_MATRIX) as matrix:
         try:
@@ -284,7 +284,7 @@ def _projected(
         few, n_classes = loaded.few(samples)
         method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
     block = scores_need(projection.proj_dim, 1).rows(memory_mb)
-    way = _Projected(
+    scorer = _ProjectedScorer(
         projection,
         spec.features.dtype,
         method,
@@ -296,7 +296,7 @@ def _projected(
         block,
         factor,
     )
-    return way, damped.norm
+    return scorer, damped.norm
 
 
 def _gives_stored(

@@ -16,7 +16,12 @@ from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError, came_from_no_memory, no_room
 from trak_core.model.token_scores import SIDES, Cut, token_tables
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint
+from trak_core.queries.held_checkpoint import (
+    HeldCheckpoint,
+    SampleScores,
+    device_of,
+    held_checkpoint,
+)
 from trak_core.queries.question_and_answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
 from trak_core.scoring.scores import checkpoint_weights, combined
@@ -237,7 +242,7 @@ class HeldRun:
                 if isinstance(so_far, InputError):
                     continue
                 try:
-                    so_far.add(name, checkpoint, checkpoint.said(asked.split, memory_mb))
+                    so_far.add(name, checkpoint, checkpoint.score_sample(asked.split, memory_mb))
                 except InputError as error:
                     parts[i] = error
                 except Exception as error:
@@ -390,9 +395,9 @@ class _Parts:
         self.columns: dict[str, list[np.ndarray]] = {}
         self.features: dict[str, np.ndarray] = {}
 
-    def add(self, name: str, checkpoint: HeldCheckpoint, said: Said) -> None:
+    def add(self, name: str, checkpoint: HeldCheckpoint, scored: SampleScores) -> None:
         """Add one more checkpoint."""
-        similarities, columns, features = said
+        similarities, columns, features = scored
         if features is not None:
             self.features[name] = features
         self.terms.append((similarities, checkpoint.weights, checkpoint.norm))

@@ -12,8 +12,8 @@ import pandas as pd
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import about_output
-from trak_core.report.number_formats import of_target
 from trak_core.report.read_results import named
+from trak_core.report.template_filters import of_target
 from trak_core.scoring.scores import largest, most_frequent
 from trak_core.study.read_split import Samples, Split, checked_ids, users_code
 from trak_core.study.read_targets import parsed_json, shortened

@@ -19,9 +19,9 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.config.cross_checks import lists_of
-from trak_core.report import charts, number_formats
+from trak_core.report import charts, template_filters
 from trak_core.report.describe_samples import EACH, Examples
-from trak_core.report.explore_page import AT_ONCE, EACH_ON_PAGE, Answer
+from trak_core.report.explore_data import AT_ONCE, EACH_ON_PAGE, Answer
 from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
@@ -167,17 +167,17 @@ def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
 _FOLDER = Path(__file__).parent
 # How templates write a number: `{{ n | plural("target") }}`.
 _FILTERS = (
-    number_formats.number,
-    number_formats.signed,
-    number_formats.fixed,
-    number_formats.percent,
-    number_formats.thousands,
-    number_formats.plural,
-    number_formats.label,
-    number_formats.anchor,
-    number_formats.is_right,
-    number_formats.of_target,
-    number_formats.of_training_sample,
+    template_filters.number,
+    template_filters.signed,
+    template_filters.fixed,
+    template_filters.percent,
+    template_filters.thousands,
+    template_filters.plural,
+    template_filters.label,
+    template_filters.anchor,
+    template_filters.is_right,
+    template_filters.of_target,
+    template_filters.of_training_sample,
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # Entries of a list or mapping in the config.

@@ -33,7 +33,7 @@ from trak_core.report.describe_samples import (
     shown_tokens,
     targets_of_mean,
 )
-from trak_core.report.explore_page import EACH_ON_PAGE, Answer, Tokens, explore
+from trak_core.report.explore_data import EACH_ON_PAGE, Answer, Tokens, explore
 from trak_core.report.read_results import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN

@@ -1,8 +1,7 @@
 """Measure whether samples with a wrong label stand out by their self-influence.
 
 Which labels are wrong is known here, so that a ranking is compared with the truth. Nothing is
-retrained without a list, as `retrain` does it: what it is worth to leave suspects out, the proof of
-the list `suspects` says.
+retrained here. What leaving suspects out is worth is what the proof of the list `suspects` says.
 """
 
 from collections.abc import Sequence

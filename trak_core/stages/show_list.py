@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
-from trak_core.report.number_formats import anchor, number
 from trak_core.report.read_results import read_experiment
 from trak_core.report.render import listed_samples, score_warnings
+from trak_core.report.template_filters import anchor, number
 from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
 from trak_core.study.read_split import Split

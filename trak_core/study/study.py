@@ -79,7 +79,10 @@ class Study:
 
     @property
     def name(self) -> str:
-        """What the config calls it: its file, or what a start wrote that file for."""
+        """What the config calls it: its file, or the ready-made study that it was written for.
+
+        ``write_study_module`` names such files, and marks by ``own`` those that pass on a user's.
+        """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:
             return str(self.path)
@@ -154,7 +157,7 @@ class Study:
         for row, sample_id in enumerate(split.ids):
             with users_code(f"reading sample {sample_id}"):
                 sample = split.samples[row]
-            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()
+            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()  # undoes NFKC
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
@@ -229,7 +232,8 @@ def trained_model(
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
     It gets ``arguments`` by name, the samples ``data``, and ``sample_weights``, float32, of shape
-    (n,): what each sample's loss is multiplied by. None, for all of them and for 1, isn't passed.
+    (n,): what each sample's loss is multiplied by. What is None isn't passed: then ``train`` takes
+    all samples, each with weight 1.
     """
     last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
@@ -238,10 +242,11 @@ def trained_model(
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float], data: Samples | None = None
 ) -> Generator[tuple[float, nn.Module]]:
-    """Train until the last of the times, and yield each with the model; it is the same, trained on.
+    """Train up to the last of the times, and yield each time with the model.
 
-    The ``times`` ascend; ``arguments`` and ``data`` are as in ``trained_model``. A generator
-    ``train`` must yield (time, model) at every one of them, with finite weights.
+    It is one object, trained further between two of them. The ``times`` ascend; ``arguments`` and
+    ``data`` are as in ``trained_model``. A generator ``train`` must yield (time, model) at every
+    one of them, with finite weights.
 
     Yields:
         The time, and the model there.
@@ -309,7 +314,7 @@ def _checked(study: Study, arguments: dict[str, Any], model: Any) -> nn.Module:
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise InputError(
-                f"{study.path}: train({arguments}) must have finite weights. Found NaN or "
+                f"{study.path}: train({arguments}) must return finite weights. Found NaN or "
                 f"infinity in {name}: training diverged."
             )
     return model

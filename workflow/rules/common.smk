@@ -29,7 +29,7 @@ from trak_core.config.read_config import (
     with_defaults,
     with_values_read,
 )
-from trak_core.config.job_specs import specs_of
+from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stat_signature
 from trak_core.system.job import imports_of, stage_module

@@ -50,7 +50,7 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 if SIMULATED:
     _ptx = None  # numba simulates no tensor cores; a test brings its own
 else:
-    from trak_core.projection.cuda import ptx as _ptx
+    from trak_core.projection.cuda import inline_ptx as _ptx
 ptx: Any = _ptx
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
@@ -313,7 +313,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
                     low = uint32(q & uint64(0xFFFFFFFF))
                     high = uint32(uint32(q >> uint64(32)) | uint32(_RADEMACHER << 24))
                     # Or else what Philox first makes of the column would fill registers for good.
-                    make_words(ptx.anew(call), low, high, stream, keys, words)
+                    make_words(ptx.opaque_copy(call), low, high, stream, keys, words)
                     address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)
                     address = uint32(address + uint32(block * 256))
                     add_quarter(address, words, gradients, sums)

@@ -47,7 +47,7 @@ def unrolled(n: int) -> Callable[..., Any]:
 
     def decorate(body):
         if not SIMULATED:
-            from trak_core.projection.cuda.ptx import repeated
+            from trak_core.projection.cuda.inline_ptx import repeated
 
             return repeated(device_function(body), n)
 

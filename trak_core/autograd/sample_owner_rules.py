@@ -1,7 +1,8 @@
-"""Say which sample each entry of an operation's input belongs to, given that of its output.
+"""Say which sample owns each entry of an operation's input, given the owners of its output.
 
-A rule may only answer with a layout if every entry of the output depends on entries of the input
-that belong to the same sample. Operations that aren't listed are probed.
+A layout says who owns which entry (``graph.py``); it has nothing to do with strides in memory. A
+rule may only answer with one if every entry of the output depends on entries of the input that
+belong to the same sample. Operations that aren't listed are probed.
 """
 
 import math
@@ -35,11 +36,12 @@ class MixedSamplesError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class At:
-    """One input of one operation, by its number and shape, and the layout of one of its outputs.
+class RuleInput:
+    """What a rule is given: one input of one operation, and the layout of one of its outputs.
 
-    Owners lie in the output's dimension ``dim`` (-1 if they are spread over several), with
-    ``width`` consecutive places each.
+    The input has the number ``index`` at ``node``; ``input`` and ``output`` are shapes. Owners lie
+    in the output's dimension ``dim`` (-1 if they are spread over several), with ``width``
+    consecutive places each.
     """
 
     node: Node
@@ -80,186 +82,193 @@ def _signed(dim: int) -> int:
     return dim - 2**64 if dim >= 2**63 else dim
 
 
-Rule = Callable[[At], Layout | None]
+Rule = Callable[[RuleInput], Layout | None]
 
 
-def _reshaped(at: At) -> Layout | None:
-    return at.layout
+def _reshaped(given: RuleInput) -> Layout | None:
+    return given.layout
 
 
-def _pointwise(at: At) -> Layout | None:
-    if at.dim >= 0:
-        return at.along(at.dim - len(at.output) + len(at.input))
-    return at.layout if at.input == at.output else None  # no broadcasting: positions stay
+def _pointwise(given: RuleInput) -> Layout | None:
+    if given.dim >= 0:
+        return given.along(given.dim - len(given.output) + len(given.input))
+    return given.layout if given.input == given.output else None  # no broadcasting: positions stay
 
 
-def _repeated(at: At) -> Layout | None:
+def _repeated(given: RuleInput) -> Layout | None:
     """Copies of the whole input, one after another, or of parts of each sample."""
-    n_entries, turn = math.prod(at.input), at.layout.stride * at.layout.period
-    n_behind = max(0, len(at.input) - 1)
-    is_whole = at.output[len(at.output) - n_behind :] == at.input[1:]
-    return at.layout if is_whole and n_entries % turn == 0 else _pointwise(at)
+    n_entries, turn = math.prod(given.input), given.layout.stride * given.layout.period
+    n_behind = max(0, len(given.input) - 1)
+    is_whole = given.output[len(given.output) - n_behind :] == given.input[1:]
+    return given.layout if is_whole and n_entries % turn == 0 else _pointwise(given)
 
 
-def _over_saved_dims(at: At) -> Layout | None:
+def _over_saved_dims(given: RuleInput) -> Layout | None:
     """Mixes entries along the dimensions that the operation was given, and no others."""
-    return None if at.dim in at.saved_dims(len(at.output)) else at.along(at.dim)
+    return None if given.dim in given.saved_dims(len(given.output)) else given.along(given.dim)
 
 
-def _sliced(at: At) -> Layout | None:
+def _sliced(given: RuleInput) -> Layout | None:
     """Changes the number of places along dimensions without samples."""
-    return at.along(at.dim) if len(at.input) == len(at.output) else None
+    return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
-def _padded(at: At) -> Layout | None:
-    pad = at.node._saved_pad
-    behind = len(at.output) - 1 - at.dim
-    return None if any(pad[2 * behind : 2 * behind + 2]) else at.along(at.dim)
+def _padded(given: RuleInput) -> Layout | None:
+    pad = given.node._saved_pad
+    behind = len(given.output) - 1 - given.dim
+    return None if any(pad[2 * behind : 2 * behind + 2]) else given.along(given.dim)
 
 
-def _reduced(at: At) -> Layout | None:
+def _reduced(given: RuleInput) -> Layout | None:
     """Sums, means and other reductions over given dimensions."""
-    gone = at.saved_dims(len(at.input))
-    if getattr(at.node, "_saved_keepdim", False):
-        return None if at.dim in gone else at.along(at.dim)
-    kept = [dim for dim in range(len(at.input)) if dim not in gone]
-    return at.along(kept[at.dim]) if at.dim < len(kept) == len(at.output) else None
+    gone = given.saved_dims(len(given.input))
+    if getattr(given.node, "_saved_keepdim", False):
+        return None if given.dim in gone else given.along(given.dim)
+    kept = [dim for dim in range(len(given.input)) if dim not in gone]
+    return given.along(kept[given.dim]) if given.dim < len(kept) == len(given.output) else None
 
 
-def _selected(at: At) -> Layout | None:
+def _selected(given: RuleInput) -> Layout | None:
     """One dimension fewer in the output than in the input."""
-    (gone,) = at.saved_dims(len(at.input))
-    return at.along(at.dim + (at.dim >= gone))
+    (gone,) = given.saved_dims(len(given.input))
+    return given.along(given.dim + (given.dim >= gone))
 
 
-def _joined(at: At) -> Layout | None:
-    (dim,) = at.saved_dims(len(at.output))
-    if at.dim == dim:
+def _joined(given: RuleInput) -> Layout | None:
+    (dim,) = given.saved_dims(len(given.output))
+    if given.dim == dim:
         return None
-    return at.along(at.dim - (at.dim > dim) if len(at.input) < len(at.output) else at.dim)
+    return given.along(
+        given.dim - (given.dim > dim) if len(given.input) < len(given.output) else given.dim
+    )
 
 
-def _transposed(at: At) -> Layout | None:
-    a, b = (_signed(d) % len(at.output) for d in (at.node._saved_dim0, at.node._saved_dim1))
-    return at.along({a: b, b: a}.get(at.dim, at.dim))
+def _transposed(given: RuleInput) -> Layout | None:
+    a, b = (
+        _signed(d) % len(given.output) for d in (given.node._saved_dim0, given.node._saved_dim1)
+    )
+    return given.along({a: b, b: a}.get(given.dim, given.dim))
 
 
-def _permuted(at: At) -> Layout | None:
-    return at.along(_signed(at.node._saved_dims[at.dim]) % len(at.output))
+def _permuted(given: RuleInput) -> Layout | None:
+    return given.along(_signed(given.node._saved_dims[given.dim]) % len(given.output))
 
 
-def _matrix_transposed(at: At) -> Layout | None:
-    return at.along(1 - at.dim) if len(at.output) == 2 else at.layout
+def _matrix_transposed(given: RuleInput) -> Layout | None:
+    return given.along(1 - given.dim) if len(given.output) == 2 else given.layout
 
 
-def _indexed(at: At) -> Layout | None:
+def _indexed(given: RuleInput) -> Layout | None:
     """Rows were picked by indices, as a router does: each belongs to whoever got it."""
-    n_dims, numbers, index = _rows(at.input, at.node._saved_indices)
+    n_dims, numbers, index = _rows(given.input, given.node._saved_indices)
     picked = numbers[index]
-    if at.dim >= picked.ndim:  # nothing picks along the samples
-        return at.along(at.dim - picked.ndim + n_dims)
-    own = at.owners_of_rows(picked.ndim)
-    return None if own is None else _owned(at, n_dims, picked, own)
+    if given.dim >= picked.ndim:  # nothing picks along the samples
+        return given.along(given.dim - picked.ndim + n_dims)
+    own = given.owners_of_rows(picked.ndim)
+    return None if own is None else _owned(given, n_dims, picked, own)
 
 
-def _index_selected(at: At) -> Layout | None:
-    (dim,) = at.saved_dims(len(at.output))
-    if at.dim != dim:
-        return at.along(at.dim)
-    n_dims, numbers, index = _rows(at.input, [*[None] * dim, at.node._saved_index])
-    own = at.owners_of_rows(n_dims)
-    return None if own is None else _owned(at, n_dims, numbers[index], own)
+def _index_selected(given: RuleInput) -> Layout | None:
+    (dim,) = given.saved_dims(len(given.output))
+    if given.dim != dim:
+        return given.along(given.dim)
+    n_dims, numbers, index = _rows(given.input, [*[None] * dim, given.node._saved_index])
+    own = given.owners_of_rows(n_dims)
+    return None if own is None else _owned(given, n_dims, numbers[index], own)
 
 
-def _owned(at: At, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
-    """Give rows of the input, by their numbers, to the owners of what was picked."""
-    head = at.input[:n_dims]
+def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
+    """Give each row of the input that was picked to the sample that picked it, if it is one."""
+    head = given.input[:n_dims]
     owners = torch.full((math.prod(head),), -1)
     known = own >= 0
     owners[picked[known]] = own[known]
     if bool((owners[picked] != own)[known].any()):  # several samples picked one
         return None
-    return layout_of(owners.view(head), math.prod(at.input[n_dims:]), at.layout.n_samples)
+    return layout_of(owners.view(head), math.prod(given.input[n_dims:]), given.layout.n_samples)
 
 
 def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Number what the indexed dimensions number; return how many they are, and the index."""
+    """Return how many dimensions an index takes, numbers of their rows, and the index itself.
+
+    The numbers have the shape of these dimensions. The index is on the CPU.
+    """
     index = tuple(slice(None) if i is None else i.cpu() for i in indices)
     n_dims = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in index)
     head = shape[:n_dims]
     return n_dims, torch.arange(math.prod(head)).view(head), index
 
 
-def _written(at: At) -> Layout | None:
+def _written(given: RuleInput) -> Layout | None:
     """Rows were put, or added, at indices of the first input."""
-    if at.index == 0:
-        return at.layout if at.input == at.output else None
-    dim = getattr(at.node, "_saved_dim", None)
+    if given.index == 0:
+        return given.layout if given.input == given.output else None
+    dim = getattr(given.node, "_saved_dim", None)
     if dim is None:
-        indices = at.node._saved_indices
+        indices = given.node._saved_indices
     else:
-        indices = [*[None] * (_signed(dim) % len(at.output)), at.node._saved_index]
-    n_dims, _, index = _rows(at.output, indices)
-    if at.dim >= n_dims:
-        return at.along(at.dim - len(at.output) + len(at.input))
-    own = at.owners_of_rows(n_dims)
-    if own is None or at.input != (*own[index].shape, *at.output[n_dims:]):
+        indices = [*[None] * (_signed(dim) % len(given.output)), given.node._saved_index]
+    n_dims, _, index = _rows(given.output, indices)
+    if given.dim >= n_dims:
+        return given.along(given.dim - len(given.output) + len(given.input))
+    own = given.owners_of_rows(n_dims)
+    if own is None or given.input != (*own[index].shape, *given.output[n_dims:]):
         return None
-    return layout_of(own[index], math.prod(at.output[n_dims:]), at.layout.n_samples)
+    return layout_of(own[index], math.prod(given.output[n_dims:]), given.layout.n_samples)
 
 
-def _grouped_product(at: At) -> Layout | None:
+def _grouped_product(given: RuleInput) -> Layout | None:
     """Each group of rows is multiplied by a matrix of its own."""
-    return at.along(0) if at.index == 0 and at.dim == 0 else None
+    return given.along(0) if given.index == 0 and given.dim == 0 else None
 
 
-def _product(at: At, left: int = 0) -> Layout | None:
+def _product(given: RuleInput, left: int = 0) -> Layout | None:
     """Product of the inputs ``left`` and ``left + 1``, plus the input before if there is one."""
-    if at.index < left:
-        return _pointwise(at)
-    n = len(at.output)
-    if len(at.input) != n or at.dim == (n - 1 if at.index == left else n - 2):
+    if given.index < left:
+        return _pointwise(given)
+    n = len(given.output)
+    if len(given.input) != n or given.dim == (n - 1 if given.index == left else n - 2):
         return None  # the reduced dimension is shared by the samples
-    return at.along(at.dim)
+    return given.along(given.dim)
 
 
-def _along_first_dim(at: At) -> Layout | None:
+def _along_first_dim(given: RuleInput) -> Layout | None:
     """Samples lie along the first dimension of output and data, which nothing mixes."""
-    return at.along(0) if at.index == 0 and at.dim == 0 else None
+    return given.along(0) if given.index == 0 and given.dim == 0 else None
 
 
-def _layer_normed(at: At) -> Layout | None:
-    outer = len(at.output) - len(at.node._saved_normalized_shape)
-    return at.along(at.dim) if at.index == 0 and at.dim < outer else None
+def _layer_normed(given: RuleInput) -> Layout | None:
+    outer = len(given.output) - len(given.node._saved_normalized_shape)
+    return given.along(given.dim) if given.index == 0 and given.dim < outer else None
 
 
-def _batch_normed(at: At) -> Layout | None:
-    if at.dim == 1:  # samples are channels, as in InstanceNorm
-        return at.along(1 if at.index == 0 else 0)
-    if at.node._saved_training:
+def _batch_normed(given: RuleInput) -> Layout | None:
+    if given.dim == 1:  # samples are channels, as in InstanceNorm
+        return given.along(1 if given.index == 0 else 0)
+    if given.node._saved_training:
         raise MixedSamplesError
-    return at.along(at.dim) if at.index == 0 else None
+    return given.along(given.dim) if given.index == 0 else None
 
 
-def _pooled(at: At, n_spatial: int) -> Layout | None:
+def _pooled(given: RuleInput, n_spatial: int) -> Layout | None:
     """Treats each channel of each sample separately."""
-    inside = at.index == 0 and at.dim < len(at.output) - n_spatial
-    return at.along(at.dim) if inside else None
+    inside = given.index == 0 and given.dim < len(given.output) - n_spatial
+    return given.along(given.dim) if inside else None
 
 
-def _strided(at: At) -> Layout | None:
+def _strided(given: RuleInput) -> Layout | None:
     """Means over images whose channels lie last, by ``adaptive_avg_pool2d(x, 1)``."""
     # Their shape is (N, C, 1, 1); they only get the strides that mark such tensors.
-    c = at.input[1] if len(at.input) == 4 else 0
-    is_mark = at.input[2:] == (1, 1) and tuple(at.node._saved_stride) == (c, 1, c, c)
-    return at.layout if is_mark and at.input == at.output else None
+    c = given.input[1] if len(given.input) == 4 else 0
+    is_mark = given.input[2:] == (1, 1) and tuple(given.node._saved_stride) == (c, 1, c, c)
+    return given.layout if is_mark and given.input == given.output else None
 
 
-def _attended(at: At) -> Layout | None:
-    return at.along(at.dim) if at.index < 3 and at.dim in {0, 1} else None
+def _attended(given: RuleInput) -> Layout | None:
+    return given.along(given.dim) if given.index < 3 and given.dim in {0, 1} else None
 
 
-def _shared(at: At) -> Layout | None:
+def _shared(given: RuleInput) -> Layout | None:
     """Has no inputs except parameters."""
     return None
 
@@ -321,8 +330,8 @@ _NAMES: dict[Rule, str] = {
 
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-# These only move entries, in more ways than their rules know.
-_PROBED = {
+# These only move entries, and are probed where their rule doesn't cover how.
+_PROBED_WITHOUT_ANSWER = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
@@ -340,7 +349,7 @@ def input_layouts(edges: list[Edge], outputs: dict[int, Layout]) -> list[Layout 
         return []
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
-    is_unknown = name not in _RULES or (name in _PROBED and None in layouts)
+    is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
     # What takes parameters would be differentiated again for each sample: an RNN's kernel, say.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
@@ -361,6 +370,6 @@ def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
             layout = guessed(layout)
         dim, width = locate(output, layout) or (-1, 0)
         known = dim >= 0 or rule in _BY_POSITION
-        at = At(edge.user, edge.index, output, shape, layout, dim, width)
-        answers.append(rule(at) if known else None)
+        given = RuleInput(edge.user, edge.index, output, shape, layout, dim, width)
+        answers.append(rule(given) if known else None)
     return reduce(joined, answers)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import (
+from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
     columns_from,

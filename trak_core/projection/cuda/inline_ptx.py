@@ -90,7 +90,7 @@ def and_xor(_, a, mask, b):
 
 
 @intrinsic
-def anew(_, word):
+def opaque_copy(_, word):
     """Return the word as if it were another each time: what is made of it is not kept for later."""
     del word
     return _instruction(types.uint32(types.uint32), _INT32, "mov.b32 $0, $1;", "=r,r")

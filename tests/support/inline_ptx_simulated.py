@@ -1,4 +1,4 @@
-"""The functions of ``cuda/ptx.py`` in Python, for the simulator.
+"""The functions of ``cuda/inline_ptx.py`` in Python, for the simulator.
 
 Registers are laid out over a warp's threads as the PTX manual says. A thread's asynchronous copies
 happen when it waits for them, not before, so that a kernel that reads too early reads garbage here
@@ -58,7 +58,7 @@ def and_xor(a, mask, b):
     return np.uint32((a & mask) ^ b)
 
 
-def anew(word):
+def opaque_copy(word):
     """Return the word."""
     return word
 

@@ -23,15 +23,15 @@ from trak_core.spec import ProjectionSpec, matrix_shape
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Which samples of a batch meet which directions, in the order of samples.
+    """Which samples of a batch meet which vectors, in the order of samples.
 
     Attributes:
         samples: Places in the batch, shape (pairs,).
-        directions: Rows of the vectors, shape (pairs,).
+        vectors: Rows of the vectors, shape (pairs,).
     """
 
     samples: Tensor
-    directions: Tensor
+    vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
         """Return each sample with its place among the pairs, or among some of them, in order."""
@@ -45,7 +45,7 @@ class Pairs:
 
 
 # Inner products of a sample's places with directions (n, entries): shape (n, places).
-_Of = Callable[[int, Tensor], Tensor]
+_Inner = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class _Part:
     """What one use of a parameter says of some tokens, from ``first`` on; None for no tokens.
 
     Attributes:
-        of: Takes a sample and directions.
-        terms: What they are multiplied with where it is formed, shape (batch, places, entries),
-            from the parameter's entry ``entry`` on.
+        inner: Takes a sample and directions; returns their inner products at each place.
+        terms: The gradient's terms by place if they were formed, shape (batch, places, entries);
+            they begin at the parameter's entry ``entry``.
     """
 
     first: int | None
-    of: _Of
+    inner: _Inner
     terms: Tensor | None = None
     entry: int = 0
 
@@ -110,10 +110,10 @@ class Directions:
         if id(parameter) not in self._small:
             return None
         if id(parameter) not in self._held:
-            self._held[id(parameter)] = self.of(parameter, slice(None))
+            self._held[id(parameter)] = self.rows_of(parameter, slice(None))
         return self._held[id(parameter)]
 
-    def of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
+    def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the directions of some vectors, shape (vectors, entries)."""
         place = self._offsets[id(parameter)], parameter.numel()
         directions = back_project(self.vectors[rows], self._projection, *place)
@@ -184,30 +184,30 @@ class Shares:
             uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
         if not uses:
             return
-        directions = self._directions.held(parameter)
-        if directions is not None:
+        held = self._directions.held(parameter)
+        if held is not None:
             for part in self._parts_of(uses, shape):
-                self._add_shares(part.first, self._products(part, directions), number)
+                self._add_shares(part.first, self._products(part, held), number)
             return
-        used, places = self._pairs.directions.unique(return_inverse=True)
+        used, places = self._pairs.vectors.unique(return_inverse=True)
         step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
-            directions = self._directions.of(parameter, used[start : start + step])
+            chunk = self._directions.rows_of(parameter, used[start : start + step])
             (pairs,) = torch.where((places >= start) & (places < start + step))
             groups, own = self._pairs.groups(pairs), places[pairs] - start
             for part in self._parts_of(uses, shape):
-                shares = [part.of(b, directions[own[rows]]) for b, rows in groups]
+                shares = [part.inner(b, chunk[own[rows]]) for b, rows in groups]
                 self._add_shares(part.first, torch.cat(shares), number, pairs)
 
     def _products(self, part: _Part, directions: Tensor) -> Tensor:
         """Return inner products of a part with directions of all vectors, shape (pairs, places)."""
-        asked, terms = self._pairs.directions, part.terms
+        asked, terms = self._pairs.vectors, part.terms
         most = max(rows.stop - rows.start for _, rows in self._groups)
         if terms is not None and terms.shape[1] == 1:
             directions = directions[:, part.entry : part.entry + terms.shape[2]]
             return (terms[:, 0] @ directions.T)[self._pairs.samples, asked].unsqueeze(1)
         if terms is None or len(terms) * most * terms.shape[2] > PIECE:
-            return torch.cat([part.of(b, directions[asked[rows]]) for b, rows in self._groups])
+            return torch.cat([part.inner(b, directions[asked[rows]]) for b, rows in self._groups])
         directions = directions[:, part.entry : part.entry + terms.shape[2]]
         # Samples of fewer pairs than others get more, which don't count.
         padded = asked.new_zeros(len(terms), most)
@@ -225,9 +225,9 @@ class Shares:
         matrix: int,
     ) -> bool:
         """Add what a use's factors say, if it has some and they are cheaper to sketch."""
-        pairs = self._groups, self._pairs.directions
+        pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
-            shares = contractions.with_lookups(matrix, use.indices, use.gradients[0], *pairs)
+            shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
             self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
             return True
         if isinstance(use, Outer) and use.matrix == shape:
@@ -245,7 +245,7 @@ class Shares:
         for outer in outers:
             left, right = outer.inputs, outer.gradients[0]
             left, right = (right, left) if outer.is_transposed else (left, right)
-            shares = contractions.with_products(matrix, left, right, *pairs)
+            shares = contractions.inner_with_products(matrix, left, right, *pairs)
             self._add_shares(first if has_tokens else None, shares, number)
             first += shares.shape[1]
         return True
@@ -298,7 +298,7 @@ class Shares:
     def of(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
         rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
-        pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.directions[rows])
+        pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
         return self._with(pairs, self.by_token[rows], self.by_parameter[rows])
 
     def empty(self) -> Self:
@@ -316,22 +316,22 @@ class Shares:
         return  # nothing is held back
 
 
-def _of_outer(use: Outer, shape: tuple[int, int]) -> _Of:
+def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:
     gradients = use.gradients[0]
 
-    def of(sample: int, directions: Tensor) -> Tensor:
+    def inner(sample: int, directions: Tensor) -> Tensor:
         matrices = directions.view(-1, *shape)
         matrices = matrices.mT if use.is_transposed else matrices
         return ((use.inputs[sample].float() @ matrices) * gradients[sample].float()).sum(-1)
 
-    return of
+    return inner
 
 
-def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Of:
+def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Inner:
     gradients = use.gradients[0]
 
-    def of(sample: int, directions: Tensor) -> Tensor:
+    def inner(sample: int, directions: Tensor) -> Tensor:
         rows = directions.view(-1, *shape)[:, use.indices[sample]]
         return (rows * gradients[sample].float()).sum(-1)
 
-    return of
+    return inner

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
-from trak_core.report.number_formats import anchor, is_right, label, number, of_target, signed
 from trak_core.report.read_results import File, output_of, rows_with
+from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
 from trak_core.spec import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
 

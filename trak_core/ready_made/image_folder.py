@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import (
+from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
     columns_from,

@@ -19,8 +19,8 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gramian import train_gramian
+from trak_core.model.deferred_logits import MarginsOfTokens
 from trak_core.model.features import Features
-from trak_core.model.logits_in_pieces import MarginsOfTokens
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, matrix_shape

@@ -1,4 +1,4 @@
-"""Find the network that checkpoints are of: by a name that they say, or in Python files."""
+"""Guess the network that checkpoints are of: by a name that they say, or in Python files."""
 
 import ast
 import re
@@ -9,6 +9,7 @@ from typing import Any
 # Words of the line, and what is printed of it.
 _FUNCTION = "file.py:function of yours that returns the network, weights unset"
 _NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
+_FILE = "nets.py:net"
 # A line of the config: key, value, and a comment that may be empty.
 Line = tuple[str, Any, str]
 
@@ -73,10 +74,10 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
     """Return the network that Python files define, which are parsed and not run.
 
     One of images gets the number of classes, one of a table nothing. Where none can be built so,
-    the line is a placeholder, with what to write.
+    the line is a placeholder, with what to do about the last one: parts stand before the whole.
     """
     fitting: dict[str, set[str]] = {}
-    place, put = "nets.py:net", _NAMED if of_images else _FUNCTION
+    misfits: list[tuple[str, str]] = []
     for file in code:
         try:
             tree = ast.parse(file.read_bytes())
@@ -87,20 +88,18 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
         is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
         for node in networks:
             needed, by_place = _arguments(node, networks)
-            of_classes = (
-                bool(by_place) and re.search(r"class|label|^(n_|num_)?out", by_place[0]) is not None
-            )
+            moved = f"{node.name} of {file}, moved into a file"
             if runs:
-                put = f"{node.name} of {file}, moved into a file that runs nothing when imported"
+                misfits.append((_FILE, f"{moved} that runs nothing when imported"))
             elif is_part:
-                put = f"{node.name} of {file}, moved into a file without relative imports"
-            elif set(needed) <= {*by_place[:1]} and of_classes if of_images else not needed:
+                misfits.append((_FILE, f"{moved} without relative imports"))
+            elif _takes_classes(needed, by_place) if of_images else not needed:
                 fitting[f"{file}:{node.name}"] = _names_in(node)
             else:
                 values = ", ".join(f"{name}=..." for name in needed)
                 written = f"def net({'n_classes' if of_images else ''}): return {node.name}"
-                put = f"it into {file} as a function such as `{written}({values})`"
-                place = f"{file}:net"
+                advice = f"a function that you add to {file}, such as `{written}({values})`"
+                misfits.append((f"{file}:net", advice))
     # What another one is built of is a part of it.
     parts = {n for key, names in fitting.items() for n in names - {key.rpartition(":")[2]}}
     whole = [key for key in fitting if key.rpartition(":")[2] not in parts]
@@ -108,5 +107,12 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
         others = f"{', '.join(whole[1:])} could be it too" if whole[1:] else ""
         report.append(f"chose: {whole[0]} as the network{others and '; ' + others}")
         return "model", whole[0], others
-    report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
-    return "model", place, f"a placeholder: put {put}"
+    place, advice = misfits[-1] if misfits else (_FILE, _NAMED if of_images else _FUNCTION)
+    report.append(f"could not tell: what network the checkpoints are of. Give as `model` {advice}")
+    return "model", place, f"a placeholder: give {advice}"
+
+
+def _takes_classes(needed: Sequence[str], by_place: Sequence[str]) -> bool:
+    """Return whether a network needs no argument but a first one, which is a number of classes."""
+    is_count = bool(by_place) and re.search(r"class|label|^(n_|num_)?out", by_place[0]) is not None
+    return is_count and set(needed) <= {by_place[0]}

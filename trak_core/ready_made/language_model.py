@@ -3,8 +3,9 @@
 import json
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.spec import ADAPTER_CONFIG
-from trak_core.studies.ready_study import (
+from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
     columns_from,
@@ -26,8 +26,11 @@ from trak_core.studies.ready_study import (
     read_rows,
     used_by,
 )
+from trak_core.spec import ADAPTER_CONFIG
 
 _TEXT = "{text}"
+# "Prompt", "promt" and "prompts" are nearer to "prompt", "prompt_id" isn't.
+_NEAR = 0.83
 
 
 def language_model(
@@ -58,9 +61,13 @@ def language_model(
     tokenizer: Any = AutoTokenizer.from_pretrained(_tokenizer_source(folder))
 
     told: set[bool] = set()
+    used = used_by(prompt, text) | {"messages"} | ({"prompt"} if prompt is None else set())
+    used |= {"text"} if text is None else set()
 
     def sample(row: Mapping[str, Any], *, is_asked: bool = False) -> dict[str, Tensor]:
         is_chat = text is None and "messages" in row
+        if prompt is None and "prompt" not in row:
+            _refuse_near_prompt([name for name in row if name not in used])
         if is_chat:
             before, whole = _chat(tokenizer, row["messages"])
         else:
@@ -111,8 +118,6 @@ def language_model(
             )
         return read_rows(targets)
 
-    used = used_by(prompt, text) | {"messages"} | ({"prompt"} if prompt is None else set())
-    used |= {"text"} if text is None else set()
     return ReadyStudy(
         make_model=lambda: _model(folder),
         train_data=lambda: Rows(rows, sample, texts),
@@ -125,6 +130,18 @@ def language_model(
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )
+
+
+def _refuse_near_prompt(names: Sequence[str]) -> None:
+    """Refuse fields called nearly as a prompt is: without a word the model would not get it."""
+    for name in names:
+        if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
+            raise InputError(
+                "What comes before a row's text must be in its field prompt. Found the field "
+                f"{name!r}, which the model would not get. Rename it; if it is no prompt, say so "
+                "in study_arguments: prompt: ''.",
+                code="studies.near_prompt",
+            )
 
 
 def _runs_on(before: str, after: str) -> bool:
