@@ -195,9 +195,14 @@ def test_an_error_reads_as_that_of_any_job(study):
     assert "must end without an error. Found ValueError: of mine" in log
 
 
-def test_a_crash_is_a_failed_job(study):
-    tell(study, "if is_fork: os.kill(os.getpid(), 11)\n")
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
+def test_a_crash_is_a_failed_job(study, name):
+    """Its log says what no process that is killed can say; only SIGKILL means lack of memory."""
+    tell(study, f"import signal\nif is_fork: os.kill(os.getpid(), signal.{name})\n")
     output = study.fail()
+    (told,) = {line for line in output.splitlines() if line.startswith("Error: the job must end")}
+    assert f" {name}" in told
+    assert ("compute.memory_mb" in told) is (name == "SIGKILL")
     assert "Error in rule compute_features" in output
     assert not list(study.path("results").glob("features/**/*.h5"))
 
