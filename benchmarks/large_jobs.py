@@ -4,7 +4,9 @@
 
 `471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
 the look before any job (`trak run -n`), the model with its weights alone (`load`), and the features
-of the text, from the start of Python to its end. `long` is a Llama of width 256 and two layers in
+of the text, from the start of Python to its end. `again` are the same features where an earlier job
+has left its record of the model in the results folder. `124M` is a Llama of GPT-2's size in
+float32, and one text of 256 tokens; `long` is a Llama of width 256 and two layers in
 float32 with a vocabulary of 128,256, and one text of 1,024 tokens; `deep` one of 24 layers with a
 vocabulary of 8,192, and one text of 2,048 tokens. `loads` is a process that
 imports torch and what the study imports and ends, to compare with. Times are CPU seconds of a
@@ -26,11 +28,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from trak_core.system.files import CONFIG_RECORD, write_record
+
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 # Width, inner width, layers, heads, vocabulary, tied, tokens, dtype.
 MODELS = {
+    "124M": (768, 2048, 12, 12, 50257, True, 256, "float32"),
     "471M": (1280, 3360, 20, 20, 32000, False, 64, "bfloat16"),
     "long": (256, 1024, 2, 4, 128_256, True, 1024, "float32"),
     "deep": (256, 1024, 24, 4, 8192, True, 2048, "float32"),
@@ -61,11 +66,11 @@ def train_ids():
 
 
 def target_data():
-    return train_data()[:1]
+    return train_data()
 
 
 def target_ids():
-    return ["a"]
+    return train_ids()
 """
 
 CONFIG = """\
@@ -86,8 +91,8 @@ keep_freed()
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
 compute_features(
-    features=Path("asked.h5"), checkpoint=Path("model"), study_file=Path("study.py"),
-    spec=FeaturesSpec(**json.loads(sys.argv[1])), targets=["a"], code="code", device="cpu",
+    features=Path(sys.argv[3]), checkpoint=Path("model"), study_file=Path("study.py"),
+    spec=FeaturesSpec(**json.loads(sys.argv[1])), targets=sys.argv[4:], code="code", device="cpu",
     batch_size=64, memory_mb=int(sys.argv[2]), threads=1,
 )
 """
@@ -161,7 +166,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
     parser.add_argument("--folder", type=Path, help="keep models and results here")
-    parser.add_argument("--jobs", nargs="+", default=["loads", "start", "load", "features"])
+    parser.add_argument("--texts", type=int, default=1, help="of the features, at most 4")
+    every = ["loads", "start", "load", "features", "again"]
+    parser.add_argument("--jobs", nargs="+", choices=every, default=every)
     arguments = parser.parse_args()
     spec = {
         "model_output": "language_modelling",
@@ -186,15 +193,22 @@ def main() -> None:
                 "loads": [sys.executable, "-c", f"import {modules}"],
                 "start": [here, "run", "config.yaml", "-n"],
                 "load": [sys.executable, "-c", LOAD, json.dumps(spec)],
-                "features": [
-                    *(sys.executable, "-c", JOB, json.dumps(spec), str(arguments.memory_mb))
-                ],
             }
+            texts = list("abcd")[: arguments.texts]
+            one = [sys.executable, "-c", JOB, json.dumps(spec), str(arguments.memory_mb)]
+            jobs |= {
+                "features": [*one, "asked.h5", *texts],
+                "again": [*one, "kept/asked.h5", *texts],
+            }
+            if "again" in arguments.jobs:
+                write_record(folder / "kept" / CONFIG_RECORD, {"config": {}})
+                run(jobs["again"], folder, folder / "first.log")
             for job in arguments.jobs:
                 found = []
                 for _ in range(arguments.rounds):
                     (folder / "results" / "study.json").unlink(missing_ok=True)
-                    (folder / "asked.h5").unlink(missing_ok=True)
+                    for features in (folder / "asked.h5", folder / "kept" / "asked.h5"):
+                        features.unlink(missing_ok=True)
                     found.append(run(jobs[job], folder, folder / f"{job}.log"))
                 seconds = [usage.seconds for usage in found]
                 print(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compat_models import M, N, featurize, finalized, scored, tracer
 from compat_worker import BATCH, work
+from patience import longer
 from refused import refused
 from workspace import REPOSITORY
 
@@ -39,7 +40,7 @@ def start():
 
 def finish(workers):
     for worker in workers:
-        worker.join(timeout=120)
+        worker.join(timeout=longer(120))
         assert worker.exitcode == 0
 
 
@@ -81,7 +82,7 @@ def test_two_processes_share_a_checkpoint(start, alone, tmp_path):
 def test_a_killed_process_goes_on_where_it_was(start, alone, tmp_path):
     folder = tmp_path / "store"
     worker = start("stall", folder, 0, 1)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + longer(120)
     while not (folder / "stalling").exists():
         assert time.monotonic() < deadline
         assert worker.is_alive()

@@ -8,6 +8,7 @@ import sys
 import h5py
 import numpy as np
 import pandas as pd
+import patience
 import pytest
 
 from trak_core.artifacts import FEATURES, ArtifactError, create, open_artifact, read_frame, verify
@@ -155,9 +156,7 @@ def test_a_damaged_frame_of_pandas_is_one_message(frame):
     rng, size = random.Random(0), frame.stat().st_size
     flips = "\n".join(f"{rng.randrange(size)} {rng.randrange(8)}" for _ in range(500))
     code = [sys.executable, "-c", DAMAGED, frame]
-    result = subprocess.run(
-        code, input=flips, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = patience.run(code, 60, flips, text=True, stderr=subprocess.PIPE)
     assert result.returncode == 0, result.stderr
 
 

@@ -189,8 +189,29 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
 def test_labels_and_inputs_of_a_table(table, label, output, more):
     config = written({"train.csv": table, "m.pt": ""})
     assert config["model_output"] == output
-    given = {"table": "train.csv", "label": label, "model": "nets.py:net", **more}
+    given = {"table": "train.csv", "label": label, "model": "nets.py:net", "scale": None, **more}
     assert config["study_arguments"] == given
+
+
+@pytest.mark.parametrize(
+    ("columns", "scale", "told"),
+    [
+        (
+            "0.5,0,3e2\n-0.1,0,40\n2,0,7",
+            "standard",
+            "StandardScaler, because c is up to 300 and a to 2",
+        ),
+        ("0.5,0,2e2\n-0.1,0,40\n2,0,7", None, "them as they are"),
+        ("0,0,0", None, "them as they are"),
+    ],
+)
+def test_columns_of_very_different_sizes_are_scaled(capsys, columns, scale, told):
+    rows = columns.replace("\n", ",1\n")
+    config = written({"train.csv": f"a,b,c,label\n{rows},0\n", "m.pt": ""})
+    assert config["study_arguments"]["scale"] == scale
+    assert f"could not tell: whether training scaled the columns; took {told}\n" in (
+        capsys.readouterr().out
+    )
 
 
 NET = """

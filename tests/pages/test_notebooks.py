@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from patience import longer
 from workspace import forked_python
 
 NOTEBOOKS = Path(__file__).parents[2] / "docs/notebooks"
@@ -45,7 +46,9 @@ def run(name, folder, monkeypatch):
     stored = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+    NotebookClient(
+        notebook, timeout=int(longer(600)), kernel_name="python3", resources=place
+    ).execute()
     shown = outputs_of(notebook)
     if os.environ.get("TRAK_CORE_UPDATE_NOTEBOOKS"):
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -68,9 +68,10 @@ def small_and_poisoned(monkeypatch):
         tiles = dense.Tile(1, 2, 1, 1), dense.Tile(2, 2, 2, 1)
         monkeypatch.setattr(dense, "TILES", tiles)
         run_one_thread_at_a_time(monkeypatch)
-    torch.use_deterministic_algorithms(True)  # fills new memory
+    # Fills new memory. `use_deterministic_algorithms` imports the compiler too, for seconds.
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture

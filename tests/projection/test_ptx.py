@@ -10,11 +10,12 @@ import os
 import re
 import subprocess
 import sys
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import distribution, distributions
 
 import pytest
 from filelock import FileLock
+from patience import waited
 from workspace import REPOSITORY
 
 # CUDA's version, compute capability, and when the code is optimised: see compile_kernels.py. Both
@@ -104,7 +105,7 @@ def compile_all(folder):
         )
         for part in range(n_parts)
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [waited(partial(process.communicate, None), 300)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(outputs)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pandas as pd
+import patience
 import pytest
 from linear_study import SPEC, with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_exact_stages, run_stages
@@ -146,14 +147,8 @@ def outcomes(results, tmp_path_factory):
         path = folder / f"{kind}.h5"
         path.write_bytes((results / name).read_bytes())
         request.append([str(path), kind, flips(path)])
-    answer = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "support/damage_worker.py"],
-        input=json.dumps(request),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [sys.executable, Path(__file__).parents[1] / "support/damage_worker.py"]
+    answer = patience.run(command, 200, json.dumps(request), stdout=subprocess.PIPE, text=True)
     lines = [json.loads(line) for line in answer.stdout.splitlines()]
     assert answer.returncode == 0, f"the reader crashed after {lines[-1:]}"
     return lines

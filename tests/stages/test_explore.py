@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
+import patience
 import pytest
 from report_page import Page
 from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with, unspaced
@@ -55,8 +56,9 @@ def in_browser(answer, folder, probe):
     page.write_text(markup.replace("<svg class", f"<script>{probe}</script><svg class", 1))
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000")
     command = [CHROMIUM, *options, f"--user-data-dir={folder}/profile", "--dump-dom", str(page)]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    text = Page(dumped).text
+    dumped = patience.run(command, 60, stdout=subprocess.PIPE, text=True)
+    assert dumped.returncode == 0
+    text = Page(dumped.stdout).text
     assert text.startswith("["), text[:2000]
     return json.loads(text)
 

@@ -1,12 +1,16 @@
-"""Tables as their training scaled them: docs/how-to/ready-made.md's recipe, and class numbers."""
+"""Tables as their training scaled them: docs/how-to/ready-made.md's config, and class numbers."""
+
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import yaml
-from pages import blocks, run_code
+from pages import blocks
 from pipeline import run_config
+from refused import refused
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from trak_core.ready_made.tabular import tabular
@@ -32,7 +36,8 @@ def prices(random, n):
 def train(table):
     """Return weights of a network, trained on columns that are scaled on the way to it."""
     inputs = table[["area", "rooms"]]
-    x = torch.tensor(((inputs - inputs.mean()) / inputs.std()).to_numpy(), dtype=torch.float32)
+    x = ((inputs - inputs.mean()) / inputs.std(ddof=0)).to_numpy()
+    x = torch.tensor(x, dtype=torch.float32)
     y = torch.tensor(table[["price"]].to_numpy(), dtype=torch.float32)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -58,7 +63,6 @@ def planted(tmp_path, monkeypatch):
     prices(random, 60).to_csv("test.csv", index=False)
     torch.save(train(table), "run.pt")
     (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "scale.py").write_text(PAGE["python scale.py"])
     return set(wrong.tolist())
 
 
@@ -74,21 +78,52 @@ def n_found(config, wrong, folder):
 
 def test_wrong_prices_are_found_among_columns_as_they_were_scaled(planted, tmp_path):
     """By chance 1.3 of 20 are; the network's predictions are its own, as it was trained."""
-    run_code(PAGE["python scale.py"])
     scaled = yaml.safe_load(PAGE["yaml scaled.yaml"])
+    as_measured = yaml.safe_load(PAGE["yaml scaled.yaml"])
+    del as_measured["study_arguments"]["scale"]
     n_scaled, outputs = n_found(scaled, planted, tmp_path)
-    as_measured = yaml.safe_load(PAGE["yaml scaled.yaml"].replace("scaled_", ""))
-    as_measured["study_arguments"] |= {"table": "train.csv", "targets": "test.csv"}
     n_measured, others = n_found(as_measured, planted, tmp_path)
     assert n_scaled >= N_WRONG // 2
     assert n_measured < n_scaled
     table, asked = (pd.read_csv(name)[["area", "rooms"]] for name in ("train.csv", "test.csv"))
     weights = {name: w.numpy() for name, w in torch.load("run.pt").items()}
-    x = ((asked - table.mean()) / table.std()).to_numpy()
+    x = ((asked - table.mean()) / table.std(ddof=0)).to_numpy()
     hidden = np.tanh(x @ weights["0.weight"].T + weights["0.bias"])
     expected = (hidden @ weights["2.weight"].T + weights["2.bias"])[:, 0]
     np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-4)
     assert np.abs(others - expected).max() > 0.5
+
+
+def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
+    """By the training rows alone; pages and answers show what the table has."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    columns = {
+        "area": random.uniform(3e4, 2e5, 50),
+        "same": 0.1,
+        "share": random.normal(0, 1e-3, 50),
+    }
+    rows = pd.DataFrame(columns).assign(price=random.normal(size=50))
+    rows[:40].to_csv("train.csv", index=False)
+    rows[40:].to_csv("test.csv", index=False)
+    given = {"label": "price", "model": "net.py:Net", "targets": "test.csv"}
+    study = tabular("train.csv", **given, scale="standard")
+    inputs = rows[["area", "same", "share"]].to_numpy()
+    scaler = StandardScaler().fit(inputs[:40])
+    for samples, part in ((study.train_data(), inputs[:40]), (study.target_data(), inputs[40:])):
+        got = torch.stack([x for x, _ in samples])
+        assert got.dtype == torch.float32
+        np.testing.assert_allclose(got, scaler.transform(part), rtol=1e-6, atol=1e-6)
+    asked, label = study.encode(**{name: str(rows[name][45]) for name in rows})
+    assert torch.equal(asked, study.target_data()[5][0])
+    assert label.item() == np.float32(rows["price"][45])
+    area, _, share = inputs[45]
+    assert study.describe((asked, label)) == f"area {area:.4g}, same 0.1, share {share:.4g}"
+    with refused("studies.scale", "'minmax'"):
+        tabular("train.csv", **given, scale="minmax")
+    rows.assign(share=[1.0, np.inf, *columns["share"][2:]]).to_csv("train.csv", index=False)
+    with refused("studies.numbers", re.compile(r"^train.csv, row 2(?=: )"), re.compile(r"\{.*\}")):
+        tabular("train.csv", **given, scale="standard")
 
 
 def test_a_cell_with_a_class_s_number_is_the_class(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import patience
 from workspace import REPOSITORY, forked_python, snakemake
 
 
@@ -60,7 +61,7 @@ def follow(page: str, folder: Path, monkeypatch, less: Mapping[str, str] = {}) -
                 else:
                     assert program == ".venv/bin/python"
                     run = [forked_python(), *arguments]
-                    result = subprocess.run(run, capture_output=True, text=True, timeout=500)
+                    result = patience.run(run, 500, text=True, stderr=subprocess.PIPE)
                     status, output = result.returncode, result.stderr
                 assert status == 0, output
         elif language == "python":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import patience
 import psutil
 import yaml
 from own_checkpoints import own_study
@@ -107,5 +108,5 @@ class Running:
         os.killpg(self.process.pid, signal.SIGTERM)
 
     def finish(self) -> int:
-        self.process.wait(timeout=200)
+        patience.waited(self.process.wait, 200)
         return self.process.returncode

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import yaml
 from forked_python import PRELOADED, write_program
@@ -45,14 +46,13 @@ def stop_forked_python() -> None:
 
 def snakemake(folder: Path, *arguments: str, python: str | None = None) -> tuple[int, str]:
     """Return exit status and output of Snakemake's command, run in a folder."""
-    result = subprocess.run(
+    result = patience.run(
         (python or forked_python(), "-m", "snakemake", *arguments),
+        500,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
-        check=False,
     )
     return result.returncode, result.stdout
 

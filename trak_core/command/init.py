@@ -30,6 +30,8 @@ _PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _N_TARGETS = 3
+# Columns whose largest values differ by more were hardly trained on as they are.
+_MOST_TIMES = 100
 # A Trainer's checkpoints may lie in runs/first/out.
 _DEPTH = 4
 # Labelled ones are all explained up to so many, because lists of suspects rest on hundreds.
@@ -339,17 +341,13 @@ def _of_network(
     is_class = are_texts or are_numbers or isinstance(row[label], int)
     output = "image_classification" if is_class else "regression"
     asked = _targets(ids_of(explained), [row.get(label) for row in explained] if is_class else None)
-    arguments = [
-        ("table", str(train), "its columns must be scaled as in training"),
-        *given,
-        ("label", label, "the column to predict"),
-    ]
+    arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
     columns = [name for name in row if name not in {label, "id"}]
     texts = {n for n in columns if all(isinstance(row[n], str) and row[n] for row in trained)}
     inputs = [name for name in columns if name != _NUMBERED and name not in texts]
     if inputs != columns:
         arguments.append(("columns", inputs, "the model's inputs, in its order"))
-    report.append("could not tell: whether the columns are scaled as they were in training")
+    arguments.append(_scale(trained, inputs, report))
     if are_texts:
         report.append("could not tell: the order of the model's classes; took the alphabet's")
     if are_texts or are_numbers:
@@ -357,6 +355,25 @@ def _of_network(
     kind = ("model_output", output, "regression for a number, image_classification for a class")
     text = _text("tabular", [*arguments, model], [kind], states, [asked])
     return text, [*report, "chose: tabular"]
+
+
+def _scale(rows: Sequence[dict[str, Any]], inputs: Sequence[str], report: list[str]) -> Line:
+    """Return whether the study scales the inputs, because few networks learn from all sizes."""
+    sizes = {
+        name: max((abs(row[name]) for row in rows if isinstance(row[name], int | float)), default=0)
+        for name in inputs
+    }
+    least, most = (
+        pick((n for n in sizes if sizes[n]), key=sizes.get, default="") for pick in (min, max)
+    )
+    if not least or sizes[most] <= _MOST_TIMES * sizes[least]:
+        report.append("could not tell: whether training scaled the columns; took them as they are")
+        return "scale", None, "null takes the columns as they are, standard as StandardScaler does"
+    report.append(
+        f"could not tell: whether training scaled the columns; took StandardScaler, because {most} "
+        f"is up to {sizes[most]:.3g} and {least} to {sizes[least]:.3g}"
+    )
+    return "scale", "standard", "as scikit-learn's StandardScaler; null if training did not"
 
 
 def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> Line:

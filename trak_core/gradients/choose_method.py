@@ -89,7 +89,7 @@ def choose_method(
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            return gradients_at_once, None
+            return gradients_at_once, _NOT_COMPARED
         reason = f"fails: {_in_short(error)}"
     return _alone_or_beside_copies(given, reason, reads_terms)
 
@@ -101,6 +101,12 @@ _LEAST_PARAMETERS = 8_000_000
 
 
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+
+
+_NOT_COMPARED = (
+    "memory ran out where one backward pass for all samples was compared with autograd. The pass "
+    "is taken without that"
+)
 
 
 _CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"

@@ -1,5 +1,6 @@
 """Study a model of tables: numbers in columns, and a class or a number to predict."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def tabular(
     targets: str | None = None,
     columns: Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
+    scale: str | None = None,
 ) -> ReadyStudy:
     """Return the study of a table's rows that trained a model.
 
@@ -35,10 +37,22 @@ def tabular(
         model: ``file.py:function`` of a function that returns the module, weights unset.
         targets: Rows to explain; the training rows, if there are none.
         columns: The model's inputs, in its order; if not given, all columns except ``label`` and
-            ``id``. They must be numbers, scaled as the model was trained.
+            ``id``. They must be numbers, as the model was trained on them.
         classes: Labels in the order of the model's logits, for labels that are names; labels that
             are numbers are taken as they are.
+        scale: ``standard`` takes from each input the mean of the training rows and divides by their
+            standard deviation (by n, as scikit-learn's ``StandardScaler``), where that isn't 0.
+            Pages show inputs as the table has them.
+
+    Raises:
+        InputError: If ``scale`` is another word.
     """
+    if scale not in {None, "standard"}:
+        raise InputError(
+            "study_arguments: scale must be standard, or left out for columns that the table has "
+            f"as the model was trained on them. Found {scale!r}. Scale otherwise in the table.",
+            code="studies.scale",
+        )
     rows = read_rows(table)
     target_rows = read_rows(targets) if targets else rows
     names = list(columns or [name for name in rows[0] if name not in {label, "id"}])
@@ -46,13 +60,15 @@ def tabular(
     first = rows[0].get(label)
     are_whole = isinstance(first, int) and not isinstance(first, bool)
 
-    def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def measured(row: Mapping[str, Any]) -> tuple[Tensor, int | float]:
         *given, of_row = (field(row, name) for name in (*names, label))
         try:
             values = [float(value) for value in given]
             if are_whole and isinstance(of_row, str):
                 of_row = int(of_row)  # a cell of a table to explain
             answer = numbers[of_row] if classes else float(of_row)
+            if scale and not all(map(math.isfinite, values)):
+                raise ValueError("a number is missing, which has no mean")
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"The columns {', '.join(names)} must be numbers, and {label} a "
@@ -61,7 +77,24 @@ def tabular(
                 code="studies.numbers",
             ) from error
         is_class = classes or (isinstance(of_row, int) and not isinstance(of_row, bool))
-        return torch.tensor(values), torch.tensor(int(answer) if is_class else answer)
+        return torch.tensor(values, dtype=torch.float64), int(answer) if is_class else answer
+
+    # What each input is less of, and divided by.
+    means, deviations = torch.zeros(len(names)), torch.ones(len(names))
+    if scale:
+        inputs = torch.stack([values for values, _ in Rows(rows, measured, table)])
+        deviations, means = torch.std_mean(inputs, dim=0, correction=0)
+        # The mean of equal numbers is one of them, up to rounding.
+        is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
+        deviations.masked_fill_(is_constant, 1.0)
+
+    def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        values, answer = measured(row)
+        return ((values - means) / deviations).float(), torch.tensor(answer)
+
+    def describe(sample: tuple[Tensor, Tensor]) -> str:
+        values = (sample[0].double() * deviations + means).tolist()
+        return ", ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=True))
 
     used = {label, *names}
     return ReadyStudy(
@@ -71,9 +104,7 @@ def tabular(
         target_data=lambda: Rows(target_rows, sample, targets or table),
         target_ids=lambda: ids_of(target_rows),
         encode=encoder(sample, rows[0], (*names, label)),
-        describe=lambda sample: ", ".join(
-            f"{name} {value:.4g}" for name, value in zip(names, sample[0].tolist(), strict=True)
-        ),
+        describe=describe,
         class_names=(lambda: [str(name) for name in classes]) if classes else None,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids, software
 from trak_core.dependency_digests import content_digest
-from trak_core.gradients import Variety, check_labels, gradient_method, in_chunks
+from trak_core.gradients import Variety, check_labels, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import batch_features, compilers, projecting_device, stored_rows
+from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
 from trak_core.model.sample_outputs import write_columns
@@ -81,7 +82,7 @@ def compute_features(
         room = needed.room(loaded.device, memory_mb)
     chunk = min(batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
-    method = gradient_method(model, parameters, output, few)
+    method = known_or_compared(loaded, few, spec, features, code)
     taken = needed.of_longest.of(chunk) / 2**20
     print(f"{chunk} samples at once, about {taken:.3g} MiB together", flush=True)
     if samples.lengths is not None:
