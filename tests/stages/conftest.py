@@ -46,6 +46,13 @@ def shown_as(results, tmp_path_factory):
 
 
 @pytest.fixture
+def no_figure(monkeypatch):
+    """Pages come without their figure, which takes seconds; other tests look at it."""
+    name = "trak_core.stages.draw_influences._draw"
+    monkeypatch.setattr(name, lambda figure, _: figure.touch())
+
+
+@pytest.fixture
 def reads(monkeypatch):
     """The checkpoints that models get their weights from, one after another."""
     from trak_core.model.loaded_model import LoadedModel

@@ -128,6 +128,7 @@ def test_the_data_of_a_page_are_the_scores(results, shown):
     assert {e["id"] for e in data["train"]} == {*top.train_id} | {*train.index[train.harm > 0]}
 
 
+@pytest.mark.usefixtures("no_figure")
 def test_a_page_has_the_self_influence_where_it_is_known(results, tmp_path):
     ids = pd.read_hdf(results / "scores/mine.h5", "train")["id"].tolist()
     files = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}

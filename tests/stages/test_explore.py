@@ -282,6 +282,7 @@ addEventListener("load", () => setTimeout(() => {
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+@pytest.mark.usefixtures("no_figure")
 def test_a_page_colours_tokens(results, tmp_path):
     words = ["<script>alert(4)</script>", "</span>", " ", "&amp;"]
     study = study_with(tmp_path, f"{DESCRIBE}\ndef token_texts(sample):\n    return {words!r}\n")

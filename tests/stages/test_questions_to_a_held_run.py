@@ -5,6 +5,7 @@ import os
 import re
 import weakref
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -96,14 +97,19 @@ def make_run(folder, **more):
     return run_config(folder / "mine.yaml")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return cache(lambda kind: make_run(tmp_path_factory.mktemp(kind), **KINDS[kind]))
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def run(request, tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+def run(request, made):
+    return made(request.param)
 
 
 @pytest.fixture(scope="module")
-def projected(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("projected"), **KINDS["projected"])
+def projected(made):
+    return made("projected")
 
 
 @pytest.fixture

@@ -86,8 +86,8 @@ def test_scores_say_their_unit(digits, tmp_path, settings, unit):
 @pytest.mark.parametrize(
     ("proj_dim", "other"),
     [
-        (33, {"shards": 3, "batch_size": 1}),
-        (33, {"batch_size": 41, "memory_mb": 1}),
+        (16, {"shards": 3, "batch_size": 1}),
+        (16, {"batch_size": 41, "memory_mb": 1}),
         (None, {"batch_size": 500}),
         (None, {"batch_size": 41, "memory_mb": 1}),
     ],
@@ -100,7 +100,7 @@ def test_shards_batches_and_memory_do_not_change_scores(digits, tmp_path, proj_d
 
 
 @pytest.mark.parametrize(
-    ("name", "proj_dim", "n_files"), [("diabetes", 33, 13), ("small_digits", None, 10)]
+    ("name", "proj_dim", "n_files"), [("diabetes", 16, 13), ("small_digits", None, 10)]
 )
 def test_a_second_run_writes_the_same_bytes(cases, tmp_path, name, proj_dim, n_files):
     cases[name].stages(tmp_path, proj_dim=proj_dim)
@@ -112,7 +112,7 @@ def test_a_second_run_writes_the_same_bytes(cases, tmp_path, name, proj_dim, n_f
 
 
 def test_top_influences_are_the_extremes_of_the_scores(case):
-    path = case.features(33) / "scores/mine.h5"
+    path = case.features(16) / "scores/mine.h5"
     scores, table = read_scores(path), pd.read_hdf(path, "top_influences")
     for target in case.targets:
         for sign in (1, -1):
@@ -136,7 +136,7 @@ UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75}
 )
 def test_top_k_keeps_the_same_influences_without_the_matrix(cases, tmp_path, name, settings):
     case = cases[name]
-    settings = {"proj_dim": 33, "top": 4, "made": case.features(33), "memory_mb": 1, **settings}
+    settings = {"proj_dim": 16, "top": 4, "made": case.features(16), "memory_mb": 1, **settings}
     full = case.stages(tmp_path / "full", **settings)
     top_k = case.stages(tmp_path / "top_k", keep="top_k", **settings)
     tables = [pd.read_hdf(path, "top_influences") for path in (top_k, full)]
@@ -147,10 +147,10 @@ def test_top_k_keeps_the_same_influences_without_the_matrix(cases, tmp_path, nam
 
 def test_a_target_asked_alone_gets_the_same_scores(digits, tmp_path):
     """What a checkpoint is divided by comes from the training samples alone."""
-    features = digits.features(33)
-    together = digits.stages(tmp_path / "together", proj_dim=33, made=features, **UNIT)
+    features = digits.features(16)
+    together = digits.stages(tmp_path / "together", proj_dim=16, made=features, **UNIT)
     target = digits.targets[1]
-    alone = digits.stages(tmp_path / "alone", proj_dim=33, targets=[target], **UNIT)
+    alone = digits.stages(tmp_path / "alone", proj_dim=16, targets=[target], **UNIT)
     assert_close(read_scores(alone)[target], read_scores(together)[target], 1e-5)
 
 

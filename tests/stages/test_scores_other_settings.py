@@ -8,7 +8,7 @@ from trak_core.errors import InputError
 from trak_core.spec import EXACT
 from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
 
-RADEMACHER = {"kind": "rademacher", "proj_dim": 33, "seed": 0}
+RADEMACHER = {"kind": "rademacher", "proj_dim": 16, "seed": 0}
 WAYS = {
     "projected": {"projection": RADEMACHER},
     "exact": {"projection": {"kind": EXACT}, "dtype": "float64"},
@@ -21,7 +21,7 @@ def finished(digits):
 
     def run(way):
         spec = scores_spec(digits.models, digits.targets, model_output=digits.output, **WAYS[way])
-        return digits.features(33 if way == "projected" else None), spec
+        return digits.features(16 if way == "projected" else None), spec
 
     return run
 

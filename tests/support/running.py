@@ -82,7 +82,7 @@ class Running:
 
     def wait_for(self, condition: Callable[[], object]) -> object:
         """Look every few milliseconds, and return the first answer that is true."""
-        for _ in range(60_000):
+        for _ in range(int(patience.longer(60_000))):
             if answer := condition():
                 return answer
             assert self.process.poll() is None, self.output

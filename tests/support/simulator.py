@@ -22,6 +22,7 @@ from trak_core.projection.cuda import dense, device_functions
 # Functions of their arguments alone, which most time goes into; many threads make the same calls.
 _philox = lru_cache(2**16)(device_functions.philox)
 _normal_of = lru_cache(2**16)(device_functions.normal_of)
+_sign_of = lru_cache(2**16)(device_functions.sign_of)
 
 
 class _Thread(greenlet):
@@ -114,5 +115,6 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
     monkeypatch.setattr(dense, "ptx", inline_ptx_simulated)
     monkeypatch.setattr(dense, "normal_of", _normal_of)
+    monkeypatch.setattr(dense, "sign_of", _sign_of)
     for module in (device_functions, dense):
         monkeypatch.setattr(module, "philox", _philox)
