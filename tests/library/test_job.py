@@ -26,6 +26,13 @@ def test_everything_goes_to_the_log(tmp_path):
     assert re.fullmatch(r"peak memory: [1-9]\d* MiB", last)
 
 
+def test_an_error_may_name_a_file_whose_name_is_no_text(tmp_path):
+    log = tmp_path / "a.log"
+    body = "from trak_core.errors import InputError; raise InputError('\\udce9.h5', code='a.b')"
+    assert run(body, log).returncode == 1
+    assert log.read_text() == "Error: \\udce9.h5\n"
+
+
 WARNED = """import os, warnings, numpy, trak_core
     warnings.simplefilter('always')
     for name, module in (('python', os), ('numpy', numpy), ('ours', trak_core)):

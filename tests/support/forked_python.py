@@ -67,13 +67,12 @@ def run(asked: list[Any]) -> None:
     os.environ.update(environment)
     sys.path.remove(str(Path(__file__).parent))
     given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[1:1] = map(os.path.abspath, given)  # as Python does when it starts
+    sys.path[:0] = map(os.path.abspath, given)  # as Python does when it starts
     is_safe = arguments[0] == "-P"  # nothing is imported from the folder or beside the program
     arguments = arguments[is_safe:]
     is_file = arguments[0] not in ("-c", "-m")
-    sys.path[0] = str(Path(arguments[0]).resolve().parent if is_file else Path.cwd())
-    if is_safe:
-        del sys.path[0]
+    if not is_safe:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent if is_file else Path.cwd()))
     # A program may have a copy of the code, edited.
     code = PathFinder.find_spec("trak_core")
     if code is None or code.origin != sys.modules["trak_core"].__file__:

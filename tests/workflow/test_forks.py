@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import re
 import resource
 import shutil
@@ -194,9 +195,14 @@ def test_an_error_reads_as_that_of_any_job(study):
     assert "must end without an error. Found ValueError: of mine" in log
 
 
-def test_a_crash_is_a_failed_job(study):
-    tell(study, "if is_fork: os.kill(os.getpid(), 11)\n")
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
+def test_a_crash_is_a_failed_job(study, name):
+    """Its log says what no process that is killed can say; only SIGKILL means lack of memory."""
+    tell(study, f"import signal\nif is_fork: os.kill(os.getpid(), signal.{name})\n")
     output = study.fail()
+    (told,) = {line for line in output.splitlines() if line.startswith("Error: the job must end")}
+    assert f" {name}" in told
+    assert ("compute.memory_mb" in told) is (name == "SIGKILL")
     assert "Error in rule compute_features" in output
     assert not list(study.path("results").glob("features/**/*.h5"))
 
@@ -263,6 +269,51 @@ def test_a_server_has_room_for_many_jobs_and_no_signal_is_lost(tmp_path, monkeyp
         assert status_of(name, "crowd:check_limit", 1024) == 0
         for _ in range(20):
             assert status_of(name, "time:sleep", 60, bytes([signal.SIGTERM])) == -signal.SIGTERM
+
+
+ASKS = """
+import os, sys
+
+def ask(way):
+    assert "/" not in sys.path  # whose folders would be packages
+    try:
+        input() if way == "input" else open("/dev/tty")
+    except (EOFError, OSError):
+        os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("way", ["input", "tty"])
+def test_a_question_to_the_terminal_has_no_answer(way, tmp_path, monkeypatch):
+    """A process in its background would stop where it asks, and none would go on."""
+    (tmp_path / "asks.py").write_text(ASKS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}")
+    process, terminal = pty.fork()
+    if process == 0:
+        status = 1
+        try:
+            name, _ = serve_forks(["numpy"])
+            request = {"folder": "/", "call": ["asks:ask", way]}
+            with contextlib.suppress(TimeoutError), Fork(name, request) as fork:
+                status = fork.status(20)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    os.close(terminal)
+
+
+def test_jobs_pause_with_snakemake_and_go_on_with_it():
+    """Ctrl-Z tells the server what it tells Snakemake."""
+    name, server = serve_forks(["numpy"])
+    with server, Fork(name, {"folder": "/", "call": ["time:sleep", 60], "hears": True}) as fork:
+        pair = psutil.Process(server.pid), psutil.Process(fork.process())
+        for number, wanted in ((signal.SIGTSTP, "stopped"), (signal.SIGCONT, "sleeping")) * 2:
+            server.send_signal(number)
+            for _ in range(200):
+                if {one.status() for one in pair} == {wanted}:
+                    break
+                time.sleep(0.05)
+            assert [one.status() for one in pair] == [wanted, wanted]
 
 
 def test_a_server_imports_what_it_is_told_to(tmp_path, monkeypatch):

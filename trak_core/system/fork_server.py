@@ -147,6 +147,15 @@ def _close(streams: Sequence[int]) -> None:
         os.close(stream)
 
 
+def _leave_terminal() -> None:
+    """Have no terminal: in its background, a process that asks it would be stopped for ever."""
+    import fcntl
+    import termios
+
+    with suppress(OSError), Path("/dev/tty").open("rb", buffering=0) as terminal:
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+
+
 def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
     """Take the place of the process that asked, and do its work."""
     # The work ends with the server, whatever ends the server.
@@ -154,17 +163,21 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     if os.getppid() != server:
         os._exit(1)
     os.setpgid(0, 0)
+    _leave_terminal()
     # As in a process that was just started; the server ignores both. One that came since the fork
     # was held back, and takes effect now.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGTSTP))
     gc.enable()
     # What the server's imports do at their end is the server's.
     atexit._clear()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if os.isatty(0):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(request["folder"])
     given = request.get("environment", {})
     for name in _CHANGING:
@@ -284,7 +297,8 @@ def _forked(
 
     server, process = os.getpid(), None
     # Until the fork has handlers of its own.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    held = (*STOPS, signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
     with suppress(OSError):
         process = os.fork()
     if process == 0:
@@ -297,7 +311,7 @@ def _forked(
             os.setpgid(process, process)
         if request.get("hears"):
             _hearing.add(process)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
     return process
 
 
@@ -307,9 +321,18 @@ def _pass_on(number: int, _frame: object) -> None:
             os.killpg(process, number)
 
 
+def _pause(_number: int, _frame: object) -> None:
+    """Stop with all that would hear it, as Ctrl-Z stops Snakemake, until both go on."""
+    _pass_on(signal.SIGSTOP, None)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _pass_on(signal.SIGCONT, None)
+
+
 def main() -> None:
     """Listen, import, and serve until standard input ends."""
     name, *modules = sys.argv[1:]
+    # Started in /, whose folders no job may import; PYTHONPATH's empty parts lead there too.
+    sys.path[:] = [path for path in sys.path if path != "/"]
     environment = dict(os.environ)
     import resource  # POSIX has it; what every start imports must not need it
 
@@ -319,6 +342,7 @@ def main() -> None:
     # A signal to a whole session is for Snakemake and the jobs; who waits for one passes its on.
     for number in STOPS:
         signal.signal(number, _pass_on)
+    signal.signal(signal.SIGTSTP, _pause)
     with socket.socket(socket.AF_UNIX) as listener:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
         # A name without a file: nothing stays on the disk, whatever is killed.

@@ -294,6 +294,14 @@ def cancel_timers() -> None:
                 thread.cancel()
 
 
+MORE_MEMORY = (
+    "Lower compute.memory_mb, to which arrays are cut, or compute.batch_size; or give the job more "
+    "than compute.memory_mb + 1500 MiB, of which torch and the study's own data take the 1500, and "
+    "a large model's weights: on a cluster by --set-resources RULE:mem_mb=..., on one machine by "
+    "fewer jobs at once (--cores)."
+)
+
+
 def _explained(error: Exception) -> str | None:
     """Return what to do about an error, or None for a defect of ours."""
     if isinstance(error, InputError):
@@ -306,20 +314,14 @@ def _explained(error: Exception) -> str | None:
         )
     if came_from_no_memory(error):
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        return (
-            f"the job's memory must hold its work. It ran out: {reason} Lower compute.memory_mb, "
-            "to which arrays are cut, or compute.batch_size; or give the job more than "
-            "compute.memory_mb + 1500 MiB, of which torch and the study's own data take the 1500, "
-            "and a large model's weights: "
-            "on a cluster by --set-resources RULE:mem_mb=..., on one machine by fewer jobs at once "
-            "(--cores)."
-        )
+        return f"the job's memory must hold its work. It ran out: {reason} {MORE_MEMORY}"
     return None
 
 
 def _say(message: str, terminal: int) -> None:
     """Write to the log, and to what it took the place of if the log's disk is full."""
-    text = f"Error: {message}\n".encode()
+    # A file's name need not be text.
+    text = f"Error: {message}\n".encode(errors="backslashreplace")
     for descriptor in (2, terminal):
         with contextlib.suppress(OSError):
             if os.write(descriptor, text) == len(text):

@@ -7,6 +7,7 @@ does the work. ``by_forks`` takes the place of Snakemake's ``script`` among what
 import inspect
 import os
 import shlex
+import signal
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- its error alone
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.system.fork_client import Fork, own_server
 from trak_core.system.fork_server import ONE_THREAD
-from trak_core.system.job import describe_job, imports_of_job
+from trak_core.system.job import MORE_MEMORY, describe_job, imports_of_job
 
 # What a job has of its own where it isn't run by Snakemake's Python, on this disk, in its folder.
 _ELSEWHERE = ("conda_env", "container_img", "env_modules", "shadow_dir")
@@ -75,6 +76,15 @@ def _measured(
         yield
 
 
+def _tell_killed(log: str, number: int) -> None:
+    """Write to a job's log which signal has ended it, and what that may mean."""
+    means = f", as by the system when memory runs out. {MORE_MEMORY}" * (number == signal.SIGKILL)
+    # A signal may have no name.
+    with suppress(OSError, ValueError), Path(log).open("a", encoding="utf-8") as file:
+        name = signal.Signals(number).name
+        file.write(f"\nError: the job must end by itself. Found its end by {name}{means or '.'}\n")
+
+
 def _is_done(
     named: Mapping[str, Any], measure: Callable[[int, Any], AbstractContextManager[Any]]
 ) -> bool:
@@ -105,6 +115,8 @@ def _is_done(
     stage = job["named"]["code"].split()[0]
     if status is None:
         print("The process that forks for jobs has ended, and this job with it.", file=sys.stderr)
+    elif status < 0:
+        _tell_killed(job["log"], -status)
     if status != 0:
         raise subprocess.CalledProcessError(1 if status is None else status, stage)
     return True
