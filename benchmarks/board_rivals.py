@@ -31,6 +31,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 _CHUNK, _SIDE = 50, 16
 _EK_FAC = ["--method", "kfac", "--hessian_cfg.ev_correction", "true"]
+_CG = [*_EK_FAC, "--solver", "cg", "--num_steps", "20"]
+# On a CPU bergson's conjugate gradients write into gradients that it mapped to be read alone, and
+# end by signal 11. With this in its way, what it maps so is copied where it is written.
+_COPIED_WHERE_WRITTEN = """
+import numpy
+
+
+class memmap(numpy.memmap):
+    def __new__(cls, *arguments, mode="r+", **named):
+        mode = "c" if mode == "r" else mode
+        return super().__new__(cls, *arguments, mode=mode, **named)
+
+
+numpy.memmap = memmap
+"""
 Scores = dict[str, np.ndarray]
 
 
@@ -180,6 +195,7 @@ def bergson(about: Board, folder: Path, work: Path) -> Scores:
         lines = [{"text": " ".join(f"w{i}" for i in one)} for one in tokens.tolist()]
         text = "\n".join(json.dumps(line) for line in lines)
         (work / f"{split}.jsonl").write_text(text + "\n")
+    (work / "sitecustomize.py").write_text(_COPIED_WHERE_WRITTEN)
     program = str(Path(sys.executable).with_name("bergson"))
     common = ["--model", str(place), "--data.dataset", str(work / "train.jsonl")]
     common += ["--query.dataset", str(work / "asked.jsonl"), "--query.aggregation", "none"]
@@ -188,12 +204,15 @@ def bergson(about: Board, folder: Path, work: Path) -> Scores:
         "EK-FAC": ["ekfac", *_EK_FAC],
         "TrackStar, p = 16": ["trackstar"],
         "TrackStar, p = 64": ["trackstar", "--projection_dim", "64"],
-        "EK-FAC and 20 steps of CG": ["ekfac", *_EK_FAC, "--solver", "cg", "--num_steps", "20"],
+        "EK-FAC and 20 steps of CG": ["ekfac", *_CG],
+        "EK-FAC and 20 steps of CG over 128 pieces": [
+            *("ekfac", *_CG, "--astra.batch_size", "128", "--micro_batch_size", "128")
+        ],
     }.items():
         run = work / name.replace(" ", "-")
         if not (run / "scores").exists():
             command = [program, words_of[0], str(run), *common, *words_of[1:], "--overwrite"]
-            done = subprocess.run(command, check=False)
+            done = subprocess.run(command, check=False, env=os.environ | {"PYTHONPATH": str(work)})
             if done.returncode:
                 print(f"{name}: bergson ended with {done.returncode}", file=sys.stderr)
                 continue
