@@ -156,6 +156,22 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     check_same_scores(study, finished)
 
 
+def test_another_ctrl_c_ends_the_waiting_without_a_trace(study):
+    """The job is stopped, so that it can't clear up."""
+    study.config["projection"]["seed"] = 1
+    running = Running(study, "results/features/c0/few.h5")
+    job = running.next_job("compute_features")
+    job.suspend()
+    for n_lines in (1, 0):
+        os.killpg(running.process.pid, signal.SIGINT)
+        running.wait_for(lambda n=n_lines: running.output.count("Stopping by Ctrl-C") >= n)
+    assert running.finish() != 0
+    assert "Traceback" not in running.output
+    assert "What is finished stays in results" in running.output.splitlines()[-1]
+    job.wait(20)
+    assert study.run("results/features/c0/few.h5") == {"compute_features": 1}
+
+
 def test_ctrl_c_names_the_folder_that_a_prefix_leads_to(study):
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     study.path("Snakefile").write_text(as_a_module("in/it") + interrupt)

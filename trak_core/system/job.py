@@ -257,8 +257,8 @@ def stop_before_jobs() -> None:
 def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
-    If ``jobs_run``, Snakemake still waits for them to clear up; it unlocks the folder. A second
-    Ctrl-C stops the waiting, as ever. A program that has its own handler of SIGINT keeps it. Only
+    If ``jobs_run``, Snakemake still waits for them to clear up; it unlocks the folder. Another
+    Ctrl-C stops the waiting. A program that has its own handler of SIGINT keeps it. Only
     the Snakemake that the user started (``is_main``) speaks; those that it starts for jobs don't.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -270,8 +270,11 @@ def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: b
         "half-written. To go on, run the same command again."
     )
 
+    def end_at_once(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal.SIGINT)
+
     def end(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, end_at_once)
         # What Snakemake says of jobs that end now is no news: each has the reason in its log.
         logging.disable(logging.CRITICAL)
         if is_main:

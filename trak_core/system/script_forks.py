@@ -5,6 +5,7 @@ does the work. ``by_forks`` takes the place of Snakemake's ``script`` among what
 """
 
 import inspect
+import logging
 import os
 import shlex
 import signal
@@ -114,7 +115,10 @@ def _is_done(
             status = fork.status()
     stage = job["named"]["code"].split()[0]
     if status is None:
-        print("The process that forks for jobs has ended, and this job with it.", file=sys.stderr)
+        # Not by print: after Ctrl-C, which may have ended it, nobody wants to know.
+        logging.getLogger(__name__).error(
+            "The process that forks for jobs has ended, and this job with it."
+        )
     elif status < 0:
         _tell_killed(job["log"], -status)
     if status != 0:
