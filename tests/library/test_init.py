@@ -326,6 +326,17 @@ def test_a_placeholder_names_the_file_that_its_advice_is_about(capsys):
     assert "a function that you add to b.py" in capsys.readouterr().out
 
 
+def test_files_named_by_epochs_are_times_of_one_run():
+    names = ("net-epoch08.pt", "net-epoch12.pt", "seed1.pt", "seed2.pt", "step_5.pt")
+    write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
+    text, _ = config_for(Path())
+    checkpoints = yaml.safe_load(text)["checkpoints"].values()
+    told = [value for value in checkpoints if isinstance(value, dict)]
+    assert [(value["path"], value["at"]) for value in told] == [(names[0], 8), (names[1], 12)]
+    assert len({value["run"] for value in told}) == 1
+    assert [value for value in checkpoints if isinstance(value, str)] == [*names[2:]]
+
+
 def test_every_checkpoint_has_a_key_of_its_own():
     names = ("m-1.pt", "m.1.pt", "m_1.pt", "m_1_0.pt")
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
@@ -338,9 +349,11 @@ def test_weights_of_timm_s_name_their_network(capsys):
     saved = {"out/config.json": '{"architecture": "resnet18"}', "out/model.safetensors": ""}
     config = written({**images, **saved})
     assert config["study"] == "image_folder"
-    assert config["study_arguments"] == {"images": "train", "model": "timm/resnet18"}
+    arguments = {"images": "train", "model": "timm/resnet18", "transform": None}
+    assert config["study_arguments"] == arguments
     assert config["checkpoints"] == {"model": "out/model.safetensors"}
-    assert "could not tell" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.count("could not tell") == printed.count("how training prepared images") == 1
 
 
 def test_images_do_not_lie_where_results_come(folder, monkeypatch):

@@ -189,7 +189,7 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     links = [f"../answers/mine.html#train-{quote(i, safe='')}" for i in rows["id"]]
     assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links
     assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
-    few = "from 4 targets: mostly chance. Take targets: all, or sort by output, lowest first."
+    few = "from 4 targets: mostly chance. Take more targets, or sort by output, lowest first."
     assert f"Suspects {few}" in shown.text
     assert "Few checkpoints. These scores are averages over 2 checkpoints." in shown.text
     assert few in capsys.readouterr().out.replace("`", "")

@@ -21,6 +21,9 @@ _CONFIGS = ("adapter_config.json", "config.json")
 _EXPLAINED = re.compile(
     r"asked|dev|eval|evaluation|held|heldout|questions|targets|test|val|valid|validation"
 )
+# What stands before the number of an epoch or a step in a file's name.
+_TIME = re.compile(r"(.*?(?:epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?)(\d+)", re.I)
+_OF_IMAGES = "transform", None, "file.py:function that makes a tensor of a PIL image in RGB"
 _LABELS = ("label", "labels", "target", "class", "y")
 # What a table written with its row numbers calls them: pandas, of a column without a name.
 _NUMBERED = "Unnamed: 0"
@@ -323,7 +326,11 @@ def _of_network(
         )
         relative = [path.relative_to(explained) for path in inner]
         asked = _targets([path.as_posix() for path in relative], [i.parts[0] for i in relative])
-        arguments = [("images", str(train), ""), *given, model]
+        report.append(
+            "could not tell: how training prepared images; took RGB from 0 to 1 in their own size. "
+            "A function says otherwise: study_arguments, transform: prepared.py:prepared"
+        )
+        arguments = [("images", str(train), ""), *given, model, _OF_IMAGES]
         text = _text("image_folder", arguments, [], states, [asked])
         return text, [*report, "chose: image_folder"]
     trained, explained = read_rows(str(train)), read_rows(str(target or train))
@@ -378,6 +385,20 @@ def _scale(rows: Sequence[dict[str, Any]], inputs: Sequence[str], report: list[s
     return "scale", "standard", "as scikit-learn's StandardScaler; null if training did not"
 
 
+def _times(checkpoints: Sequence[Path]) -> dict[Path, tuple[str, int]]:
+    """Return run and time of checkpoints whose names differ in an epoch or a step alone."""
+    told: dict[tuple[Path, str], dict[Path, int]] = {}
+    for path in checkpoints:
+        if match := _TIME.fullmatch(path.stem):
+            told.setdefault((path.parent, match[1]), {})[path] = int(match[2])
+    several = {key: times for key, times in told.items() if len(times) > 1}
+    return {
+        path: (re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") + f"_of_{folder.name or 'here'}", at)
+        for (folder, name), times in several.items()
+        for path, at in times.items()
+    }
+
+
 def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> Line:
     """Return what to explain: the first ids; of samples of classes all, or one of each in turn."""
     if classes is not None:
@@ -401,14 +422,18 @@ def _text(
     for stem in stems:
         free = (f"{stem}_{i}" for i in count() if f"{stem}_{i}" not in {*ids, *stems})
         ids.append(stem if stems.count(stem) == 1 else next(free))
-    runs: list[Line] = [(name, str(path), "") for name, path in zip(ids, checkpoints, strict=True)]
+    times = _times(checkpoints)
+    runs: list[Line] = []
+    for name, path in zip(ids, checkpoints, strict=True):
+        of_run = dict(zip(("run", "at"), times[path], strict=True)) if path in times else {}
+        runs.append((name, {"path": str(path), **of_run} if of_run else str(path), ""))
     by_line = ["", *_written(runs, "  ")]
     return "\n".join([
         "# Written by `trak init`. docs/how-to/ready-made.md says what may stand here.",
         *_written([("study", study, ""), *more]),
         *_comments(arguments),
         f"study_arguments: {_on_a_line(arguments)}",
-        "# A checkpoint of one run may also be {path: ..., run: a name, at: its step}.",
+        "# Several of one training run must be {path: ..., run: a name, at: its epoch or step}.",
         "checkpoints:" + (f" {_on_a_line(runs)}" if len(runs) == 1 else "\n".join(by_line)),
         *_comments(asked),
         f"experiments: {{asked: {_on_a_line(asked)}}}",

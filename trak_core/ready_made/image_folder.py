@@ -44,8 +44,8 @@ def image_folder(
             module, weights unset.
         targets: Images to explain, likewise; the training images, if there are none.
         classes: Names of the classes in the order of the model's logits; sorted, if not given.
-        transform: ``file.py:function`` of a function that makes a tensor of a PIL image, as in
-            evaluation; if not given, RGB from 0 to 1 in the image's own size.
+        transform: ``file.py:function`` of a function that makes a tensor of a PIL image in RGB,
+            as in evaluation; if not given, RGB from 0 to 1 in the image's own size.
     """
     needed("PIL", "vision")
     from PIL import Image, UnidentifiedImageError
@@ -93,7 +93,8 @@ def image_folder(
     def draw(axes: Any, sample: tuple[Tensor, Tensor]) -> None:
         pixels = sample[0].movedim(0, -1)
         darkest, brightest = pixels.min(), pixels.max()
-        axes.imshow(((pixels - darkest) / (brightest - darkest).clamp(min=1e-9)).numpy())
+        pixels = (pixels - darkest) / (brightest - darkest).clamp(min=1e-9)
+        axes.imshow(pixels.numpy(), cmap="gray")  # a map that only one channel takes
 
     used = {"path", "label"}
     return ReadyStudy(

@@ -79,9 +79,7 @@ def write_list(
     if kind == "suspects" and few_targets(targets):
         order = "self_influence" if self_influence else "output, lowest first"
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
-        print(
-            f"Warning: suspects from {n}: mostly chance. Take `targets: all`, or sort by {order}."
-        )
+        print(f"Warning: suspects from {n}: mostly chance. Take more targets, or sort by {order}.")
 
 
 _COLUMNS = ("id", "rank", "other_id", "among", "closeness", "cosine", "label", "other_label")
