@@ -327,7 +327,7 @@ def test_a_placeholder_names_the_file_that_its_advice_is_about(capsys):
 
 
 def test_files_named_by_epochs_are_times_of_one_run():
-    names = ("net-epoch08.pt", "net-epoch12.pt", "seed1.pt", "seed2.pt", "step_5.pt")
+    names = ("net-epoch08.pt", "net-epoch12.pt", "step_5.pt", "sweep_1.pt", "sweep_2.pt")
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
     text, _ = config_for(Path())
     checkpoints = yaml.safe_load(text)["checkpoints"].values()
@@ -335,6 +335,15 @@ def test_files_named_by_epochs_are_times_of_one_run():
     assert [(value["path"], value["at"]) for value in told] == [(names[0], 8), (names[1], 12)]
     assert len({value["run"] for value in told}) == 1
     assert [value for value in checkpoints if isinstance(value, str)] == [*names[2:]]
+
+
+def test_folders_of_one_name_hold_runs_of_their_own():
+    names = [f"{seed}/checkpoints/epoch{at}.pt" for seed in ("a", "b") for at in (1, 2)]
+    write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
+    text, _ = config_for(Path())
+    told = {c["path"]: (c["run"], c["at"]) for c in yaml.safe_load(text)["checkpoints"].values()}
+    times = [("run1", 1), ("run1", 2), ("run2", 1), ("run2", 2)]
+    assert told == dict(zip(names, times, strict=True))
 
 
 def test_every_checkpoint_has_a_key_of_its_own():

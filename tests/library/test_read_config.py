@@ -81,7 +81,7 @@ def test_what_a_start_was_given_beside_its_config_counts(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
-    """Of another study it is refused, as long as that one's config is there."""
+    """A run is refused a folder of another study whose config is still there."""
     monkeypatch.chdir(tmp_path)
     results, one, two = (Path(name) for name in ("results", "one.yaml", "two.yaml"))
     own = {"study": "results/tabular_study_0f0f0f0f.py", "study_arguments": {"table": "a.csv"}}

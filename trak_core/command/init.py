@@ -21,8 +21,8 @@ _CONFIGS = ("adapter_config.json", "config.json")
 _EXPLAINED = re.compile(
     r"asked|dev|eval|evaluation|held|heldout|questions|targets|test|val|valid|validation"
 )
-# What stands before the number of an epoch or a step in a file's name.
-_TIME = re.compile(r"(.*?(?:epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?)(\d+)", re.I)
+# What stands before the number of an epoch or a step in a file's name; "sweep_1" has none.
+_TIME = re.compile(r"((?:.*[^a-z])?(?:epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?)(\d+)", re.I)
 _OF_IMAGES = "transform", None, "file.py:function that makes a tensor of a PIL image in RGB"
 _LABELS = ("label", "labels", "target", "class", "y")
 # What a table written with its row numbers calls them: pandas, of a column without a name.
@@ -391,12 +391,8 @@ def _times(checkpoints: Sequence[Path]) -> dict[Path, tuple[str, int]]:
     for path in checkpoints:
         if match := _TIME.fullmatch(path.stem):
             told.setdefault((path.parent, match[1]), {})[path] = int(match[2])
-    several = {key: times for key, times in told.items() if len(times) > 1}
-    return {
-        path: (re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") + f"_of_{folder.name or 'here'}", at)
-        for (folder, name), times in several.items()
-        for path, at in times.items()
-    }
+    runs = [times for times in told.values() if len(times) > 1]
+    return {path: (f"run{n}", at) for n, run in enumerate(runs, 1) for path, at in run.items()}
 
 
 def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> Line:

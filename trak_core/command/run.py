@@ -95,7 +95,7 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
 
 
 def _read(config: Path) -> Any:
-    """Return what a config says; refuse one that is no YAML, of which Snakemake tells no line."""
+    """Return what a config says. One that is no YAML is refused with its line."""
     if config.suffix == ".json":
         return None
     try:
