@@ -329,7 +329,8 @@ def test_a_placeholder_names_the_file_that_its_advice_is_about(capsys):
 def test_files_named_by_epochs_are_times_of_one_run():
     names = ("net-epoch08.pt", "net-epoch12.pt", "step_5.pt", "sweep_1.pt", "sweep_2.pt")
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
-    text, _ = config_for(Path())
+    text, report = config_for(Path())
+    assert "chose: files whose names differ in an epoch or a step as times of one run" in report
     checkpoints = yaml.safe_load(text)["checkpoints"].values()
     told = [value for value in checkpoints if isinstance(value, dict)]
     assert [(value["path"], value["at"]) for value in told] == [(names[0], 8), (names[1], 12)]

@@ -135,6 +135,8 @@ def _config_of(
         return _of_texts(weights, rows, report)
     if not (states and (images or rows)):
         return None
+    if _times(states):
+        report.append("chose: files whose names differ in an epoch or a step as times of one run")
     networks: set[str | None] = {None}
     if images:
         networks = {timm.get(path.parent) for path in states}
