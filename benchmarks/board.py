@@ -169,10 +169,11 @@ def table(
     scores: Mapping[str, np.ndarray],
     known: Mapping[str, tuple[np.ndarray, np.ndarray]],
     questions: Sequence[int] | slice = slice(None),
+    beside: str = OURS,
 ) -> list[Row]:
     """Return a row for each set of scores, of these questions, and each kind of drops."""
     names, rows = list(scores), []
-    ours, default = names.index(OURS), names.index(DEFAULT)
+    ours, default = names.index(beside), names.index(DEFAULT)
     for drops, (masks, of_all) in known.items():
         outputs = of_all[:, :, questions]
         sums = [masks @ scores[name] for name in names]
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument("--without", type=int, default=0, help="questions to train again for")
+    parser.add_argument("--beside", default=OURS, help="the row that all are compared with")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
     size = replace(SIZES[asked.size], seed=asked.seed)
@@ -280,15 +282,18 @@ def main() -> None:
     scores = all_scores(about, asked.folder)
     scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
     known = truths(asked.folder)
-    rows = table(scores, known)
+    if asked.beside not in scores:
+        sys.exit(f"--beside must be one of {list(scores)}, but it is {asked.beside!r}")
+    rows = table(scores, known, beside=asked.beside)
     if not rows:
         sys.exit("no kind of drops can judge yet: run it again, with more --hours")
-    print(f"ours: {OURS}")
+    print(f"ours: {asked.beside}")
     show(rows)
     some, exact = replayed(asked.folder, size.texts)
     if some:
         print(f"The first {len(some)} questions:")
-        show(table({_EXACT: exact} | {k: v[:, some] for k, v in scores.items()}, known, some))
+        both = {_EXACT: exact} | {k: v[:, some] for k, v in scores.items()}
+        show(table(both, known, some, asked.beside))
     if asked.without:
         more = {_EXACT: exact} if some else {}
         left_out(about, scores | more, asked.folder, asked.without, end)
