@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -110,6 +110,10 @@ def tabular(
 
     used = {label, *names}
     return ReadyStudy(
+        to_change_samples=(
+            f"The network gets {len(names)} numbers of each row, {listed(names)}: `columns` in "
+            "study_arguments names others, in the network's order."
+        ),
         make_model=lambda: function_at(model, "model")(),
         train_data=lambda: Rows(rows, sample, table),
         train_ids=lambda: ids_of(rows),
