@@ -272,8 +272,9 @@ def _ready_made(study: Study) -> ReadyStudy | None:
 def _as_told(error: InputError, study: Study) -> str:
     """Return an error that says of a ready-made study's samples which argument changes them."""
     message, ready = str(error), _ready_made(study)
-    for words in (CHANGE_SAMPLES, ONE_SHAPE) if ready else ():
-        message = message.replace(words, ready.to_change_samples)
+    if ready:
+        for words in (CHANGE_SAMPLES, ONE_SHAPE):
+            message = message.replace(words, ready.to_change_samples)
     return message
 
 
