@@ -43,8 +43,11 @@ from trak_core.scoring.intervals import mean_interval
 from trak_core.scoring.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_normal_matrix import compute_normal_matrix
-from trak_core.stages.compute_scores import compute_scores, compute_self_influence
+from trak_core.stages.compute_scores import (
+    compute_normal_matrix,
+    compute_scores,
+    compute_self_influence,
+)
 from trak_core.stages.sum_groups import sum_groups
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.stages.write_list import write_list

@@ -8,9 +8,8 @@ from small_run import STUDY, influences_spec, loss_weights, stored
 
 from trak_core.artifacts import ArtifactError
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_normal_matrix import compute_normal_matrix
-from trak_core.stages.compute_scores import compute_self_influence
-from trak_core.stages.find_flipped import find_flipped
+from trak_core.stages.compute_scores import compute_normal_matrix, compute_self_influence
+from trak_core.stages.evaluate_scores import find_flipped
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.retraining_draws import flipped_labels
 

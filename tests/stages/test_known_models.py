@@ -10,10 +10,10 @@ from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.gradients import Batch
-from trak_core.model import known_models
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.stages.compute_features import compute_features
+from trak_core.stages import compute_features as stage
+from trak_core.stages.compute_features import _beginnings, compute_features
 from trak_core.system.files import CONFIG_RECORD, write_record
 
 # With the variable in the environment, which no digest sees, one pass is wrong for a batch.
@@ -71,13 +71,13 @@ class Jobs:
             torch.manual_seed(seed)
             model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "head": nn.Linear(8, 20)})
             torch.save(model.state_dict(), folder / f"c{seed}.pt")
-        choose = known_models.choose_method
+        choose = stage.choose_method
 
         def noted(model, parameters, output, samples):
             self.compared.append(tuple(samples.labels.shape))
             return choose(model, parameters, output, samples)
 
-        monkeypatch.setattr(known_models, "choose_method", noted)
+        monkeypatch.setattr(stage, "choose_method", noted)
 
     def run(self, targets=None, checkpoint="c0", patterns=None, **settings):
         """Return the features file, written anew, and the shapes of labels that were compared."""
@@ -202,11 +202,11 @@ def test_beginnings_reach_behind_the_first_labels_that_count():
     labels[0, :31] = labels[1, :7] = -100
     mask = torch.ones(2, 100, 3)
     batch = Batch((), {"input_ids": tokens, "mask": mask, "size": torch.ones(2, 4)}, labels)
-    short = known_models._beginnings(batch, LANGUAGE_MODELLING)
+    short = _beginnings(batch, LANGUAGE_MODELLING)
     assert torch.equal(short.labels, labels[:, :47])
     assert [tuple(t.shape) for _, t in short.tensors()] == [(2, 47), (2, 47, 3), (2, 4)]
     labels[0, :40] = -100  # more than half would be left
-    assert known_models._beginnings(batch, LANGUAGE_MODELLING) is None
+    assert _beginnings(batch, LANGUAGE_MODELLING) is None
     labels[1] = -100
-    assert known_models._beginnings(batch, LANGUAGE_MODELLING) is None
-    assert known_models._beginnings(batch, CLASSIFICATION) is None
+    assert _beginnings(batch, LANGUAGE_MODELLING) is None
+    assert _beginnings(batch, CLASSIFICATION) is None

@@ -25,8 +25,7 @@ from trak_core.config.memory_needs import (
 from trak_core.errors import InputError
 from trak_core.spec import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
 from trak_core.stages.average_scores import average_scores
-from trak_core.stages.compute_normal_matrix import compute_normal_matrix
-from trak_core.stages.compute_scores import compute_scores
+from trak_core.stages.compute_scores import compute_normal_matrix, compute_scores
 
 
 def test_rows_get_half_of_what_the_fixed_part_leaves():

@@ -16,8 +16,11 @@ from trak_core.spec import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_pow
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
-from trak_core.stages.compute_normal_matrix import compute_normal_matrix
-from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
+from trak_core.stages.compute_scores import (
+    compute_exact_scores,
+    compute_normal_matrix,
+    compute_scores,
+)
 from trak_core.stages.join_shards import join_shards
 
 # How a job runs that computes gradients.

@@ -32,6 +32,7 @@ from trak_core.gradients.choose_method import choose_method, gradient_method
 from trak_core.gradients.differentiable_model import (
     graph_to,
     in_evaluation_mode,
+    memory_formats_kept_apart,
     n_params,
     select_parameters,
 )
@@ -58,7 +59,6 @@ from trak_core.gradients.model_inputs import (
     joined,
     shapes_of,
 )
-from trak_core.gradients.torch_workarounds import memory_formats_kept_apart
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
 __all__ += ["MemoryByLength", "Room", "SampleMemory", "budget_bytes", "in_chunks"]

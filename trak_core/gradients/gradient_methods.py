@@ -14,10 +14,10 @@ from trak_core.gradients.differentiable_model import (
     check_graph,
     differentiating,
     in_evaluation_mode,
+    memory_formats_kept_apart,
 )
 from trak_core.gradients.gradient_consumers import Formed, SampleConsumer
 from trak_core.gradients.model_inputs import Samples, as_batch, joined
-from trak_core.gradients.torch_workarounds import memory_formats_kept_apart
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,

@@ -408,9 +408,12 @@ _LIES_WITH = {
     "compute_embeddings": "compute_outputs",
     "compute_exact_scores": "compute_scores",
     "compute_newton_scores": "compute_gramian",
+    "compute_normal_matrix": "compute_scores",
     "compute_self_influence": "compute_scores",
     "find_duplicates": "write_list",
+    "find_flipped": "evaluate_scores",
     "prove_list": "compare_removals",
+    "show_list": "draw_influences",
 }
 
 
