@@ -26,6 +26,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.model_outputs.table import About, about_output
+from trak_core.scoring.suggest_damping import Foretold, Suggestion, suggest_damping
 from trak_core.spec import EXACT, GAUSS_NEWTON
 from trak_core.system.job import PEAK
 
@@ -285,13 +286,38 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
 def read_matrix(path: Path, results: Path) -> File:
     """Return the ends of a normal matrix's spectrum, as attributes.
 
-    No eigenvalue of such a matrix is negative: one that rounding made so is 0.
+    No eigenvalue of such a matrix is negative: one that rounding made so is 0. Where the file has
+    them, also how each damping ``foretells`` that outputs of some samples change, their gradients'
+    ``lengths`` and the ``outputs``.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
         ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
         ends["smallest"] = max(0.0, ends["smallest"])
-        mean_squared_norm = file.scalar("mean_squared_norm")
-        return _file(file, results, {}, **ends, mean_squared_norm=mean_squared_norm)
+        shown: dict[str, Any] = {**ends, "mean_squared_norm": file.scalar("mean_squared_norm")}
+        if file.has("foretold_changes"):
+            shown["foretells"] = file.matrix("foretold_changes")[:]
+            shown |= {key: file.vector(f"foretold_{key}") for key in ("lengths", "outputs")}
+        return _file(file, results, {}, **shown)
+
+
+def suggested_damping(results: Results) -> Suggestion | None:
+    """Return the damping that foretells best how outputs changed along the runs; None if unknown.
+
+    That takes runs with several checkpoints, whose first foretells what its last shows.
+    """
+    by_name = {file.spec["checkpoint"]["id"]: file.attributes for file in results.matrices}
+    ends = [(by_name.get(run[0], {}), by_name.get(run[-1], {})) for run in _several(results.spec)]
+    runs = [
+        Foretold(first["foretells"], first["lengths"], last["outputs"] - first["outputs"])
+        for first, last in ends
+        if "foretells" in first and "outputs" in last
+    ]
+    return suggest_damping(runs, results.config["scoring"]["damping"])
+
+
+def _several(spec: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Return the runs with several checkpoints; none where scores count directions alone."""
+    return [] if spec["normalize"] else [run for run in spec["runs"].values() if len(run) > 1]
 
 
 def condition_number(matrix: File, damping: float) -> float:
