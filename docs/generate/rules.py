@@ -25,6 +25,7 @@ PARAMS = {
     "defaults": "what the config leaves out of `scoring`",
     "digest": "the study: the parts of its code that count, and `data_files`",
     "experiment": "`lists.{list}.experiment`",
+    "early": "`at` of checkpoints",
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",

@@ -196,6 +196,7 @@ def results_of(
         "combine": "product_of_averages",
         "model_output": model_output,
         "projection": {"kind": kind},
+        "normalize": False,
     }
     targets = pd.DataFrame([
         {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)

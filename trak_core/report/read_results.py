@@ -77,7 +77,8 @@ class Results:
 
     ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
     ``removals`` and ``groups`` by experiment, ``proofs`` by list, ``matrices`` and ``distortions``
-    one a checkpoint, ``flipped`` and ``self_influence`` one at most.
+    one a checkpoint, ``flipped`` and ``self_influence`` one at most. ``early_runs`` are those whose
+    first checkpoint is of their first half.
     """
 
     config: Mapping[str, Any]
@@ -91,6 +92,7 @@ class Results:
     distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
     proofs: Mapping[str, File] = field(default_factory=dict)
+    early_runs: Sequence[str] = ()
 
     @property
     def awaits_evaluation(self) -> bool:
@@ -303,21 +305,20 @@ def read_matrix(path: Path, results: Path) -> File:
 def suggested_damping(results: Results) -> Suggestion | None:
     """Return the damping that foretells best how outputs changed along the runs; None if unknown.
 
-    That takes runs with several checkpoints, whose first foretells what its last shows.
+    A run's first checkpoint foretells what its last shows, if it is early; scores that count
+    directions of gradients alone foretell no changes.
     """
     by_name = {file.spec["checkpoint"]["id"]: file.attributes for file in results.matrices}
-    ends = [(by_name.get(run[0], {}), by_name.get(run[-1], {})) for run in _several(results.spec)]
-    runs = [
+    runs = (
+        [] if results.spec["normalize"] else [results.spec["runs"][r] for r in results.early_runs]
+    )
+    ends = [(by_name.get(run[0], {}), by_name.get(run[-1], {})) for run in runs]
+    known = [
         Foretold(first["foretells"], first["lengths"], last["outputs"] - first["outputs"])
         for first, last in ends
         if "foretells" in first and "outputs" in last
     ]
-    return suggest_damping(runs, results.config["scoring"]["damping"])
-
-
-def _several(spec: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return the runs with several checkpoints; none where scores count directions alone."""
-    return [] if spec["normalize"] else [run for run in spec["runs"].values() if len(run) > 1]
+    return suggest_damping(known, results.config["scoring"]["damping"])
 
 
 def condition_number(matrix: File, damping: float) -> float:
