@@ -14,6 +14,7 @@ from trak_core.command.main import main
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
 from trak_core.config.write_study_module import with_ready_study
+from trak_core.ready_made.tabular import tabular
 
 SCHEMA = yaml.safe_load(
     (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()
@@ -177,6 +178,11 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
         ("LABEL,a\n1,0.5\n0,0.1\n", "LABEL", "image_classification", {}),
         # Texts are no inputs; a number that is missing leaves its column one.
         ("name,a,label\nx,,0\ny,2,1\n", "label", "image_classification", {"columns": ["a"]}),
+        # A column whose cells are mostly numbers is one of numbers, whatever stands in for one.
+        ("a,b,label\n1,2,1\nn/a,3,0\n4,,1\n", "label", "image_classification", {}),
+        ("a,label\n1,2.5\n2,?\n3,0.5\n", "label", "regression", {}),
+        ("a,label\n1,2\n2,?\n3,0\n", "label", "image_classification", {}),
+        ("a,label\n1,x\n2,\n3,y\n", "label", "image_classification", {"classes": ["x", "y"]}),
         # Without the row numbers that pandas writes.
         (
             ",a,b,label\n0,1,2,1\n1,3,4,0\n",
@@ -191,6 +197,34 @@ def test_labels_and_inputs_of_a_table(table, label, output, more):
     assert config["model_output"] == output
     given = {"table": "train.csv", "label": label, "model": "nets.py:net", "scale": None, **more}
     assert config["study_arguments"] == given
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", "'n/a' in column a, row 2 and 1 more. Write"),
+        ("x,1,1\ny,,0\nz,2,0", "'' in column a, row 2. Write"),
+        ("x,1,1\ny,2,0\nz,3,none", "'none' in column label, row 3. Write"),
+        ("x,1,cat\ny,2,\nz,3,dog", "'' in column label, row 2. Write"),
+        ("x,1,0\ny,2,1\nz,3,0", None),
+    ],
+)
+def test_a_cell_that_is_no_number_is_named_and_so_are_columns_of_texts(rows, told, capsys):
+    """The run names it too: no number stands in for it."""
+    write({"net.py": "from torch import nn\n\ndef net():\n    return nn.Linear(1, 2)\n"})
+    config = written({"train.csv": f"name,a,label\n{rows}\n", "m.pt": ""})
+    printed = capsys.readouterr().out
+    assert "left out: name: texts are no inputs\n" in printed
+    assert (told or "training had for") in printed or told is None
+    assert ("training had for" in printed) == (told is not None)
+    data = tabular(**config["study_arguments"]).train_data()
+    if told is None:
+        assert [float(x) for x, _ in data] == [1, 2, 3]
+        return
+    cell, column, row = re.match(r"'(.*)' in column (\w+), row (\d)", told).groups()
+    place = re.compile(rf"^train.csv, row {row}(?=: )")
+    with refused("studies.numbers", place, f'"{column}": "{cell}"'):
+        list(data)
 
 
 @pytest.mark.parametrize(

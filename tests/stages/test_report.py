@@ -248,8 +248,8 @@ def test_measurements_stand_in_tables(measured):
         "inner products of gradients": ["0.110", "0.000", "0.500", "0.200", "-0.100", "0.400"],
         "best of the sweep": ["2"],
         "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
-        "those that the scores call most helpful": ["5", "-3.5"],
-        "the most helpful, beyond random ones": ["5", "-3.25", "-4.25", "-2.25", "-6 %"],
+        "those that push f up most by the scores": ["5", "-3.5"],
+        "those that push f up most, beyond random ones": ["5", "-3.25", "-4.25", "-2.25", "-6 %"],
         "self-influence": ["0.875", "50 %"],
         "row-11": ["11", "1.5", "1.57"],
         "c0": [
@@ -261,7 +261,7 @@ def test_measurements_stand_in_tables(measured):
         row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
         assert row[: len(cells)] == cells
         assert len(row) == len(cells) or first not in ("these scores", "self-influence", "row-11")
-    assert "-" not in "".join(measured.row("the most helpful, beyond random ones"))
+    assert "-" not in "".join(measured.row("those that push f up most, beyond random ones"))
     assert "2 training examples got a wrong label" in measured.text
     assert "row-1 " not in measured.text[measured.text.index("The largest; all are in") :]
     assert "It was not measured" not in measured.text

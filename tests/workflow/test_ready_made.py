@@ -13,6 +13,7 @@ import torch
 import yaml
 from few_words import ids, tokenizer, write
 from pages import blocks, run_code
+from PIL import Image
 from pipeline import run_config
 from refused import refused
 from workspace import REPOSITORY, Workspace
@@ -21,6 +22,7 @@ import trak_core
 from trak_core.command.main import main
 from trak_core.config.write_study_module import READY_MADE, builder_of, with_ready_study
 from trak_core.errors import InputError
+from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Study
 from trak_core.system.files import data_digests
 
@@ -176,8 +178,11 @@ def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
     monkeypatch.chdir(study.folder)
     study.path("nets.py").write_text("import layers\n\ndef net(n):\n    return layers.made(n)\n")
     study.path("layers.py").write_text("from torch import nn\n\nmade = nn.Linear\n")
-    study.path("images").mkdir()
+    study.path("images/a/b").mkdir(parents=True)
     arguments = {"images": "images", "model": "nets.py:net"}
+    with refused("config.study_arguments", "no file in images"):
+        with_ready_study({"study": "image_folder", "study_arguments": arguments})
+    study.path("images/a/b/1.png").touch()
     config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
     assert config["data_files"] == ["images", "nets.py", "layers.py"]
     assert config["model_output"] == "image_classification"
@@ -188,6 +193,9 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     monkeypatch.chdir(study.folder)
     study.path("nets.py").write_text("def net(n):\n    pass\n")
     rows = [{"path": f"a[1]/{i}.png", "label": 0} for i in range(3)] + [{"path": "b.jpg"}]
+    study.path("a[1]").mkdir()
+    for path in ("a[1]/0.png", "b.jpg", "c.png"):
+        study.path(path).write_bytes(b"image")
     for name in ("train.jsonl", "train.csv", "train.tsv"):
         if name.endswith("jsonl"):
             write(study.path(name), rows)
@@ -196,14 +204,70 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
         arguments = {"images": name, "model": "nets.py:net"}
         config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
         assert config["data_files"] == [name, "a[[]1]/*.png", "./*.jpg", "nets.py"]
-    study.path("a[1]").mkdir()
-    for path in ("a[1]/0.png", "b.jpg", "c.png"):
-        study.path(path).write_bytes(b"image")
     before = data_digests(config["data_files"], study.path("results/record.json"))
     assert {"a[1]/0.png", "b.jpg"} == set(before) - {"train.tsv", "nets.py"}
     study.path("b.jpg").write_bytes(b"an edited image")
     after = data_digests(config["data_files"], study.path("results/record.json"))
     assert {path for path in after if after[path] != before[path]} == {"b.jpg"}
+    write(study.path("train.jsonl"), [*rows, {"path": "new/1.png", "label": 0}])
+    with refused("config.missing_images", "train.jsonl", "new/1.png"):
+        with_ready_study(
+            config
+            | {"study": "image_folder", "study_arguments": {**arguments, "images": "train.jsonl"}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("image_folder", {}, ("training data", "(1, 3, 4, 4)", "`transform: file.py:function`")),
+        (
+            "image_folder",
+            {"transform": "net.py:wide"},
+            ("(4, 4)", "(4, 5)", "`transform: file.py:function`"),
+        ),
+        ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row, a", "`columns`")),
+        ("language_model", {}, ("training data", "tokenizer of out", "`weights`", "`max_tokens`")),
+    ],
+)
+def test_samples_that_the_model_does_not_take_are_changed_by_a_key(
+    study, kind, change, told, monkeypatch
+):
+    """Nobody who named a ready-made study wrote samples."""
+    monkeypatch.chdir(study.folder)
+    study.path("net.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net(n=2):\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(2, n))\n\n"
+        "def wide(image):\n    return torch.ones(4, 4 + (image.getpixel((0, 0))[0] > 99))\n"
+    )
+    for i in range(4):
+        study.path(f"images/{'ab'[i % 2]}").mkdir(parents=True, exist_ok=True)
+        colour = (50 * i, 0, 0)
+        Image.new("RGB", (4, 4), colour).save(study.path(f"images/{'ab'[i % 2]}/{i}.png"))
+    study.path("train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    write(study.path("long.jsonl"), [{"text": "the sky is red " * 20}])
+    arguments = {
+        "image_folder": {"images": "images", "model": "net.py:net"},
+        "tabular": {"table": "train.csv", "label": "label", "model": "net.py:net"},
+        "language_model": {"texts": "long.jsonl"},
+    }[kind]
+    config = {"study": kind, "study_arguments": arguments | change, "checkpoints": {"c": "out"}}
+    output = "language_modelling" if kind == "language_model" else "image_classification"
+    file = with_ready_study(config | {"model_output": output})["study"]
+    with pytest.raises(InputError) as error:
+        preflight_study(
+            study_file=Path(file),
+            model_output=output,
+            weighting="plain",
+            parameter_patterns=None,
+            training=None,
+            splits={"train": None},
+            shards={"train": 1},
+        )
+    assert all(words in str(error.value) for words in told), error.value
+    assert "sample must be" not in str(error.value).replace("samples must be no", "")
+    assert "Bring them" not in str(error.value)
 
 
 def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):

@@ -4,7 +4,8 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -339,41 +340,77 @@ def _of_network(
     row = trained[0]
     label = _label_of(row) or _last(row)
     report.append(f"could not tell: whether {label} is what the network predicts")
-    labels = [row[label] for row in trained]
+    own = {"id", _NUMBERED} - {label}
+    cells: dict[str, list[Any]] = {
+        name: [row.get(name) for row in trained] for name in row if name not in own
+    }
+    numbers = {name: [_number(value) for value in values] for name, values in cells.items()}
+    texts = [name for name in cells if _are_texts(cells[name])]
+    labels = cells[label]
     distinct = set(labels)
-    # An empty one is a number that is missing, which the study refuses.
-    are_texts = all(isinstance(value, str) and value for value in distinct)
+    are_texts = label in texts or (
+        all(isinstance(value, str) for value in distinct) and None not in numbers[label]
+    )
     # Such as 0.0 and 1.0: classes' numbers that went through a column of floats.
     are_numbers = all(isinstance(value, float) for value in distinct) and (
         distinct == set(range(len(distinct)))
     )
-    is_class = are_texts or are_numbers or isinstance(row[label], int)
+    is_class = are_texts or are_numbers or isinstance(numbers[label][0], int)
     output = "image_classification" if is_class else "regression"
     asked = _targets(ids_of(explained), [row.get(label) for row in explained] if is_class else None)
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
-    columns = [name for name in row if name not in {label, "id"}]
-    texts = {n for n in columns if all(isinstance(row[n], str) and row[n] for row in trained)}
-    inputs = [name for name in columns if name != _NUMBERED and name not in texts]
-    if inputs != columns:
+    texts = [name for name in texts if name != label]
+    inputs = [name for name in cells if name != label and name not in texts]
+    if texts or _NUMBERED in row:
         arguments.append(("columns", inputs, "the model's inputs, in its order"))
-    arguments.append(_scale(trained, inputs, report))
+    report += [f"left out: {', '.join(texts)}: texts are no inputs"] if texts else []
+    classes = {value for value in distinct if value and isinstance(value, str)}
+    for name in [*inputs, label]:
+        taken = numbers[name]
+        if name == label and are_texts:
+            taken = [value if value in classes else None for value in labels]
+        odd = [index for index, value in enumerate(taken) if value is None]
+        if odd:
+            report.append(
+                f"could not tell: what training had for {cells[name][odd[0]]!r} in column "
+                f"{name}, row {odd[0] + 1}{f' and {len(odd) - 1} more' if odd[1:] else ''}. Write "
+                f"that into {train}, or delete the row if training did: the run refuses it as it is"
+            )
+    arguments.append(_scale({name: numbers[name] for name in inputs}, report))
     if are_texts:
         report.append("could not tell: the order of the model's classes; took the alphabet's")
     if are_texts or are_numbers:
-        arguments.append(("classes", sorted(distinct), "in the order of the logits"))
+        arguments.append((
+            "classes",
+            sorted(classes if are_texts else distinct),
+            "in the order of the logits",
+        ))
     kind = ("model_output", output, "regression for a number, image_classification for a class")
     text = _text("tabular", [*arguments, model], [kind], states, [asked])
     return text, [*report, "chose: tabular"]
 
 
-def _scale(rows: Sequence[dict[str, Any]], inputs: Sequence[str], report: list[str]) -> Line:
+def _number(value: Any) -> int | float | None:
+    """Return the number that a table's cell is, if it is one."""
+    if isinstance(value, str):
+        # All cells of a column are texts where one is none.
+        for kind in (int, float):
+            with suppress(ValueError):
+                return _number(kind(value))
+    return value if isinstance(value, int | float) and value == value else None
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    """Return whether most cells are no numbers; an empty one is a number that is missing."""
+    n_texts = sum(isinstance(value, str) and bool(value) for value in values)
+    return sum(_number(value) is not None for value in values) < min(n_texts, len(values) / 2)
+
+
+def _scale(columns: Mapping[str, Sequence[int | float | None]], report: list[str]) -> Line:
     """Return whether the study scales the inputs, because few networks learn from all sizes."""
     sizes = sorted(
-        (
-            max((abs(row[name]) for row in rows if isinstance(row[name], int | float)), default=0),
-            name,
-        )
-        for name in inputs
+        (max((abs(value) for value in values if value is not None), default=0), name)
+        for name, values in columns.items()
     )
     known = [(size, name) for size, name in sizes if size]
     if not known or known[-1][0] <= _MOST_TIMES * known[0][0]:

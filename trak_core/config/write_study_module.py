@@ -6,6 +6,7 @@ import glob
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -217,10 +218,11 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
             code="config.study_arguments",
         )
     for key in about.files:
-        if key in arguments and not Path(str(arguments[key])).exists():
+        path = Path(str(arguments[key])) if key in arguments else None
+        if path and not (path.is_file() or any(files for _, _, files in os.walk(path))):
+            missing = "no file in" if path.is_dir() else "nothing at"
             raise InputError(
-                f"study_arguments: {key} must exist. Found nothing at {arguments[key]} (from "
-                f"{Path.cwd()}).",
+                f"study_arguments: {key} must exist. Found {missing} {path} (from {Path.cwd()}).",
                 code="config.study_arguments",
             )
 
@@ -260,8 +262,17 @@ def _images_of(table: Path) -> list[str]:
         images = [table.parent / path for path in paths]
     except (ValueError, KeyError, TypeError, csv.Error, OSError, RecursionError):
         return []  # which the study explains
-    patterns = (f"{glob.escape(str(path.parent))}/*{path.suffix}" for path in images)
-    return list(dict.fromkeys(patterns))
+    patterns: dict[str, Path] = {}
+    for path in images:
+        patterns.setdefault(f"{glob.escape(str(path.parent))}/*{path.suffix}", path)
+    missing = next((path for path in patterns.values() if not path.is_file()), None)
+    if missing:
+        raise InputError(
+            f"{table}: the images that it names must be files; their paths count from its folder. "
+            f"Found nothing at {missing} (from {Path.cwd()}).",
+            code="config.missing_images",
+        )
+    return list(patterns)
 
 
 def _beside_weights(weights: Path) -> list[str]:

@@ -106,6 +106,12 @@ _SAMPLE = (
     "a tuple of the model's positional arguments and, last, the label, or a dict of its named "
     "arguments and `labels`"
 )
+# What to do about samples, which a ready-made study's config says otherwise.
+CHANGE_SAMPLES = (
+    f"If that is not what the model takes, change the samples: a sample must be {_SAMPLE}. If it "
+    "is, mend the model."
+)
+ONE_SHAPE = "Bring them to one shape."
 # Positional arguments and, last, the labels; named arguments and `labels`; or a batch.
 Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 
@@ -299,7 +305,7 @@ def _different_shapes(
     )
     return InputError(
         f"Samples must have the same shapes in every sample{exception}. Found for {name}: {pair}. "
-        "Bring them to one shape.",
+        f"{ONE_SHAPE}",
         code="gradients.different_shapes",
     )
 
@@ -328,9 +334,7 @@ def call(model: nn.Module, batch: Batch) -> object:
             "The model must take its samples without an error. Called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}; "
             f"parameters of {own}. Found {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
-            f"If that is not what the model takes, change the samples: a sample must be {_SAMPLE}. "
-            "If it is, mend the model.",
+            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error
 

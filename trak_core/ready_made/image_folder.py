@@ -98,6 +98,11 @@ def image_folder(
 
     used = {"path", "label"}
     return ReadyStudy(
+        to_change_samples=(
+            "Images must have the size and the channels that the network takes: `transform: "
+            "file.py:function` in study_arguments names your function that makes such a tensor "
+            "of a PIL image in RGB, as in evaluation (for one channel image.convert('L'))."
+        ),
         make_model=lambda: _network(model, len(names)),
         train_data=lambda: Rows(rows, sample),
         train_ids=lambda: ids_of(rows),

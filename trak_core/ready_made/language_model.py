@@ -119,6 +119,10 @@ def language_model(
         return read_rows(targets)
 
     return ReadyStudy(
+        to_change_samples=(
+            f"The tokens are those of the tokenizer of {weights}, which must be the model's: "
+            "`weights` in study_arguments names the folder of both, and `max_tokens` cuts texts."
+        ),
         make_model=lambda: _model(folder),
         train_data=lambda: Rows(rows, sample, texts),
         train_ids=lambda: ids_of(rows),

@@ -21,8 +21,12 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class ReadyStudy:
-    """The functions of a study (``trak_core.study.study`` says what each does)."""
+    """The functions of a study (``trak_core.study.study`` says what each does).
 
+    ``to_change_samples`` says which of its arguments has the model get other samples.
+    """
+
+    to_change_samples: str
     make_model: Callable[[], nn.Module]
     train_data: Callable[[], Any]
     target_data: Callable[[], Any]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -18,6 +18,7 @@ from trak_core.ready_made.ready_study import (
     ids_of,
     read_rows,
 )
+from trak_core.study.read_targets import shortened
 
 
 def tabular(
@@ -60,22 +61,33 @@ def tabular(
     first = rows[0].get(label)
     are_whole = isinstance(first, int) and not isinstance(first, bool)
 
-    def measured(row: Mapping[str, Any]) -> tuple[Tensor, int | float]:
-        *given, of_row = (field(row, name) for name in (*names, label))
+    def refused(row: Mapping[str, Any], column: str) -> InputError:
+        return InputError(
+            f"{label} must be a number or one of `classes`, and the model's inputs numbers: "
+            f"{', '.join(names)}. Found {shortened({column: row[column]})}. Write what training "
+            "had for it, or delete the row if training did. `columns` in study_arguments names "
+            "the model's inputs.",
+            code="studies.numbers",
+        )
+
+    def number(row: Mapping[str, Any], column: str) -> float:
         try:
-            values = [float(value) for value in given]
+            value = float(field(row, column))
+        except (ValueError, TypeError) as error:
+            raise refused(row, column) from error
+        if scale and not math.isfinite(value):  # a number that is missing has no mean
+            raise refused(row, column)
+        return value
+
+    def measured(row: Mapping[str, Any]) -> tuple[Tensor, int | float]:
+        values = [number(row, name) for name in names]
+        of_row = field(row, label)
+        try:
             if are_whole and isinstance(of_row, str):
                 of_row = int(of_row)  # a cell of a table to explain
             answer = numbers[of_row] if classes else float(of_row)
-            if scale and not all(map(math.isfinite, values)):
-                raise ValueError("a number is missing, which has no mean")
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"The columns {', '.join(names)} must be numbers, and {label} a "
-                f"number or one of `classes`. Found {dict(row)}. `columns` in study_arguments "
-                "names the model's inputs.",
-                code="studies.numbers",
-            ) from error
+            raise refused(row, label) from error
         is_class = classes or (isinstance(of_row, int) and not isinstance(of_row, bool))
         return torch.tensor(values, dtype=torch.float64), int(answer) if is_class else answer
 
@@ -98,6 +110,10 @@ def tabular(
 
     used = {label, *names}
     return ReadyStudy(
+        to_change_samples=(
+            f"The network gets {len(names)} numbers of each row, {listed(names)}: `columns` in "
+            "study_arguments names others, in the network's order."
+        ),
         make_model=lambda: function_at(model, "model")(),
         train_data=lambda: Rows(rows, sample, table),
         train_ids=lambda: ids_of(rows),

@@ -82,6 +82,10 @@ def text_classification(
     target_rows = read_rows(targets) if targets else rows
     used = used_by(text) | {label}
     return ReadyStudy(
+        to_change_samples=(
+            f"The tokens are those of the tokenizer of {weights}, which must be the model's: "
+            "`weights` in study_arguments names the folder of both, and `max_tokens` cuts texts."
+        ),
         make_model=make_model,
         train_data=lambda: Rows(rows, sample, texts),
         train_ids=lambda: ids_of(rows),

@@ -31,10 +31,12 @@ from trak_core.gradients import (
     select_parameters,
     shapes_of,
 )
+from trak_core.gradients.model_inputs import CHANGE_SAMPLES, ONE_SHAPE
 from trak_core.model.sample_order import naming_text
 from trak_core.model.sample_outputs import model_output as named_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE, about_output
+from trak_core.ready_made.ready_study import ReadyStudy
 from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting
 from trak_core.spec.target_filter import Condition
@@ -261,6 +263,21 @@ def _check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
     raise InputError("\n".join(shown))
 
 
+def _ready_made(study: Study) -> ReadyStudy | None:
+    """Return what a ready-made study consists of; None for a user's own."""
+    consists = getattr(study.module, "study", None)
+    return consists if isinstance(consists, ReadyStudy) else None
+
+
+def _as_told(error: InputError, study: Study) -> str:
+    """Return an error that says of a ready-made study's samples which argument changes them."""
+    message, ready = str(error), _ready_made(study)
+    if ready:
+        for words in (CHANGE_SAMPLES, ONE_SHAPE):
+            message = message.replace(words, ready.to_change_samples)
+    return message
+
+
 def preflight_study(
     *,
     study_file: Path,
@@ -316,7 +333,8 @@ def preflight_study(
     size_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
-        where = "train_data()" if name == TRAIN else f"experiment {name}"
+        own = "training data" if _ready_made(study) else "train_data()"
+        where = own if name == TRAIN else f"experiment {name}"
         question = Path(questions[name]) if name in questions else None
         try:
             split = split_of(study, name, targets, question)
@@ -345,7 +363,7 @@ def preflight_study(
             # A ready-made study names the user's own file; this one's is written by a start.
             is_ready = str(error.code).startswith("studies.")
             place = "" if is_ready else f"{study.name}, {where}: "
-            raise InputError(f"{place}{error}", error.code) from error
+            raise InputError(f"{place}{_as_told(error, study)}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
