@@ -70,6 +70,7 @@ VALUES = {
     "no required key": ("experiments", None, "a mapping"),
     "a study without a name": ("study", "", "empty"),
     "a results folder with a command": ("results", "$(touch ran)", "as its meaning says"),
+    "a results folder of a name too long": ("results", "a" * 2001, "as its meaning says"),
     "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
 }
 DATE = datetime.date(2024, 1, 1)

@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,8 @@ main(["--logger=trak", *sys.argv[1:]])
 """
 # And options by which jobs run elsewhere.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
+# More than Snakemake writes into a folder of temporary files before the first job.
+_TEMPORARY_BYTES = 64_000
 
 
 def workflow_folder() -> Path:
@@ -89,6 +92,48 @@ def check_config_file(word: str, config: str) -> None:
         )
 
 
+def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
+    """Refuse a folder, which may yet have to be made, that does not take a file of some length."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            written = file.write(bytes(_TEMPORARY_BYTES))
+        reason = None if written == _TEMPORARY_BYTES else "No space left on device"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise InputError(f"{folder}: {role} must take files. Found: {reason}. {remedy}", code=code)
+
+
+def check_folders(arguments: Sequence[str]) -> None:
+    """Refuse folders that Snakemake writes to, and of which it would only print a traceback."""
+    if not any(argument.startswith(("-d", "--directory")) for argument in arguments):
+        _check_writing(
+            Path.cwd(),
+            "the folder that `trak run` is called in",
+            "Make room or mend it; or call `trak run` in another folder with the study's paths in "
+            "the config as seen from there.",
+            code="command.working_folder",
+        )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    _check_writing(
+        caches.absolute(),
+        "Snakemake's folder of caches",
+        "Name another one for this call: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
+        code="command.cache_folder",
+    )
+    # As the scheduler's own library looks for it; it takes the working folder if there is none.
+    names = [os.environ[name] for name in ("TMP", "TMPDIR") if name in os.environ]
+    temporary = Path(names[0] if names else "/tmp")  # ruff: ignore[hardcoded-temp-file]
+    if temporary.is_dir() and os.access(temporary, os.W_OK):
+        _check_writing(
+            temporary.absolute(),
+            "the folder of temporary files",
+            "Make room, or name another one for this call: `TMPDIR=$PWD trak run ...`.",
+            code="command.temporary_folder",
+        )
+
+
 def _is_elsewhere(arguments: Sequence[str]) -> bool:
     given = ["--profile"] if "SNAKEMAKE_PROFILE" in os.environ else arguments
     return any(argument.startswith(_ELSEWHERE) for argument in given)
@@ -128,6 +173,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     said = _read(Path(config))
     command = snakemake_command(config, arguments)
     print(shlex.join(command), file=sys.stderr, flush=True)
+    check_folders(arguments)
     is_here = not _is_elsewhere(arguments)
     if is_here and _is_new(Path(config), said):
         start_early(["trak_core.stages.preflight_study"])  # what every study needs
