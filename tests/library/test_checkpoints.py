@@ -1,3 +1,4 @@
+import argparse
 import hashlib
 import json
 import pickle
@@ -104,6 +105,69 @@ def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
         write({"w": np.float64(0.5), "v": np.ones(3)}, file)
     with pytest.raises(InputError, match=r"never loaded\. Reading it failed: " + message):
         read_state_dict(tmp_path / "a.pt")
+
+
+class Gone:
+    """Of a module that is not there when the file is read; its code would leave a mark."""
+
+    def __reduce__(self):
+        return (open, ("ran", "w"))
+
+
+Gone.__module__ = "a_module_of_the_training"
+BESIDE = {
+    "arguments": argparse.Namespace(lr=0.1),
+    "a path": {"data": Path("/data"), "seeds": [1, 2]},
+    "numpy's numbers": {"best": [(np.float64(0.5), np.arange(3))]},
+    "a network": net(),
+    "what runs code": Gone(),
+    "a class": {"kind": net},
+}
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_objects_beside_the_weights_are_left_where_they_are(
+    state, tmp_path, name, wrapper, monkeypatch
+):
+    """As in files of Lightning and of many trainings."""
+    monkeypatch.chdir(tmp_path)
+    path, known = tmp_path / "a.ckpt", {*torch.serialization.get_safe_globals()}
+    torch.save({"hyper_parameters": BESIDE[name], wrapper: state, "epoch": 3}, path)
+    assert same(state, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+    assert {*torch.serialization.get_safe_globals()} == known
+    # Among the weights they are refused, as ever, and so is what no key tells apart from them.
+    for saved in (
+        {wrapper: state | {"0.weight": BESIDE[name]}},
+        {"net": state, "hyper_parameters": BESIDE[name]},
+        state | {"0.weight": BESIDE[name]},
+    ):
+        torch.save(saved, path)
+        with refused("study.tensor_file", re.compile(r"(?<=failed: )it holds .*")):
+            load_checkpoint(net(), path)
+        with refused("study.tensor_file", re.compile(r"(?<=failed: )it holds .*")):
+            check_checkpoint(net(), path)
+    assert not Path("ran").exists()
+
+
+def test_tensors_in_pieces_are_named(tmp_path):
+    """As FSDP's second version has them in its state dict."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    with warnings.catch_warnings(action="ignore"):
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            weight = DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()])
+            torch.save({"model": {"0.weight": weight}}, tmp_path / "a.pt")
+        finally:
+            torch.distributed.destroy_process_group()
+    for read in (check_checkpoint, load_checkpoint):
+        with refused("study.tensor_file", re.compile(r"(?<=failed: ).* in pieces, .*")):
+            read(net(), tmp_path / "a.pt")
 
 
 NOT_AS_TRAINED = {
@@ -250,7 +314,9 @@ def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
         read_state_dict(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON", "[" * 10**5])
+@pytest.mark.parametrize(
+    "index", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": 3}', "not JSON", "[" * 10**5]
+)
 def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with refused("study.checkpoint_index", re.compile(r"(?<=failed: ).*")):
@@ -351,3 +417,8 @@ def test_folders_of_deepspeed_and_quantized_weights(tmp_path):
         read_state_dict(tmp_path)
     with refused("study.checkpoint_quantized", tmp_path / "q"):
         read_state_dict(tmp_path / "q")
+    for name in ("quantize_config.json", "quant_config.json"):  # AutoGPTQ's and AutoAWQ's
+        (tmp_path / "q/config.json").rename(tmp_path / "q" / name)
+        with refused("study.checkpoint_quantized", tmp_path / "q", name):
+            read_state_dict(tmp_path / "q")
+        (tmp_path / "q" / name).rename(tmp_path / "q/config.json")

@@ -127,7 +127,7 @@ CUT = r"Reading it failed: it was cut off, or is damaged\. Copy it again\.$"
 STATES = {
     "a whole model": (net(), r"it holds torch\.nn\.modules\.container\.Sequential\. Save `model\."),
     "arguments beside the weights": (
-        {"model": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
+        {"net": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
         r"Reading it failed: it holds argparse\.Namespace\. Save `model\.state_dict\(\)` and use",
     ),
     "a list of tensors": ([torch.zeros(1)], r"state dict \(names to .* Found list with no keys"),

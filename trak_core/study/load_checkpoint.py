@@ -1,7 +1,6 @@
-"""Find the weights of a checkpoint in a file or folder, and fit them to a model."""
+"""Fit the weights of a checkpoint to a model."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,24 +11,16 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
+from trak_core.study.hugging_face_weights import Adapter, renamed
 from trak_core.study.weight_files import (
-    ADAPTER_WEIGHTS,
-    Adapter,
+    WRAPPERS,
     is_safetensors,
     read_shapes,
     read_tensors,
     stream_tensors,
+    weight_files,
 )
 
-# Files of a Hugging Face folder, the first that exists counts; an index names shards.
-_FOLDER_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-# Where training frameworks put the state dict inside a larger dict.
-_WRAPPERS = ("state_dict", "model_state_dict", "model")
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Save `model.state_dict()` and use that file."
 # Entries that are checked at a time.
@@ -42,95 +33,6 @@ _PLAIN_LOADS = {
 }
 
 
-def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, all beside it."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ValueError(f"{outside[0]!r} is not a file of this folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
-            f"of names to files. Reading it failed: {type(error).__name__}: {error}.",
-            code="study.checkpoint_index",
-        ) from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise InputError(
-            f"{index}: every file that the index of a checkpoint folder names must be beside it. "
-            f"Found no {listed(missing)}. Copy the whole folder again.",
-            code="study.checkpoint_shards",
-        )
-    return [index.parent / name for name in names]
-
-
-def _weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
-    """Return the files of a checkpoint's weights; and an adapter's config or an index, if any."""
-    if not checkpoint.exists():
-        raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
-    if not checkpoint.is_dir():
-        if checkpoint.name in ADAPTER_WEIGHTS:
-            raise InputError(
-                f"{checkpoint}: an adapter's weights must come with its {ADAPTER_CONFIG}. Found "
-                "the weights alone; name their folder.",
-                code="study.adapter_folder",
-            )
-        return [checkpoint], None
-    whole, adapter, config = (
-        next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
-        for names in (_FOLDER_FILES, ADAPTER_WEIGHTS, (ADAPTER_CONFIG,))
-    )
-    if whole and not (adapter or config):
-        _refuse_quantized(checkpoint)
-        return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
-    if adapter and config and not whole:
-        return [adapter], config
-    _refuse_pieces(checkpoint)
-    contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
-    if adapter or config:
-        raise InputError(
-            f"{checkpoint}: a folder of an adapter must hold {ADAPTER_CONFIG} and one of "
-            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
-            "Save the adapter again by PeftModel.save_pretrained, into a folder of its own.",
-            code="study.adapter_folder",
-        )
-    raise InputError(
-        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
-        f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
-        f"do, as a Trainer leaves them. Found {contents}."
-    )
-
-
-def _refuse_pieces(folder: Path) -> None:
-    """Name the command that makes weights of a folder where each process saved a piece."""
-    pieces = next(folder.rglob("*.distcp"), None)
-    script = folder / "zero_to_fp32.py"
-    if pieces is not None:
-        module = "torch.distributed.checkpoint.format_utils"
-        kind, command = "FSDP", f"python -m {module} dcp_to_torch {pieces.parent} weights.pt"
-    elif script.is_file():
-        kind, command = "DeepSpeed", f"python {script} {folder} whole-weights"
-    else:
-        return
-    raise InputError(
-        f"{folder}: a checkpoint must hold whole weights. Found those of {kind}, in pieces, one "
-        f"for each process. Put them together by `{command}`, and name what that writes.",
-        code="study.checkpoint_pieces",
-    )
-
-
-def _refuse_quantized(folder: Path) -> None:
-    config = folder / "config.json"
-    if config.is_file() and b'"quantization_config"' in config.read_bytes():
-        raise InputError(
-            f"{folder}: a checkpoint's weights must be numbers of their own. Found quantized ones, "
-            "by `quantization_config` in config.json. Take the weights from before, or save "
-            "`model.dequantize()`.",
-            code="study.checkpoint_quantized",
-        )
-
-
 def _is_state_dict(saved: object) -> bool:
     return isinstance(saved, dict) and all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in saved.items()
@@ -139,7 +41,7 @@ def _is_state_dict(saved: object) -> bool:
 
 def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
     """Take the state dict out of what a file holds."""
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPERS:
         if isinstance(saved, dict) and isinstance(saved.get(wrapper), dict):
             saved = saved[wrapper]
     if _is_state_dict(saved):
@@ -155,7 +57,7 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
         remedy = f"Save the part that is one by itself: `{call}`."
     raise InputError(
         f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
-        f"the keys {', '.join(_WRAPPERS)}. Found {type(saved).__name__} with "
+        f"the keys {', '.join(WRAPPERS)}. Found {type(saved).__name__} with "
         f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}",
         code="study.state_dict",
     )
@@ -171,7 +73,7 @@ def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
         Names to tensors; and the SHA-256 of the files that decide the numbers, in order. An
         adapter's config, or an index, comes before the weights.
     """
-    files, config = _weight_files(checkpoint)
+    files, config = weight_files(checkpoint)
     digest, state = hashlib.sha256(), {}
     if config:
         digest.update(config.read_bytes())
@@ -244,18 +146,27 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 def _fitting(
     model: nn.Module, state: Mapping[str, Tensor], source: str
-) -> tuple[str, dict[str, Tensor]]:
-    """Return the prefix without which a state fits a model, and the state without it."""
+) -> tuple[str | None, dict[str, Tensor]]:
+    """Return the prefix without which a state fits a model, and the state without it.
+
+    No prefix, None, is that of a state which transformers had to give the model's names.
+    """
     own = model.state_dict()
+    stripped = {
+        prefix: {key.removeprefix(prefix): value for key, value in state.items()}
+        for prefix in shared_prefixes(state)
+    }
+    all_misfits = {prefix: _misfits(fitting, own) for prefix, fitting in stripped.items()}
     # A part of the model itself may be called `module`: keys as they are, if those fit best.
-    prefix, fitting, misfits = min(
-        (
-            (prefix, stripped, _misfits(stripped, own))
-            for prefix in shared_prefixes(state)
-            for stripped in [{key.removeprefix(prefix): value for key, value in state.items()}]
-        ),
-        key=lambda candidate: sum(map(len, candidate[-1].values())),
-    )
+    prefix = min(stripped, key=lambda prefix: sum(map(len, all_misfits[prefix].values())))
+    misfits = all_misfits[prefix]
+    if misfits and "of another type" not in misfits:
+        for weights in stripped.values():
+            known = renamed(model, weights)
+            if known and not known[1]:
+                return None, known[0]
+            if known and sum(map(len, known[1].values())) < sum(map(len, misfits.values())):
+                prefix, misfits = "", known[1]
     if misfits:
         raise InputError(
             f"{source}: the checkpoint's keys{f', without {prefix}' if prefix else ''} must be "
@@ -263,7 +174,7 @@ def _fitting(
             "that was saved?",
             code="study.checkpoint_keys",
         )
-    return prefix, fitting
+    return prefix, stripped[prefix]
 
 
 def _in_words(misfits: Mapping[str, Sequence[str]]) -> str:
@@ -287,8 +198,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     model.eval()
 
 
-def _tell_prefix(prefix: str, source: str) -> None:
-    if prefix:
+def _tell_prefix(prefix: str | None, source: str) -> None:
+    if prefix is None:
+        print(f"{source}: transformers gives the weights the names that the model has now.")
+    elif prefix:
         print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
 
 
@@ -355,9 +268,11 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     """
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     if not is_adapter and _loads_plainly(model):
-        files, index = _weight_files(checkpoint)
+        files, index = weight_files(checkpoint)
         if all(map(is_safetensors, files)):
-            return {"sha256": _stream(model, files, index, str(checkpoint))}
+            streamed = _stream(model, files, index, str(checkpoint))
+            if streamed is not None:
+                return {"sha256": streamed}
     state, sha256 = read_state_dict(checkpoint)
     if not is_adapter:
         load_state_dict(model, state, str(checkpoint))
@@ -389,15 +304,18 @@ def _loads_plainly(model: nn.Module) -> bool:
     )
 
 
-def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source: str) -> str:
+def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source: str) -> str | None:
     """Return the SHA-256 of ``read_state_dict``; do what ``load_state_dict`` does.
 
     Files of safetensors are read a tensor at a time: no weights are held beside the model's own.
+    None, and nothing is done, where transformers must rename them.
     """
     shapes: dict[str, Tensor] = {}
     for path in files:
         _add_shard(shapes, read_shapes(path, _MUST, _REMEDY), path)
-    prefix, _ = _fitting(model, shapes, source)
+    prefix, _ = _fitting(model, _without_numbers(shapes), source)
+    if prefix is None:
+        return None
     own = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
     parameters = {
         f"{prefix}{name}": parameter
@@ -436,7 +354,7 @@ def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source:
 def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
     """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread."""
     state: dict[str, Tensor] = {}
-    for path in _weight_files(checkpoint)[0]:
+    for path in weight_files(checkpoint)[0]:
         saved = read_shapes(path, _MUST, _REMEDY)
         if saved is None:
             return
@@ -444,7 +362,11 @@ def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, state, checkpoint)
     else:
-        _fitting(model, state, str(checkpoint))
+        _fitting(model, _without_numbers(state), str(checkpoint))
+
+
+def _without_numbers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.to("meta") for key, value in state.items()}
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:

@@ -1,9 +1,6 @@
-"""Load weights from files safely, explain why one is unreadable, and fit PEFT's adapters in.
+"""Find the files of a checkpoint's weights, read them safely, explain why one is unreadable.
 
-PyTorch files are read with ``weights_only=True``, the rest is safetensors. A folder of
-``PeftModel.save_pretrained`` holds the adapter's weights and, in its config, the settings that say
-what they mean: the same numbers under another ``lora_alpha`` are another model. peft itself names
-the weights and puts them in; only such a folder imports it.
+PyTorch files are read with ``weights_only=True``, the others are safetensors.
 """
 
 import json
@@ -13,17 +10,16 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self, cast
+from typing import IO, Any, BinaryIO, Self
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from trak_core.errors import InputError, came_from_no_memory
+from trak_core.errors import InputError, came_from_no_memory, listed
+from trak_core.spec import ADAPTER_CONFIG
 
 # How files of torch.save begin: since 1.6 as a zip file, before as a pickle.
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
@@ -34,6 +30,16 @@ _FOLDER = 0x10  # among a zip entry's attributes
 _AGAIN = "Copy it again."
 # A header of a million names takes 2 GB and a minute to read; this is of some 100,000.
 _MOST_HEADER_BYTES = 2**24
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Files of a Hugging Face folder, the first that exists counts; an index names shards.
+_FOLDER_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# Where training frameworks put the state dict inside a larger dict.
+WRAPPERS = ("state_dict", "model_state_dict", "model")
 # Tensors that are no weights, by the function that makes them of what a file's pickle says.
 _OTHER_TENSORS = {
     "_rebuild_qtensor": "quantized tensors. Save the weights that training left, in floating point",
@@ -41,6 +47,11 @@ _OTHER_TENSORS = {
         "meta tensors, which have no numbers. Save a model whose weights are loaded"
     ),
     "_rebuild_nested_tensor": "nested tensors. Save weights as tensors of one shape each",
+    "torch.distributed.tensor\nDTensor": (
+        "tensors in pieces, one for each process. Save whole ones, "
+        "`torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True))`"
+    ),
 }
 # What torch and safetensors say of a file that ends too early.
 _CUT = re.compile(r"unexpected EOF|invalid header length|incomplete metadata")
@@ -203,6 +214,49 @@ def _explained(path: Path, must: str, remedy: str) -> Generator[None, None, None
         ) from error
 
 
+class _LeftOut:
+    """Stands for an object of a file: neither its class nor its code is looked for."""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, _state: Any) -> None:
+        pass
+
+
+def _load(file: Any, place: str) -> Any:
+    """Return what torch reads; of a larger dict around weights without entries that hold objects.
+
+    Lightning's files have hyper-parameters beside the weights, others the arguments of a training.
+    """
+    try:
+        return torch.load(file, map_location=place, weights_only=True)
+    except Exception as error:
+        if "GLOBAL" in str(error):
+            # What this fails at too is told as it was before.
+            with suppress(Exception):
+                file.seek(0)
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+                file.seek(0)
+                with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
+                    saved = torch.load(file, map_location=place, weights_only=True)
+                saved = {key: value for key, value in saved.items() if not _holds_objects(value)}
+                if any(isinstance(saved.get(wrapper), dict) for wrapper in WRAPPERS):
+                    return saved
+        raise
+
+
+def _holds_objects(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_objects, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_objects, value))
+    return value is _LeftOut or isinstance(value, _LeftOut)
+
+
 def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryview], None]) -> Any:
     """Return what a file holds, tensors and nothing that would run code, on the CPU.
 
@@ -225,7 +279,7 @@ def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryvie
                 return load_file(path)
             _check_pickle(mapped, parts)
             # A file, not its path, because torch looks at a path's ending.
-            return torch.load(cast(IO[bytes], mapped), map_location="cpu", weights_only=True)
+            return _load(mapped, "cpu")
 
 
 def is_safetensors(path: Path) -> bool:
@@ -302,159 +356,99 @@ def read_shapes(path: Path, must: str, remedy: str) -> Any:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             _check_pickle(mapped, parts)
         file.seek(0)
-        return torch.load(file, map_location="meta", weights_only=True)
+        return _load(file, "meta")
 
 
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Settings that say where an adapter comes from and how it was trained. No number depends on them.
-_TRAINING_SETTINGS = frozenset({
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
-    *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
-    *("megatron_config", "megatron_core"),
-})
-# Settings that determine which weights exist. Keys and shapes are compared instead, because there
-# are many ways to write one choice of layers.
-_LAYER_SETTINGS = frozenset({
-    *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
-    *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
-})
-# Initializations that leave the base's weights as they are; PiSSA, OLoRA and others change them.
-_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """The active adapter of a PeftModel, with its name in it."""
-
-    model: Any
-    name: str
-
-    @classmethod
-    def of(cls, model: nn.Module, folder: Path) -> Self:
-        """Return the adapter of ``model`` that a folder's weights are for: its only active one."""
-        try:
-            from peft import PeftModel
-        except ImportError as error:
-            raise InputError(
-                f"{folder}: for an adapter's folder as a checkpoint, peft must be installed. "
-                f"Importing it failed: {error}. `python -m pip install peft`, into the environment "
-                "that jobs run in.",
-                code="study.adapter_peft",
-            ) from error
-        if not isinstance(model, PeftModel):
-            raise InputError(
-                f"{folder}: for an adapter's folder as a checkpoint, make_model() must return a "
-                f"peft.PeftModel: the base with its weights and the adapter's layers. Found "
-                f"{type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, or "
-                "`get_peft_model(base, config)` with the config of the training.",
-                code="study.adapter_model",
-            )
-        active = model.active_adapters
-        if len(active) != 1:
-            raise InputError(
-                f"{folder}: one adapter must be active in the PeftModel that make_model() returns; "
-                f"it gets the checkpoint's weights. Found {', '.join(active) or 'none'} of "
-                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`.",
-                code="study.adapter_active",
-            )
-        return cls(model, active[0])
-
-    def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's own adapter weights, by the names that they are stored under.
-
-        They have the base's embeddings if ``stored`` has: peft saves those of a longer vocabulary.
-        """
-        from peft import get_peft_model_state_dict
-
-        own_under = partial(get_peft_model_state_dict, self.model, adapter_name=self.name)
-        own = own_under(save_embedding_layers=False)
-        if stored.keys() <= own.keys() or not hasattr(self.model, "get_input_embeddings"):
-            return own
-        more = own_under(save_embedding_layers=True)
-        return {key: value for key, value in more.items() if key in own or key in stored}
-
-    def put(self, stored: Mapping[str, Tensor]) -> None:
-        """Put in weights with the keys and shapes of ``weights``; the same must come out again."""
-        from peft import set_peft_model_state_dict
-
-        # Some versions of peft rename the keys of what they are given.
-        set_peft_model_state_dict(self.model, dict(stored), adapter_name=self.name)
-        own = self.weights(stored)
-        lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
-        if lost:
-            raise InputError(
-                "An adapter's weights must be in the model once peft has put them there. Found "
-                f"others in {', '.join(lost[:8])}. Save the whole model's state_dict() in place of "
-                "the adapter's folder."
-            )
-
-    def other_settings(self, config: Path) -> tuple[list[str], list[str]]:
-        """Return in words an ``adapter_config.json``'s settings that the model has not.
-
-        Returns those that decide numbers; and those that determine which weights exist, whose
-        difference is harmless where keys and shapes fit.
-        """
-        own = self.model.peft_config[self.name]
-        stored = _read(config)
-        saved, mine = _plain(_as_peft_reads(stored, own, config)), _plain(own.to_dict())
-        differing = {
-            key: f"{key} {saved[key]!r} for {mine[key]!r}"
-            for key in sorted(saved)
-            if key not in _TRAINING_SETTINGS and saved[key] != mine[key]
-        }
-        # Settings of a newer peft; those that are off change nothing.
-        unknown = {
-            key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
-            for key, value in stored.items()
-            if value and key not in mine and key not in _TRAINING_SETTINGS
-        }
-        of_layers = [text for key, text in differing.items() if key in _LAYER_SETTINGS]
-        of_numbers = [t for key, t in (differing | unknown).items() if key not in _LAYER_SETTINGS]
-        return of_numbers, of_layers
-
-
-def _read(config: Path) -> dict[str, Any]:
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names, all beside it."""
     try:
-        stored = json.loads(config.read_text(encoding="utf-8"))
-        if not isinstance(stored, dict) or not isinstance(stored.get("peft_type"), str):
-            raise ValueError("it has no `peft_type`")
-        return stored
-    except (OSError, ValueError, RecursionError) as error:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside or not names:
+            other = f"{outside[0]!r} is not" if outside else "it does not name"
+            raise ValueError(f"{other} a file of this folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{config}: an adapter's config must be JSON, as PeftModel.save_pretrained writes it. "
-            f"Reading it failed: {error}. Save the adapter again.",
-            code="study.adapter_config",
+            f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
+            f"of names to files. Reading it failed: {type(error).__name__}: {error}. {_AGAIN}",
+            code="study.checkpoint_index",
         ) from error
-
-
-def _as_peft_reads(stored: dict[str, Any], own: Any, config: Path) -> dict[str, Any]:
-    """Return saved settings with peft's defaults for those that an older version didn't have."""
-    if stored["peft_type"] != own.peft_type.value:
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
         raise InputError(
-            f"{config}: an adapter must be of the kind that make_model() builds. Found peft_type "
-            f"{stored['peft_type']} for {own.peft_type.value}. Build the model with the config of "
-            "the training: `PeftConfig.from_pretrained(folder)`.",
-            code="study.adapter_kind",
+            f"{index}: every file that the index of a checkpoint folder names must be beside it. "
+            f"Found no {listed(missing)}. Copy the whole folder again.",
+            code="study.checkpoint_shards",
         )
-    known = {key: value for key, value in stored.items() if key in own.to_dict()}
-    try:
-        return type(own)(**known).to_dict()
-    except (TypeError, ValueError) as error:
+    return [index.parent / name for name in names]
+
+
+def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
+    """Return the files of a checkpoint's weights; and an adapter's config or an index, if any."""
+    if not checkpoint.exists():
+        raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
+    if not checkpoint.is_dir():
+        if checkpoint.name in ADAPTER_WEIGHTS:
+            raise InputError(
+                f"{checkpoint}: an adapter's weights must come with its {ADAPTER_CONFIG}. Found "
+                "the weights alone; name their folder.",
+                code="study.adapter_folder",
+            )
+        return [checkpoint], None
+    whole, adapter, config = (
+        next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
+        for names in (_FOLDER_FILES, ADAPTER_WEIGHTS, (ADAPTER_CONFIG,))
+    )
+    if whole and not (adapter or config):
+        _refuse_quantized(checkpoint)
+        return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
+    if adapter and config and not whole:
+        return [adapter], config
+    _refuse_pieces(checkpoint)
+    contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
+    if adapter or config:
         raise InputError(
-            f"{config}: peft must be able to read an adapter's config. It failed: {error}. Save "
-            "the adapter again, or install the version of peft that it was saved with.",
-            code="study.adapter_config",
-        ) from error
+            f"{checkpoint}: a folder of an adapter must hold {ADAPTER_CONFIG} and one of "
+            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
+            "Save the adapter again by PeftModel.save_pretrained, into a folder of its own.",
+            code="study.adapter_folder",
+        )
+    raise InputError(
+        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
+        f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
+        f"do, as a Trainer leaves them. Found {contents}."
+    )
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON holds them, sets sorted, so that equal ones are equal."""
+def _refuse_pieces(folder: Path) -> None:
+    """Name the command that makes weights of a folder where each process saved a piece."""
+    pieces = next(folder.rglob("*.distcp"), None)
+    script = folder / "zero_to_fp32.py"
+    if pieces is not None:
+        module = "torch.distributed.checkpoint.format_utils"
+        kind, command = "FSDP", f"python -m {module} dcp_to_torch {pieces.parent} weights.pt"
+    elif script.is_file():
+        kind, command = "DeepSpeed", f"python {script} {folder} whole-weights"
+    else:
+        return
+    raise InputError(
+        f"{folder}: a checkpoint must hold whole weights. Found those of {kind}, in pieces, one "
+        f"for each process. Put them together by `{command}`, and name what that writes.",
+        code="study.checkpoint_pieces",
+    )
 
-    def plain_value(value: Any) -> Any:
-        return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
-    plain = json.loads(json.dumps(dict(settings), default=plain_value))
-    for key, value in plain.items():
-        if key.startswith("init_") and key.endswith("weights") and value in _INITS:
-            plain[key] = "the base stays"
-    return plain
+def _refuse_quantized(folder: Path) -> None:
+    config = folder / "config.json"
+    told = "`quantization_config` in config.json"
+    if not config.is_file() or b'"quantization_config"' not in config.read_bytes():
+        # Files of AutoGPTQ and AutoAWQ.
+        others = (folder / name for name in ("quantize_config.json", "quant_config.json"))
+        told = next((path.name for path in others if path.is_file()), "")
+    if told:
+        raise InputError(
+            f"{folder}: a checkpoint's weights must be numbers of their own. Found quantized ones, "
+            f"by {told}. Take the weights from before, or save "
+            "`model.dequantize()`.",
+            code="study.checkpoint_quantized",
+        )
