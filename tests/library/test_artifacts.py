@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from damage_worker import seal
 
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
@@ -28,7 +29,7 @@ from trak_core.artifacts import (
     verify,
 )
 from trak_core.artifacts.format import content_hash
-from trak_core.artifacts.sealed_file import SealedFile, SealingFile, read_seal, seal
+from trak_core.artifacts.sealed_file import SealedFile, SealingFile, read_seal
 from trak_core.artifacts.write import _even as even
 
 IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}

@@ -48,6 +48,8 @@ def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
     with refused("command.missing_config", "mine.yaml"):
         run("mine.yaml", [])
     (tmp_path / "mine.yaml").touch()
+    with refused("command.second_config", "mine.yaml", workflow_folder() / "Snakefile"):
+        run("mine.yaml", ["--configfile=more.yaml"])
     monkeypatch.setattr("trak_core.command.run.find_spec", lambda _: None)
     with refused("command.no_snakemake"):
         run("mine.yaml", [])

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import patience
 import pytest
+from damage_worker import seal
 
 from trak_core.artifacts import FEATURES, ArtifactError, create, open_artifact, read_frame, verify
-from trak_core.artifacts.sealed_file import seal
 
 VALUES = "features/block0_values"
 SECRET = b"\0\0\x80\x3f" * 6  # ones, as another file's bytes

@@ -18,7 +18,6 @@ from trak_core.model_outputs.language_modelling import (
     MASKED_LANGUAGE_MODELLING,
     SEQUENCE_TO_SEQUENCE,
     TOKEN_LOG_ODDS,
-    sequence_log_odds,
 )
 from trak_core.model_outputs.model_output import IGNORED, over_samples, read_logits
 from trak_core.model_outputs.supervised import (
@@ -31,6 +30,8 @@ from trak_core.model_outputs.supervised import (
     mean_pixel_margin,
 )
 from trak_core.model_outputs.table import TABLE
+
+sequence_log_odds = LANGUAGE_MODELLING.value
 
 LOGITS = torch.tensor([[0.3, -1.2, 2.0], [5.0, 5.0, 5.0], [-3.0, 0.0, 3.0]], dtype=torch.float64)
 

@@ -16,14 +16,7 @@ from refused import refused
 
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import (
-    _READERS,
-    decoded_tokens,
-    field,
-    ids_of,
-    needed,
-    read_rows,
-)
+from trak_core.ready_made.ready_study import _READERS, field, ids_of, needed, read_rows
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
@@ -443,66 +436,3 @@ def test_files_that_hold_no_rows(tmp_path, monkeypatch):
         field({"id": 3, "label": 1}, "path")
     with refused("studies.package", sys.executable, "no_such_package"):
         needed("no_such_package", "language")
-
-
-def tokenizer_of(kind):
-    """One of a few tokens, made as models of its kind have it."""
-    tokenizers = pytest.importorskip("tokenizers", reason="with the extra `test`")
-    models, decoders, before = tokenizers.models, tokenizers.decoders, tokenizers.pre_tokenizers
-    if kind == "words":
-        return few_words.tokenizer()
-    if kind == "pieces":  # BERT's
-        words = ["[UNK]", "the", "sky", "vot", "##ing", "don", "'", "t", "."]
-        made = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
-        splits, decoder = before.BertPreTokenizer(), decoders.WordPiece()
-    elif kind == "bytes":  # GPT-2's
-        merges = [("Ġ", "t"), ("s", "k"), ("sk", "y"), ("ð", "Ł")]
-        words = [*sorted(before.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-        made = models.BPE({token: i for i, token in enumerate(words)}, merges)
-        splits, decoder = before.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    else:  # Llama's
-        words = ["<unk>", "▁the", "▁sky", "▁", "vot", "ing", *(f"<0x{i:02X}>" for i in range(256))]
-        made = models.Unigram([(word, -1.0) for word in words], 0, True)
-        steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
-        decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-        splits = before.Metaspace()
-    core = tokenizers.Tokenizer(made)
-    core.pre_tokenizer, core.decoder = splits, decoder
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
-
-
-SHOWN = {
-    "words": ("the sky is", ["the", " sky", " is"]),
-    "pieces": ("the voting sky.", ["the", " vot", "ing", " sky", "."]),
-    "bytes": ("sky the 🌍", ["sky", " t", "h", "e", " ", "", "", "🌍"]),
-    "spaces": ("the sky é voting", ["the", " sky", " ", "", "é", " ", "vot", "ing"]),
-}
-
-
-@pytest.mark.parametrize("kind", SHOWN)
-def test_tokens_show_what_they_add_to_the_text(kind):
-    tokenizer = tokenizer_of(kind)
-    text, shown = SHOWN[kind]
-    assert decoded_tokens(tokenizer, tokenizer(text)["input_ids"]) == shown
-    # A text cut within a character, and one with the sign for what is none.
-    rest = {"bytes": "\N{REPLACEMENT CHARACTER} sky 🌍🌍", "pieces": "don't . the"}.get(kind, text)
-    given = tokenizer(rest)["input_ids"]
-    for n in range(len(given) + 1):
-        texts = decoded_tokens(tokenizer, given[:n])
-        whole = tokenizer.decode(given[:n], clean_up_tokenization_spaces=False)
-        assert (len(texts), "".join(texts)) == (n, whole)
-
-
-def test_tokens_of_long_texts_are_decoded_a_few_at_a_time(monkeypatch):
-    tokenizer, lengths = tokenizer_of("bytes"), []
-    decode = tokenizer.decode
-
-    def counted(given, **more):
-        lengths.append(len(given))
-        return decode(given, **more)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
-    broken = tokenizer.convert_tokens_to_ids("Ł")  # a byte that begins no character
-    assert len(decoded_tokens(tokenizer, [broken] * 1024)) == 1024
-    assert len(lengths) == 2048
-    assert max(lengths) <= 8

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import patience
 import pytest
+from damage_worker import seal
 from linear_study import SPEC, with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_exact_stages, run_stages
 
@@ -29,7 +30,7 @@ from trak_core.artifacts import (
     open_artifact,
     verify,
 )
-from trak_core.artifacts.sealed_file import SEAL_BYTES, seal
+from trak_core.artifacts.sealed_file import SEAL_BYTES
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences

@@ -17,6 +17,7 @@ import pytest
 import torch
 from report_page import Page
 from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with, unspaced
+from reported import write as report_of
 
 from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, open_artifact
 from trak_core.report.describe_samples import contents_digest, show_sample
@@ -156,7 +157,7 @@ def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
     assert n_scripts == 3  # nothing of the study's became one
 
 
-def explored(results, study_file, size=1.0, **columns):
+def explored(results, study_file, size=1.0, model_output=None, **columns):
     """The page's contents, of a table of targets with other columns, and of scores of a size."""
     study = Study.load(study_file)
     experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH_ON_PAGE)
@@ -168,8 +169,8 @@ def explored(results, study_file, size=1.0, **columns):
         harm = size * (1 + 1e-5 * (7 * np.arange(len(train)) % 5))
         tables["train"] = train.assign(harm=harm)
     experiment = replace(experiment, tables=tables)
-    if columns:
-        spec = experiment.spec | {"model_output": "text_classification"}
+    if columns or model_output:
+        spec = experiment.spec | {"model_output": model_output or "text_classification"}
         experiment = replace(experiment, spec=spec)
     splits = {True: study.split("mine", [*HOSTILE, "plain"]), False: study.split("train", None)}
 
@@ -196,6 +197,24 @@ def test_a_text_stands_once_and_what_is_no_part_of_it_stays(shown_as, results):
     assert "question" not in contents.columns["targets"]
 
 
+def test_words_of_numbers_that_are_no_better_when_larger(results, shown_as):
+    """To raise a price, or lower it, is neither help nor harm."""
+    study, (_, answer, _) = shown_as["described"]
+    pages = [answer.read_text(), report_of(results)]
+    of_own = rendered_answer(explored(results, study, model_output="own.py:f"), "study.py")
+    of_loss = rendered_answer(explored(results, study, model_output="loss"), "study.py")
+    for page, subject in (
+        (pages[0], "the prediction"),
+        (pages[1], "the prediction"),
+        (of_own, "f"),
+    ):
+        assert f"Raise {subject} most" in page
+        assert f"Lower {subject} most" in page
+        assert not re.search(r"helpful|harmful", page, re.I)
+    assert "Most helpful: push f up" in of_loss
+    assert "Raise" not in of_loss
+
+
 def test_equal_samples_are_marked(results, tmp_path):
     """Those beside a target that are equal to each other, or to it, whatever their labels."""
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
@@ -204,7 +223,8 @@ def test_equal_samples_are_marked(results, tmp_path):
     others = [row for row in range(1, 20) if row not in rows][:3]
     copies = f"x[{rows[:2]}] = x[[20]]\nx[{others[1:]}] = x[[{others[0]}]]\n"
     study = study_with(tmp_path, f"{DESCRIBE}\n{copies}")
-    contents = explored(results, study)
+    assert not any(target["equal_harms"] for target in explored(results, study).targets)
+    contents = explored(results, study, model_output="loss")
     groups = {f"row-{row}": 0 for row in rows[:2]} | {f"row-{row}": 1 for row in others}
     n_marked, n_warned = 0, 0
     for number, target in enumerate(contents.targets):

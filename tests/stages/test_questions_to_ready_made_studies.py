@@ -2,7 +2,11 @@
 
 import json
 import re
+import shlex
+import shutil
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -10,13 +14,19 @@ import pytest
 import torch
 import yaml
 from few_words import write
+from pages import blocks
 from PIL import Image
 from pipeline import read_scores, run_config
+from refused import refused
 
 import trak_core
 from trak_core.command.main import main
+from trak_core.queries.question_and_answer import Asked, as_of_class
 from trak_core.stages.draw_influences import draw_influences
+from trak_core.study.study import Study
 
+# It names no classes.
+STUDY = Study(Path("own.py"), ModuleType("own"))
 NETS = """
 from torch import nn
 
@@ -27,7 +37,7 @@ def net(n=1):
 
 def make_table(folder):
     """Rows of two numbers, whose sum was learned."""
-    rows = [{"id": f"r{i}", "a": i / 10, "b": i % 7, "price": i + 0.5} for i in range(20)]
+    rows = [{"id": f"r{i}", "a": i / 10, "b": i % 7, "price": i + 1 / 3} for i in range(20)]
     pd.DataFrame(rows).to_csv(folder / "train.csv", index=False)
     write(folder / "asked.jsonl", [{"a": 0.3, "b": 2, "price": 4.5}])
     arguments = {"table": "train.csv", "label": "price"}
@@ -52,6 +62,39 @@ def drawn_page(results):
     given = {"study_file": study, "question": results.parent / "asked.jsonl", "code": "code"}
     draw_influences(**paths, scores=results / "scores/asked.h5", **given)
     return paths["answer"].read_text()
+
+
+def check_another_label(folder, capsys):
+    """As docs/how-to/questions.md asks for it: the answer of a line with that label."""
+    shutil.copy("mine.yaml", "images.yaml")
+    called = dict(blocks("docs/how-to/questions.md", "Why did it say dog?"))["console"]
+    main(shlex.split(called)[2:])
+    by_label = capsys.readouterr().out
+    assert re.search(
+        r"^the log-odds of the label: \S+; label dog, predicted (cat|dog)$", by_label, re.M
+    )
+    write(folder / "dog.jsonl", [{"path": "new.png", "label": "dog", "id": "new"}])
+    main(["ask", "images.yaml", "--file", "dog.jsonl"])
+    assert capsys.readouterr().out == by_label
+    with pytest.raises(SystemExit):
+        main(["ask", "images.yaml", "--target", "new", "--label", "fox"])
+    assert "A label must be one of cat, dog. Found fox." in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["ask", "images.yaml", "--label", "dog"])
+    assert "--label needs --target" in capsys.readouterr().err
+
+
+def test_another_label_is_a_class():
+    for sample in ((torch.ones(2), 1), (torch.ones(2), torch.tensor(1))):
+        *inputs, label = as_of_class(Asked(7, sample), "0", STUDY, "image_classification").sample
+        assert inputs == [sample[0]]
+        assert (label.item(), label.dtype) == (0, torch.int64)
+    text = Asked(7, {"input_ids": torch.ones(2), "labels": torch.tensor(1)})
+    assert as_of_class(text, "0", STUDY, "text_classification").sample["labels"].item() == 0
+    with refused("queries.label", "the number of a class", "fox"):
+        as_of_class(text, "fox", STUDY, "text_classification")
+    with refused("queries.label", "regression"):
+        as_of_class(text, "0", STUDY, "regression")
 
 
 @pytest.mark.parametrize("make", [make_table, make_images])
@@ -91,11 +134,16 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
         rows = re.findall(r"  train (\w+)/\d+.png  label (\w+)\n(?!    )", out)
         assert len(rows) == 2
         assert all(folder == label for folder, label in rows)
+        check_another_label(tmp_path, capsys)
     else:
         assert re.search(r"^the prediction: \S+; label 4.5$", out, re.M)
+        labels = re.findall(r"train r(\d+)  label (\S+)$", out, re.M)
+        assert labels
+        assert all(label == f"{int(row) + 1 / 3:.3g}" for row, label in labels)
     page = (tmp_path / "out.html").read_text()
     assert ("data:image/png" in page) == (make is make_images)
     assert ("<p>label cat, predicted" in page) == (make is make_images)
+    assert ("--label 9" in page) == ("<p>label cat, predicted dog" in page)
     assert '<span class="words" dir="auto">cat' not in page
     assert f"Study: {config['study']}<" in page
     if make is make_images:

@@ -5,7 +5,6 @@ import hashlib
 import io
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -16,7 +15,6 @@ import torch
 from jinja2 import UndefinedError
 from matplotlib.pyplot import imread
 from refused import refused
-from report_page import Page
 from reported import (
     DESCRIBE,
     DRAW,
@@ -24,10 +22,8 @@ from reported import (
     ODD_TEXTS,
     TARGETS,
     config_of,
-    file,
     lds,
     page_of,
-    results_of,
     study_with,
     write,
 )
@@ -48,10 +44,9 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.report.describe_samples import EACH
-from trak_core.report.render import rendered, score_warnings, study_warnings
+from trak_core.report.render import rendered
 from trak_core.report.template_filters import number, signed
 
-ERRORS = ["measured", "standard_error", "predicted"]
 SVG = "data:image/svg"
 TEMPLATES = Path(trak_core.report.__file__).parent / "templates"
 
@@ -237,7 +232,9 @@ def measured(results):
     path = results / "distortion/c0.h5"
     with create(path, DISTORTION, {"checkpoint": {"id": "c0"}}, {}, n_streams=4) as writer:
         errors = [[0.25, 0.01, 0.24], [0.125, 0.02, 0.13]]
-        writer.matrix("agreement", ["squared_norm", "inner_product"], ERRORS)[:] = errors
+        measures = ["squared_norm", "inner_product"]
+        columns = ["measured", "standard_error", "predicted"]
+        writer.matrix("agreement", measures, columns)[:] = errors
         for key in set(DISTORTION.keys) - {"agreement", "sample_ids"}:
             writer.matrix(key, range(2), range(2))[:] = 1
         writer.vector("sample_ids", np.arange(2))
@@ -251,8 +248,8 @@ def test_measurements_stand_in_tables(measured):
         "inner products of gradients": ["0.110", "0.000", "0.500", "0.200", "-0.100", "0.400"],
         "best of the sweep": ["2"],
         "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
-        "those that the scores call most helpful": ["5", "-3.5"],
-        "the most helpful, beyond random ones": ["5", "-3.25", "-4.25", "-2.25", "-6 %"],
+        "those that push f up most by the scores": ["5", "-3.5"],
+        "those that push f up most, beyond random ones": ["5", "-3.25", "-4.25", "-2.25", "-6 %"],
         "self-influence": ["0.875", "50 %"],
         "row-11": ["11", "1.5", "1.57"],
         "c0": [
@@ -264,7 +261,7 @@ def test_measurements_stand_in_tables(measured):
         row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
         assert row[: len(cells)] == cells
         assert len(row) == len(cells) or first not in ("these scores", "self-influence", "row-11")
-    assert "-" not in "".join(measured.row("the most helpful, beyond random ones"))
+    assert "-" not in "".join(measured.row("those that push f up most, beyond random ones"))
     assert "2 training examples got a wrong label" in measured.text
     assert "row-1 " not in measured.text[measured.text.index("The largest; all are in") :]
     assert "It was not measured" not in measured.text
@@ -309,129 +306,6 @@ def test_nothing_but_the_style_is_taken_for_markup():
     # The data of an answer hold no character that markup is made of.
     assert sorted(taken) == ["answer.html.j2", "frame.html.j2"]
     assert not [name for name, text in templates.items() if "autoescape" in text]
-
-
-def warned(**numbers):
-    """The section with the warnings."""
-    page = Page(rendered("warnings", warnings=study_warnings(results_of(**numbers))))
-    assert page.closed_in_order
-    return page
-
-
-def titles(**numbers):
-    return warned(**numbers).headings
-
-
-def test_nothing_to_warn_of():
-    assert titles(lists=["drop"]) == titles(lists=["suspects"], n_targets=100) == []
-    of_numbers = {"saturated": 1.0, "right": 0.0, "model_output": "regression"}  # small residuals
-    assert titles() == titles(**of_numbers) == []
-    assert (
-        "None. These were looked for, and not found: models that predict fewer than 50 %"
-        in warned().text
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "title", "also_of_scores"),
-    [
-        ({"right": 0.49}, "The models get most training labels wrong", True),
-        ({"n_checkpoints": 4}, "Few checkpoints", True),
-        ({"saturated": 0.51}, "Saturated loss weights", True),
-        ({"smallest": 0.9e-3}, "Near-singular matrices", False),
-        ({"smallest": 0.0}, "Near-singular matrices", False),
-        ({"sd": 2.3}, "The checkpoints disagree", True),
-        (
-            {"lists": ["suspects"], "n_targets": 99},
-            "Suspects from 99 targets: mostly chance",
-            False,
-        ),
-    ],
-)
-def test_each_warning_comes_alone(change, title, also_of_scores):
-    """The page to explore has those that scores alone tell."""
-    assert titles(**change) == [title]
-    results = results_of(**change)
-    of_scores = score_warnings(results.experiments[0])
-    assert of_scores == (study_warnings(results) if also_of_scores else [])
-
-
-def test_one_checkpoint_of_few_texts_is_told_of_exact_scores():
-    one = {"n_checkpoints": 1, "n_train": 5000, "model_output": "language_modelling"}
-    assert "5,000 training examples are few enough: projection: exact ." in warned(**one).text
-    others = {"n_checkpoints": 2}, {"n_train": 5001}, {"kind": "exact"}, {"model_output": "loss"}
-    for other in others:
-        assert "projection: exact" not in warned(**one | other).text
-
-
-def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
-    plain, lifted = (warned(saturated=0.9, power=p).text for p in (1.0, 0.5))
-    assert "What to do: Set scoring.loss_weight_power to 0.5" in plain
-    assert "is 0.5 already" in lifted
-    answers = results_of(saturated=0.9).experiments[0]
-    attributes = {name: v for name, v in answers.attributes.items() if name != "saturated"}
-    assert score_warnings(replace(answers, attributes=attributes)) == []  # not known of a question
-
-
-@pytest.mark.parametrize(("measured", "warned"), [(0.11, False), (0.2, True), (0.05, False)])
-def test_a_projection_that_distorts_too_much(measured, warned):
-    agreement = pd.DataFrame([[0.1, 0.01, 0.1], [measured, 0.01, 0.1]], columns=ERRORS)
-    distortion = file({"checkpoint": {"id": "c0"}}, {"agreement": agreement})
-    assert bool(titles(distortions=[distortion])) is warned
-
-
-UNTOLD = "Too few subsets were trained on to tell how much of that the scores reach."
-
-
-@pytest.mark.parametrize(
-    ("ours", "ceiling", "sentences"),
-    [
-        (0.3, 0.6, ["reach about 0.60 (0.50 to 0.90)", "The scores reach 50 % of that"]),
-        (0.7, 0.6, [UNTOLD]),
-        (0.3, None, ["ceiling is unknown"]),
-    ],
-)
-def test_lds_is_read_against_its_ceiling(ours, ceiling, sentences):
-    evaluations = lds(ours, 0.2, 0.1, ceiling)
-    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
-    for sentence in (f"LDS {ours:.2f} , 95 % interval 0.20 to 0.90", *sentences):
-        assert sentence in text
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "share"),
-    [(0.3, 0.8, "50 %"), (0.0, 0.84, None), (-0.1, 0.4, None), (0.1, 0.75, None)],
-)
-def test_no_share_of_a_ceiling_that_is_hardly_known(low, high, share):
-    """Its interval includes 0, or is wider than the ceiling itself."""
-    evaluations = lds(0.3, 0.2, 0.1, 0.6)
-    summary = evaluations["mine"].tables["summary"]
-    summary.loc[summary["kind"] == "ceiling", ["low", "high"]] = low, high
-    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
-    assert (f"The scores reach {share} of that" in text) == bool(share)
-    assert ("The scores reach" not in text) == (UNTOLD in text) == (share is None)
-
-
-@pytest.mark.parametrize("ours", [0.3, 0.7])
-def test_the_ceiling_of_the_very_trainings_is_that_of_other_seeds(ours):
-    evaluations = lds(ours, 0.2, 0.1, 0.6)
-    evaluations["mine"].attributes["same_seeds"] = 1
-    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
-    assert "of these very runs could come near 1" in text
-    assert "for any seed would reach about 0.60 (0.50 to 0.90)" in text
-    for wrong in ("perfect method", "retraining itself is noisy", "Too few subsets"):
-        assert wrong not in text
-
-
-@pytest.mark.parametrize(
-    ("low", "baseline", "warnings"),
-    [(0.2, 0.1, []), (-0.1, 0.1, ["may predict nothing"]), (0.2, 0.4, ["a simpler rule predicts"])],
-)
-def test_scores_that_predict_nothing_or_less_than_a_baseline_are_warned_of(low, baseline, warnings):
-    headings = titles(evaluations=lds(0.3, low, baseline, 0.6))
-    assert len(headings) == len(warnings)
-    for heading, warning in zip(headings, warnings, strict=True):
-        assert heading.startswith(f"Experiment mine: {'the scores ' if low < 0 else ''}{warning}")
 
 
 def test_groups_have_a_chart_and_their_numbers(results, page):

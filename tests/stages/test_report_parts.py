@@ -1,4 +1,4 @@
-"""What a report is put together from: pictures, printed samples, numbers, timings."""
+"""What a report is put together from: pictures, printed samples, numbers, timings, warnings."""
 
 import base64
 import io
@@ -13,7 +13,8 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.pyplot import imread
-from reported import DESCRIBE, DRAW, HOSTILE, page_of, study_with
+from report_page import Page
+from reported import DESCRIBE, DRAW, HOSTILE, file, lds, page_of, results_of, study_with
 
 from trak_core.model_outputs.table import TABLE
 from trak_core.report.charts import group_charts, influences_figure
@@ -27,7 +28,14 @@ from trak_core.report.describe_samples import (
     readable,
     targets_shown,
 )
-from trak_core.report.read_results import File, read_experiment, read_timings, side_by_side
+from trak_core.report.read_results import (
+    File,
+    n_trained_on,
+    read_experiment,
+    read_timings,
+    side_by_side,
+)
+from trak_core.report.render import rendered, score_warnings, study_warnings
 from trak_core.report.template_filters import (
     fixed,
     number,
@@ -37,6 +45,7 @@ from trak_core.report.template_filters import (
     plural,
     signed,
 )
+from trak_core.spec import MEAN_OF
 from trak_core.study.read_split import Split
 from trak_core.study.study import Study
 
@@ -321,3 +330,154 @@ def test_numbers_below_a_chart_of_groups_stand_apart(monkeypatch, low, high):
     for left, right in itertools.pairwise(drawn_as):
         # A digit's width at least: a browser's font may be wider than this one.
         assert left.x1 + 8 < right.x0
+
+
+def warned(**numbers):
+    """The section with the warnings."""
+    page = Page(rendered("warnings", warnings=study_warnings(results_of(**numbers))))
+    assert page.closed_in_order
+    return page
+
+
+def titles(**numbers):
+    return warned(**numbers).headings
+
+
+def test_nothing_to_warn_of():
+    assert titles(lists=["drop"]) == titles(lists=["suspects"], n_targets=100) == []
+    of_numbers = {"saturated": 1.0, "right": 0.0, "model_output": "regression"}  # small residuals
+    assert titles() == titles(**of_numbers) == []
+    assert (
+        "None. These were looked for, and not found: models that predict fewer than 50 %"
+        in warned().text
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "title", "also_of_scores"),
+    [
+        ({"right": 0.49}, "The models get most training labels wrong", True),
+        ({"n_checkpoints": 4}, "Few checkpoints", True),
+        ({"saturated": 0.51}, "Saturated loss weights", True),
+        ({"smallest": 0.9e-3}, "Near-singular matrices", False),
+        ({"smallest": 0.0}, "Near-singular matrices", False),
+        ({"sd": 2.3}, "The checkpoints disagree", True),
+        ({"n_copies": 1}, "Checkpoints that are the same", True),
+        ({"sd": 0.0}, "Checkpoints that are the same", True),
+        ({"n_trained_on": 5}, "Targets that were trained on", True),
+        (
+            {"lists": ["suspects"], "n_targets": 99},
+            "Suspects from 99 targets: mostly chance",
+            False,
+        ),
+    ],
+)
+def test_each_warning_comes_alone(change, title, also_of_scores):
+    """The page to explore has those that scores alone tell."""
+    assert titles(**change) == [title]
+    results = results_of(**change)
+    of_scores = score_warnings(results.experiments[0])
+    assert of_scores == (study_warnings(results) if also_of_scores else [])
+
+
+def test_checkpoints_that_are_the_same_are_named():
+    assert "c0, c1 and c2 hold the same weights" in warned(n_copies=2).text
+    assert "The last checkpoints of all runs hold the same weights" in warned(sd=0.0).text
+    assert titles(n_checkpoints=1, sd=0.0) == ["Few checkpoints"]
+    assert titles(n_trained_on=4) == []  # of 8
+    assert "5 of 8 targets of experiment mine are training samples" in warned(n_trained_on=5).text
+
+
+@pytest.mark.parametrize(
+    ("ids", "outputs", "labels", "n"),
+    [
+        ([2, 0], [0.3 + 1e-5, 0.1], [1, 0], 2),
+        ([2, 0], [0.3, 0.2], [1, 0], 1),  # of one id by chance
+        ([2, 0], [0.3, 0.1], [0, 0], 1),
+        (["2", "x"], [0.3, 0.1], [1, 0], 0),
+    ],
+)
+def test_targets_that_are_training_samples_are_counted(ids, outputs, labels, n):
+    train = pd.DataFrame({"id": [0, 1, 2], "label": [0, 1, 1], "output": [0.1, 0.2, 0.3]})
+    targets = pd.DataFrame({"id": ids, "label": labels, "output": outputs})
+    assert n_trained_on(targets, train) == n
+    assert n_trained_on(targets.assign(**{MEAN_OF: "x"}), train) == 0
+
+
+def test_one_checkpoint_of_few_texts_is_told_of_exact_scores():
+    one = {"n_checkpoints": 1, "n_train": 5000, "model_output": "language_modelling"}
+    assert "5,000 training examples are few enough: projection: exact ." in warned(**one).text
+    others = {"n_checkpoints": 2}, {"n_train": 5001}, {"kind": "exact"}, {"model_output": "loss"}
+    for other in others:
+        assert "projection: exact" not in warned(**one | other).text
+
+
+def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
+    plain, lifted = (warned(saturated=0.9, power=p).text for p in (1.0, 0.5))
+    assert "What to do: Set scoring.loss_weight_power to 0.5" in plain
+    assert "is 0.5 already" in lifted
+    answers = results_of(saturated=0.9).experiments[0]
+    attributes = {name: v for name, v in answers.attributes.items() if name != "saturated"}
+    assert score_warnings(replace(answers, attributes=attributes)) == []  # not known of a question
+
+
+@pytest.mark.parametrize(("measured", "warned"), [(0.11, False), (0.2, True), (0.05, False)])
+def test_a_projection_that_distorts_too_much(measured, warned):
+    columns = ["measured", "standard_error", "predicted"]
+    agreement = pd.DataFrame([[0.1, 0.01, 0.1], [measured, 0.01, 0.1]], columns=columns)
+    distortion = file({"checkpoint": {"id": "c0"}}, {"agreement": agreement})
+    assert bool(titles(distortions=[distortion])) is warned
+
+
+UNTOLD = "Too few subsets were trained on to tell how much of that the scores reach."
+
+
+@pytest.mark.parametrize(
+    ("ours", "ceiling", "sentences"),
+    [
+        (0.3, 0.6, ["reach about 0.60 (0.50 to 0.90)", "The scores reach 50 % of that"]),
+        (0.7, 0.6, [UNTOLD]),
+        (0.3, None, ["ceiling is unknown"]),
+    ],
+)
+def test_lds_is_read_against_its_ceiling(ours, ceiling, sentences):
+    evaluations = lds(ours, 0.2, 0.1, ceiling)
+    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
+    for sentence in (f"LDS {ours:.2f} , 95 % interval 0.20 to 0.90", *sentences):
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "share"),
+    [(0.3, 0.8, "50 %"), (0.0, 0.84, None), (-0.1, 0.4, None), (0.1, 0.75, None)],
+)
+def test_no_share_of_a_ceiling_that_is_hardly_known(low, high, share):
+    """Its interval includes 0, or is wider than the ceiling itself."""
+    evaluations = lds(0.3, 0.2, 0.1, 0.6)
+    summary = evaluations["mine"].tables["summary"]
+    summary.loc[summary["kind"] == "ceiling", ["low", "high"]] = low, high
+    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
+    assert (f"The scores reach {share} of that" in text) == bool(share)
+    assert ("The scores reach" not in text) == (UNTOLD in text) == (share is None)
+
+
+@pytest.mark.parametrize("ours", [0.3, 0.7])
+def test_the_ceiling_of_the_very_trainings_is_that_of_other_seeds(ours):
+    evaluations = lds(ours, 0.2, 0.1, 0.6)
+    evaluations["mine"].attributes["same_seeds"] = 1
+    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
+    assert "of these very runs could come near 1" in text
+    assert "for any seed would reach about 0.60 (0.50 to 0.90)" in text
+    for wrong in ("perfect method", "retraining itself is noisy", "Too few subsets"):
+        assert wrong not in text
+
+
+@pytest.mark.parametrize(
+    ("low", "baseline", "warnings"),
+    [(0.2, 0.1, []), (-0.1, 0.1, ["may predict nothing"]), (0.2, 0.4, ["a simpler rule predicts"])],
+)
+def test_scores_that_predict_nothing_or_less_than_a_baseline_are_warned_of(low, baseline, warnings):
+    headings = titles(evaluations=lds(0.3, low, baseline, 0.6))
+    assert len(headings) == len(warnings)
+    for heading, warning in zip(headings, warnings, strict=True):
+        assert heading.startswith(f"Experiment mine: {'the scores ' if low < 0 else ''}{warning}")

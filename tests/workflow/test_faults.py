@@ -215,3 +215,17 @@ def test_two_runs_with_one_results_folder(study, tmp_path):
     job.resume()
     assert first.finish() == 0, first.output
     assert other.run(target) == {}
+
+
+def test_a_result_from_the_future_is_refused_before_what_is_made_of_it(study):
+    """The clock was set back: Snakemake would delete the new scores for their older time."""
+    path = study.path("results/normal_matrix/c0.h5")
+    ahead = time.time() + 1000
+    os.utime(path, (ahead, ahead))
+    before = study.artifacts()
+    output = study.fail()
+    assert re.search(r"^Error: results/normal_matrix/c0\.h5: a file must have been", output, re.M)
+    assert "Traceback" not in output
+    assert study.artifacts() == before
+    os.utime(path)
+    assert study.run() == {"compute_scores": 1, "average_scores": 1}

@@ -276,12 +276,6 @@ class SealingFile(_BlockFile):
             unwritten = unwritten[self._file.write(unwritten) :]
 
 
-def seal(path: Path) -> None:
-    """Put the seal at the end of a complete file."""
-    with SealingFile(path, "r+") as file:
-        file.finish()
-
-
 def read_seal(path: Path) -> tuple[bytes, int] | None:
     """Return the hashes of a file's blocks and its bytes before them; None for one without a seal.
 

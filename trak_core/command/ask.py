@@ -53,6 +53,7 @@ def ask(words: Sequence[str]) -> None:
     parser.add_argument(
         *("--target", "-t"), action="append", default=[], help="a target of the study's, by its id"
     )
+    parser.add_argument("--label", help="explain these targets as of another class")
     parser.add_argument("--top", type=int, default=5, help="samples of either sign; %(default)s")
     parser.add_argument(
         "--tokens", action="store_true", help="cut the scores shown by tokens, and colour these"
@@ -69,6 +70,8 @@ def ask(words: Sequence[str]) -> None:
             f"{asked.config}",
             code="command.line_in_call",
         )
+    if asked.label is not None and not asked.target:
+        parser.error("--label needs --target; a line has its label itself")
     check_config_file("ask", asked.config)
     read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
@@ -187,7 +190,10 @@ class _Session:
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
-                asked = self._with_new_id(self._held.target(target_id), place)
+                target = self._held.target(target_id)
+                if self._asked.label is not None:
+                    target = self._held.of_class(target, self._asked.label)
+                asked = self._with_new_id(target, place)
             except InputError as error:
                 self._tell(str(error))
             else:
@@ -310,6 +316,7 @@ def _typed() -> Iterator[str]:
 def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
     from trak_core.report.describe_samples import in_a_line
+    from trak_core.report.template_filters import label
 
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(in_a_line(f"{answer.asked.id}: {answer.text}"), width)
@@ -321,7 +328,7 @@ def _in_words(answer: "Answer") -> str:
                 row.pop(key) for key in ("train_id", "score", "described_text")
             )
             text = "" if text in row.values() else text  # such as the name of a class
-            known = ", ".join(f"{name} {value}" for name, value in row.items())
+            known = ", ".join(f"{name} {label(value)}" for name, value in row.items())
             about = f"  {score:+.3g}  train {train_id}{known and '  ' + known}"
             lines.append(in_a_line(about))
             lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()

@@ -62,6 +62,14 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     ``arguments`` are handed on: targets, ``-n``, ``--profile slurm`` and so on. Without a word on
     how much may run at a time, all cores may be used.
     """
+    if any(argument.startswith("--configfile") for argument in arguments):
+        raise InputError(
+            f"`trak run` must get one config, whose keys `--config` changes. Found {config} and "
+            "--configfile, whose file would take its place. Write it all into one file; or call "
+            "snakemake itself, where a second file's keys count before the first's: "
+            f"snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
+            code="command.second_config",
+        )
     handed, before = list(arguments), ""
     for i, argument in enumerate(handed):
         option, _, value = argument.partition("=")

@@ -12,7 +12,7 @@ import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this ver
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +26,7 @@ from trak_core.dependency_digests import (
     study_digest,
     study_imports,
 )
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.model_outputs.table import output_name
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
@@ -116,18 +116,20 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
             code="config.missing_ground_truth",
         )
-    for path in [*own, *own_truth]:
-        _refuse_future(Path(path))
+    refuse_future([*own, *own_truth])
 
 
-def _refuse_future(file: Path) -> None:
-    """Refuse a file that was written later than now: Snakemake would delete what is made of it."""
-    ahead = file.stat().st_mtime - time.time()
-    if ahead > _SKEW_SECONDS:
+def refuse_future(files: Iterable[str]) -> None:
+    """Refuse files of a later time than now: Snakemake would delete what is made of them."""
+    now = time.time()
+    ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
+    late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
+    if late:
         raise InputError(
-            f"{file}: a file must have been written in the past. Found a time that is {ahead:.0f} "
-            "s from now: Snakemake would delete what a job makes of it. Mend the clock of the "
-            f"machine that wrote it, or of this one; or call `touch {file}`.",
+            f"{listed(late)}: a file must have been written in the past. Found a time that is "
+            f"{max(ahead.values()):.0f} s from now: Snakemake would delete what a job makes of it. "
+            "Mend the clock of the machine that wrote it, or of this one; or give such files "
+            "today's time by `touch`.",
             code="config.future",
         )
 

@@ -34,17 +34,11 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     return log_odds_of_all(margin(logits, torch.where(counted, labels, 0)), counted)
 
 
-def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return ``labelled_log_odds`` where row t of logits predicts the label at t + 1.
-
-    Labels are the tokens themselves, ``IGNORED`` where they don't count (padding, a prompt). The
-    first is never predicted; one more must count.
-    """
-    return labelled_log_odds(logits[:-1], labels[1:])
-
-
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output whose logits at t predict the label at t + ``ahead``."""
+    """Return the model output whose logits at t predict the label at t + ``ahead``.
+
+    Labels are ``IGNORED`` where they don't count (padding, a prompt); one must count.
+    """
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -86,8 +80,8 @@ def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum over the counted tokens of log(p_t / (1 - p_t)), float32 or float64.
 
-    Logits and labels are as in ``sequence_log_odds``, of which this is no function: a token that
-    the model is sure of moves the sum as much as one that it isn't.
+    Row t of the logits predicts the label at t + 1; ``IGNORED`` ones don't count. A token that the
+    model is sure of moves the sum as much as one that it isn't.
 
     Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a token at a time.
     """

@@ -24,6 +24,7 @@ class About:
         label: A word for a table's column ``label``; empty where the column says nothing.
         prediction: A word for its column ``prediction``.
         columns: One line on both columns, for readers of the tables.
+        raises: What a positive score raises, where a larger f is no better than a smaller one.
         place: Where the model output is: a module of this package, and a name in it. Empty for a
             function of the user's own, which is loaded with the study.
         labels_are_classes: Whether a sample has one label out of a few.
@@ -44,6 +45,7 @@ class About:
     label: str = "label"
     prediction: str = "predicted"
     columns: str = "label: the sample's own; prediction: what the model says in its place"
+    raises: str = ""
     place: str
     labels_are_classes: bool = False
     weight_is_probability: bool
@@ -55,6 +57,13 @@ class About:
     def is_own(self) -> bool:
         """Whether it is a function of the user's own."""
         return not self.place
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Say what training samples with positive scores do, and those with negative ones."""
+        if self.raises:
+            return f"Raise {self.raises} most", f"Lower {self.raises} most"
+        return "Most helpful: push f up", "Most harmful: push f down"
 
     def load(self, *others: Any) -> "ModelOutput":
         """Return the model output; ``contrast`` gets the arguments, where it ``needs_pairs``."""
@@ -120,6 +129,7 @@ TABLE: dict[str, About] = {
         name="the prediction",
         unit="the label's own unit",
         meaning="the larger the number that the model predicts",
+        raises="the prediction",
         place="supervised.REGRESSION",
         weight_is_probability=False,
         weighs_by_curvature=True,
@@ -188,6 +198,7 @@ def about_output(model_output: str | Mapping[str, str]) -> About:
         prediction=prediction,
         columns=f"label: {label or 'its number, the mean of several'}; prediction: "
         f"{prediction or 'what the model output says it is, else f'}",
+        raises="f",
         place="",
         weight_is_probability=False,
     )

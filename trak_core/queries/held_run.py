@@ -22,7 +22,14 @@ from trak_core.queries.held_checkpoint import (
     device_of,
     held_checkpoint,
 )
-from trak_core.queries.question_and_answer import Answer, Asked, asked_of, said_of, strongest
+from trak_core.queries.question_and_answer import (
+    Answer,
+    Asked,
+    as_of_class,
+    asked_of,
+    said_of,
+    strongest,
+)
 from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
 from trak_core.scoring.scores import checkpoint_weights, combined
 from trak_core.spec import TRAIN, Combine
@@ -90,6 +97,11 @@ class HeldRun:
         """Return a sample from a line, a text, or a sample such as the study's data has."""
         with self.run.in_folder():
             return asked_of(self.study, given, number, self.train.samples)
+
+    def of_class(self, asked: Asked, label: str) -> Asked:
+        """Return a sample to explain as of another class, by its name or number."""
+        with self.run.in_folder():
+            return as_of_class(asked, label, self.study, self.specs.all_features.model_output)
 
     def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
         """Return a sample to explain: of an experiment, or of the first that has one of this id.

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.model_outputs.table import about_output
 from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
@@ -97,6 +98,35 @@ def asked_of(study: Study, given: Any, number: int, samples: Samples) -> Asked:
         if not isinstance(own, Mapping) or _types(own) != _types(given):
             return asked_line(study, given, number)
     return Asked(number, given)
+
+
+def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> Asked:
+    """Return a sample with another label: one of the study's names of classes, or a number.
+
+    Its answer says what spoke for that class, such as a wrong prediction.
+    """
+    if not about_output(model_output).labels_are_classes:
+        raise InputError(
+            "Another label must be a class. Found a model output whose labels are none, "
+            f"{model_output}. Ask without.",
+            code="queries.label",
+        )
+    names = study.class_names()
+    if label not in names and (names or not label.isdecimal()):
+        raise InputError(
+            f"A label must be {'one of ' + listed(names) if names else 'the number of a class'}. "
+            f"Found {label}.",
+            code="queries.label",
+        )
+    number = names.index(label) if names else int(label)
+    sample = asked.sample
+
+    def other(own: Any) -> torch.Tensor:
+        return torch.full_like(torch.as_tensor(own), number)
+
+    if isinstance(sample, Mapping):
+        return replace(asked, sample={**sample, "labels": other(sample["labels"])})
+    return replace(asked, sample=(*sample[:-1], other(sample[-1])))
 
 
 def _types(fields: Mapping[str, Any]) -> dict[str, type]:

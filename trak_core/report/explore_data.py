@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trak_core.model_outputs.table import About
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
@@ -146,6 +147,7 @@ class Answer:
             "drawn": self.drawn,
             "described": self.described,
             "classes": about.labels_are_classes,
+            "sides": about.sides,
         }
         return _json(whole)
 
@@ -303,7 +305,7 @@ def explore(
     asked += [(True, entry) for entry in shown[AT_ONCE:]]
     asked += [(False, entry) for i, entry in enumerate(train) if i not in first]
     pictures = _fill(asked, n_at_once, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
-    _mark_equal(targets, train)
+    _mark_equal(targets, train, output_of(experiment))
     for entry in (*targets, *train):
         del entry["key"]
         entry.pop("digest", None)
@@ -366,7 +368,9 @@ def _fill(
     return {place: source for source, place in places.items()}
 
 
-def _mark_equal(targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]]) -> None:
+def _mark_equal(
+    targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
+) -> None:
     """Say beside each target which of its training samples are equal; those not shown don't count.
 
     Equal are samples of one digest, whatever their labels are.
@@ -387,7 +391,8 @@ def _mark_equal(targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any
         target["equal"] = marks
         harmful = {place for place, score in beside if not score.startswith("+")}
         is_harmed = any(own and digests[place] == own for place in harmful)
-        target["equal_harms"] = _EQUAL_HARMS if is_harmed else ""
+        # A prediction above the label is rightly lowered by the target itself.
+        target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 
 def _size(sample: Picture | str) -> int:

@@ -19,6 +19,7 @@ from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
     check_sources,
     model_bytes,
+    refuse_future,
     run_preflight,
     study_imports_of,
 )
