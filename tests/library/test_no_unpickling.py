@@ -8,10 +8,10 @@ import h5py
 import pandas as pd
 import pytest
 import yaml
+from damage_worker import seal
 from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
-from trak_core.artifacts.sealed_file import seal
 from trak_core.config import read_config as config
 
 SOURCES = [

@@ -79,6 +79,15 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
         Study.load(path).make_model()
 
 
+def test_a_study_that_changes_the_working_folder_is_refused(tmp_path):
+    """The next that was not found was a checkpoint, which is there."""
+    before, path = Path.cwd(), tmp_path / "goes_away.py"
+    path.write_text(f"import os\n\nos.chdir({str(tmp_path)!r})\n")
+    with refused("study.chdir", path, f"change to {tmp_path.resolve()}"):
+        Study.load(path)
+    assert Path.cwd() == before
+
+
 SCRIPTED = """
 import torch
 

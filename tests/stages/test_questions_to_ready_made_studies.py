@@ -37,7 +37,7 @@ def net(n=1):
 
 def make_table(folder):
     """Rows of two numbers, whose sum was learned."""
-    rows = [{"id": f"r{i}", "a": i / 10, "b": i % 7, "price": i + 0.5} for i in range(20)]
+    rows = [{"id": f"r{i}", "a": i / 10, "b": i % 7, "price": i + 1 / 3} for i in range(20)]
     pd.DataFrame(rows).to_csv(folder / "train.csv", index=False)
     write(folder / "asked.jsonl", [{"a": 0.3, "b": 2, "price": 4.5}])
     arguments = {"table": "train.csv", "label": "price"}
@@ -137,6 +137,9 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
         check_another_label(tmp_path, capsys)
     else:
         assert re.search(r"^the prediction: \S+; label 4.5$", out, re.M)
+        labels = re.findall(r"train r(\d+)  label (\S+)$", out, re.M)
+        assert labels
+        assert all(label == f"{int(row) + 1 / 3:.3g}" for row, label in labels)
     page = (tmp_path / "out.html").read_text()
     assert ("data:image/png" in page) == (make is make_images)
     assert ("<p>label cat, predicted" in page) == (make is make_images)

@@ -28,7 +28,13 @@ from trak_core.report.describe_samples import (
     readable,
     targets_shown,
 )
-from trak_core.report.read_results import File, read_experiment, read_timings, side_by_side
+from trak_core.report.read_results import (
+    File,
+    n_trained_on,
+    read_experiment,
+    read_timings,
+    side_by_side,
+)
 from trak_core.report.render import rendered, score_warnings, study_warnings
 from trak_core.report.template_filters import (
     fixed,
@@ -39,6 +45,7 @@ from trak_core.report.template_filters import (
     plural,
     signed,
 )
+from trak_core.spec import MEAN_OF
 from trak_core.study.read_split import Split
 from trak_core.study.study import Study
 
@@ -355,6 +362,9 @@ def test_nothing_to_warn_of():
         ({"smallest": 0.9e-3}, "Near-singular matrices", False),
         ({"smallest": 0.0}, "Near-singular matrices", False),
         ({"sd": 2.3}, "The checkpoints disagree", True),
+        ({"n_copies": 1}, "Checkpoints that are the same", True),
+        ({"sd": 0.0}, "Checkpoints that are the same", True),
+        ({"n_trained_on": 5}, "Targets that were trained on", True),
         (
             {"lists": ["suspects"], "n_targets": 99},
             "Suspects from 99 targets: mostly chance",
@@ -368,6 +378,30 @@ def test_each_warning_comes_alone(change, title, also_of_scores):
     results = results_of(**change)
     of_scores = score_warnings(results.experiments[0])
     assert of_scores == (study_warnings(results) if also_of_scores else [])
+
+
+def test_checkpoints_that_are_the_same_are_named():
+    assert "c0, c1 and c2 hold the same weights" in warned(n_copies=2).text
+    assert "The last checkpoints of all runs hold the same weights" in warned(sd=0.0).text
+    assert titles(n_checkpoints=1, sd=0.0) == ["Few checkpoints"]
+    assert titles(n_trained_on=4) == []  # of 8
+    assert "5 of 8 targets of experiment mine are training samples" in warned(n_trained_on=5).text
+
+
+@pytest.mark.parametrize(
+    ("ids", "outputs", "labels", "n"),
+    [
+        ([2, 0], [0.3 + 1e-5, 0.1], [1, 0], 2),
+        ([2, 0], [0.3, 0.2], [1, 0], 1),  # of one id by chance
+        ([2, 0], [0.3, 0.1], [0, 0], 1),
+        (["2", "x"], [0.3, 0.1], [1, 0], 0),
+    ],
+)
+def test_targets_that_are_training_samples_are_counted(ids, outputs, labels, n):
+    train = pd.DataFrame({"id": [0, 1, 2], "label": [0, 1, 1], "output": [0.1, 0.2, 0.3]})
+    targets = pd.DataFrame({"id": ids, "label": labels, "output": outputs})
+    assert n_trained_on(targets, train) == n
+    assert n_trained_on(targets.assign(**{MEAN_OF: "x"}), train) == 0
 
 
 def test_one_checkpoint_of_few_texts_is_told_of_exact_scores():

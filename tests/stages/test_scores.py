@@ -1,6 +1,6 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
-from functools import partial
+from functools import cache, partial
 
 import h5py
 import numpy as np
@@ -21,6 +21,7 @@ from trak_core.model.device import find_device
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.sample_outputs import warn_of_saturation
 from trak_core.projection.cuda import project as project_cuda
+from trak_core.scoring.scores import unit_of
 
 # Each setting with one of the studies: scoring sees no more of a study than its arrays. Every value
 # of a setting is there with both, and with every way to combine.
@@ -60,9 +61,14 @@ def test_scores_equal_the_formula_in_float64(
         "normalize": normalize,
     }
     features = case.features(proj_dim)
-    scores = read_scores(case.stages(tmp_path, n_checkpoints, made=features, **settings))
+    path = case.stages(tmp_path, n_checkpoints, made=features, **settings)
+    scores = read_scores(path)
     assert scores.index.tolist() == case.train.ids
     assert scores.columns.tolist() == case.targets
+    with open_artifact(path, SCORES) as file:
+        is_output_s = (weighting, power, normalize) == ("curvature", 1, False)
+        says = "that of" if is_output_s and combine != "unit_average" else "relative"
+        assert file.attribute("unit").startswith(says)
     bound = 1e-5 if proj_dim is None else 1e-4
     assert_close(scores.to_numpy(), case.expected(n_checkpoints, **settings), bound)
 
@@ -76,11 +82,19 @@ def test_scores_equal_the_formula_in_float64(
         ({}, "relative"),
     ],
 )
-def test_scores_say_their_unit(digits, tmp_path, settings, unit):
-    features = digits.features(16)
-    path = digits.stages(tmp_path, 1, proj_dim=16, power=1, made=features, **settings)
-    with open_artifact(path, SCORES) as file:
-        assert file.attribute("unit").startswith(unit)
+def test_scores_have_a_unit(digits, settings, unit):
+    given = {"model_output": digits.output, "projection": {}, **settings}
+    assert unit_of(scores_spec(digits.checkpoints, digits.targets, **given)).startswith(unit)
+
+
+@pytest.fixture(scope="module")
+def scored(digits, tmp_path_factory):
+    """Scores of images under one checkpoint, by the projection's dimensions or none."""
+    return cache(
+        lambda proj_dim: digits.stages(
+            tmp_path_factory.mktemp("scored"), 1, proj_dim=proj_dim, made=digits.features(proj_dim)
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,9 +106,8 @@ def test_scores_say_their_unit(digits, tmp_path, settings, unit):
         (None, {"batch_size": 41, "memory_mb": 1}),
     ],
 )
-def test_shards_batches_and_memory_do_not_change_scores(digits, tmp_path, proj_dim, other):
-    features = digits.features(proj_dim)
-    first = digits.stages(tmp_path / "first", 1, proj_dim=proj_dim, made=features)
+def test_shards_batches_and_memory_do_not_change_scores(digits, scored, tmp_path, proj_dim, other):
+    first = scored(proj_dim)
     second = digits.stages(tmp_path / "second", 1, proj_dim=proj_dim, **other)
     assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
 
@@ -181,10 +194,9 @@ def test_labels_predictions_and_margins_come_along(case, proj_dim):
         np.testing.assert_allclose(table["output_sd"], np.std(f, axis=0), rtol=1e-3, atol=1e-4)
 
 
-def test_the_mean_loss_weight_and_what_made_the_files_come_along(case, tmp_path):
-    path = case.stages(tmp_path, proj_dim=16, memory_mb=1, made=case.features(16))
-    weights = []
-    for file in sorted((tmp_path / "scores/mine").iterdir()):
+def test_the_mean_loss_weight_and_what_made_the_files_come_along(case):
+    path, weights = case.features(16) / "scores/mine.h5", []
+    for file in sorted(path.with_suffix("").iterdir()):
         with open_artifact(file, CHECKPOINT_SCORES) as part:
             weights.append(part.vector("loss_weights"))
     assert len(weights) == len(case.models)

@@ -186,11 +186,15 @@ def results_of(
     n_targets=8,
     n_train=100,
     kind="rademacher",
+    n_copies=0,
+    n_trained_on=0,
     **more,
 ):
     spec = {
         "experiment": "mine",
-        "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
+        "checkpoints": [
+            {"id": f"c{i}", "sha256": str(max(i, n_copies))} for i in range(n_checkpoints)
+        ],
         "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
         "loss_weight_power": power,
         "combine": "product_of_averages",
@@ -200,7 +204,8 @@ def results_of(
     targets = pd.DataFrame([
         {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
     ])
-    experiment = file(spec, {"targets": targets}, n_train=n_train, saturated=saturated, right=right)
+    attributes = {"saturated": saturated, "right": right, "n_trained_on": n_trained_on}
+    experiment = file(spec, {"targets": targets}, n_train=n_train, **attributes)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}

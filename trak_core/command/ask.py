@@ -316,6 +316,7 @@ def _typed() -> Iterator[str]:
 def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
     from trak_core.report.describe_samples import in_a_line
+    from trak_core.report.template_filters import label
 
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(in_a_line(f"{answer.asked.id}: {answer.text}"), width)
@@ -327,7 +328,7 @@ def _in_words(answer: "Answer") -> str:
                 row.pop(key) for key in ("train_id", "score", "described_text")
             )
             text = "" if text in row.values() else text  # such as the name of a class
-            known = ", ".join(f"{name} {value}" for name, value in row.items())
+            known = ", ".join(f"{name} {label(value)}" for name, value in row.items())
             about = f"  {score:+.3g}  train {train_id}{known and '  ' + known}"
             lines.append(in_a_line(about))
             lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()

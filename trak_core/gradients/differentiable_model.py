@@ -8,6 +8,7 @@ import fnmatch
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,6 @@ from torch.utils import checkpoint
 
 from trak_core.autograd.graph import Node, name_of
 from trak_core.errors import InputError, listed
-
-# Settings of tables that change how their gradient is kept for an optimizer, or scale it.
-_OF_TABLES = "sparse", "scale_grad_by_freq"
 
 
 @contextlib.contextmanager
@@ -34,7 +32,7 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with plain_layers(model):
+        with plain_layers():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -141,22 +139,19 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 
 
 @contextlib.contextmanager
-def plain_layers(model: nn.Module) -> Generator[None, None, None]:
-    """Run a model so that autograd gives the gradients of its output, as tensors that can be read.
+def plain_layers() -> Generator[None, None, None]:
+    """Run models so that autograd gives the gradients of its output, as tensors that can be read.
 
     Tables of embeddings give dense gradients, which counts of words don't divide. What a model
     calls by ``torch.utils.checkpoint`` is called itself: a graph that computes activations again
-    lets them be read only once. What was compiled runs as it is written. No number of the model's
+    lets them be read only once. What was compiled runs as it is written. No number of a model's
     output changes.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # which is slow to import, and compiles nothing before
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                for name in _OF_TABLES:
-                    if getattr(module, name):
-                        _put(stack, module, name, False)
+        for name, function in (("embedding", _embedding), ("embedding_bag", _embedding_bag)):
+            _put(stack, torch, name, partial(function, getattr(torch, name)))
         # A model may have imported the function itself, which looks these up in its module.
         _put(stack, checkpoint, "CheckpointFunction", _Called)
         if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
@@ -167,6 +162,33 @@ def plain_layers(model: nn.Module) -> Generator[None, None, None]:
 def _put(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
+
+
+# torch's functions for every look-up, by a layer or not. Without the settings that keep a gradient
+# sparse for an optimizer, or scale it.
+def _embedding(
+    function: Callable[..., Tensor],
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    return function(weight, indices, padding_idx, False, False)
+
+
+def _embedding_bag(
+    function: Callable[..., Any],
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    *others: Any,
+    **named: Any,
+) -> Any:
+    return function(weight, indices, offsets, False, mode, False, *others, **named)
 
 
 class _Called:

@@ -30,7 +30,7 @@ from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import TRAIN, FeaturesSpec
-from trak_core.study.load_checkpoint import load_checkpoint
+from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.read_split import Split
 from trak_core.study.study import Study
@@ -77,7 +77,7 @@ class LoadedModel:
     @classmethod
     def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
         """Return the same of a study that is loaded already."""
-        model = study.make_model()
+        model = model_to_load(study.make_model, checkpoint)
         # Before its weights come, which are never beside it then.
         _move(model, device)
         digests = load_checkpoint(model, checkpoint)

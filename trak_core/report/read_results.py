@@ -26,7 +26,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.model_outputs.table import About, about_output
-from trak_core.spec import EXACT, GAUSS_NEWTON
+from trak_core.spec import EXACT, GAUSS_NEWTON, MEAN_OF
 from trak_core.system.job import PEAK
 
 # A smaller loss weight is near 0.
@@ -145,7 +145,8 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a model
         output of its own; ``one_loss_weight``, whether all loss weights are 1;
         ``defaults``, what scoring took where the config said
-        nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
+        nothing; ``n_train``; ``n_trained_on``, how many targets are training samples, as far as ids
+        tell; ``saturated``, the part of the training samples with a loss weight
         near 0 at the ends of runs; ``right``, the part whose prediction is the label;
         ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
         of up to 100 that harm targets most; and ``n_harmful``, how many harm more than they help.
@@ -178,12 +179,27 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
+            n_trained_on=n_trained_on(targets, train),
             saturated=float(np.mean(small)),
             right=float(np.mean(train["label"].to_numpy() == train["prediction"].to_numpy())),
             influential=influences["train_id"].unique().tolist(),
             most_harmful=most_harmful,
             n_harmful=n_harmful,
         )
+
+
+def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
+    """Return how many targets are training samples: of the same id, label and model output.
+
+    Ids that are numbers, counted in either, say nothing by themselves.
+    """
+    if MEAN_OF in targets:
+        return 0
+    asked = targets.loc[targets["id"].isin(train["id"]), :]
+    same = train.set_index("id").loc[asked["id"], :]
+    # Batches of other samples round otherwise.
+    is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
+    return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
 
 
 def _is_own(file: Artifact) -> bool:

@@ -62,13 +62,14 @@ def study_warnings(results: Results) -> list[StudyWarning]:
     scores = results.experiments
     measured = [*_lds(results), *_suspects(results)]
     first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
+    first += [warning for experiment in scores for warning in _trained_on(experiment)]
     numbers = [*_loss_weights(scores[0]), *_matrices(results), *_projection(results)]
     return [*first, *numbers, *_disagreement(scores)]
 
 
 def score_warnings(experiment: File) -> list[StudyWarning]:
     """Return those that an experiment's scores alone tell."""
-    kinds = (_predictions, _checkpoints, _loss_weights)
+    kinds = (_predictions, _checkpoints, _trained_on, _loss_weights)
     return [
         *(warning for kind in kinds for warning in kind(experiment)),
         *_disagreement([experiment]),
@@ -115,7 +116,29 @@ def _checkpoints(scores: File) -> list[StudyWarning]:
     is_exact = scores.spec["projection"]["kind"] in (EXACT, GAUSS_NEWTON)
     may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
     shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
-    return [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []
+    few = [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []
+    return [*few, *_equal_checkpoints(scores)]
+
+
+def _equal_checkpoints(scores: File) -> list[StudyWarning]:
+    """Look for checkpoints whose files are equal, and for runs whose outputs all are."""
+    ids: dict[str, list[str]] = {}
+    for checkpoint in scores.spec["checkpoints"]:
+        if isinstance(checkpoint, str):  # all that answers to questions know
+            continue
+        ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
+    equal = [f"{', '.join(own[:-1])} and {own[-1]}" for own in ids.values() if len(own) > 1]
+    deviations = scores.tables["targets"]["output_sd"].to_numpy()
+    if not equal and len(scores.spec["runs"]) > 1 and not deviations.any():
+        equal = ["The last checkpoints of all runs"]
+    return [StudyWarning("equal_checkpoints", {"equal": "; ".join(equal)})] if equal else []
+
+
+def _trained_on(scores: File) -> list[StudyWarning]:
+    """Look whether most targets are training samples."""
+    n, n_targets = scores.attributes.get("n_trained_on", 0), len(scores.tables["targets"])
+    shown = {"n": n, "n_targets": n_targets, "experiment": scores.spec["experiment"]}
+    return [StudyWarning("trained_on", shown)] if n > n_targets / 2 else []
 
 
 def _loss_weights(scores: File) -> list[StudyWarning]:

@@ -32,8 +32,8 @@ def renamed(
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]] | None:
     """Return what transformers makes of a state for a model of its own, and what misfits, in words.
 
-    Weights come in the model's widest dtype; where ``state`` is on torch's meta device, so they
-    are, or nothing is said at all without accelerate, which transformers does that with. None for
+    Weights come in the model's widest dtype. Where ``state`` is on torch's meta device, they are
+    too; without accelerate, which transformers does that with, they are the model's own. None for
     any other model, and for one whose weights transformers would draw without a word.
     """
     library: Any = sys.modules.get("transformers")
@@ -46,7 +46,7 @@ def renamed(
         return None
     without_numbers = any(value.is_meta for value in state.values())
     if without_numbers and find_spec("accelerate") is None:
-        return {}, {}
+        return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # a report of what misfits, which the caller makes

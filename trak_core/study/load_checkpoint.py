@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
 from trak_core.study.hugging_face_weights import Adapter, renamed
+from trak_core.study.unset_weights import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
     is_safetensors,
@@ -163,7 +164,7 @@ def _fitting(
     if misfits and "of another type" not in misfits:
         for weights in stripped.values():
             known = renamed(model, weights)
-            if known and not known[1]:
+            if known and not (known[1] or _misfits(known[0], own)):
                 return None, known[0]
             if known and sum(map(len, known[1].values())) < sum(map(len, misfits.values())):
                 prefix, misfits = "", known[1]
@@ -251,6 +252,19 @@ def _refuse_untied(differing: Sequence[str], source: str) -> None:
             "training, and nothing else.",
             code="study.checkpoint_tied",
         )
+
+
+def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
+    """Return the model that is to get a checkpoint's weights.
+
+    Weights that it will get are not drawn first, where that decides no number.
+    """
+    # An adapter's files have a few of the weights. A model's own way to load may leave some out.
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        model = built_without_draws(make_model)
+        if model is not None and _loads_plainly(model):
+            return model
+    return make_model()
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ same shapes; only texts of a language model may differ, in their number of token
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections import deque
@@ -73,8 +74,18 @@ class Study:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
+        before = Path.cwd()
         with users_code(f"{path}: the study's file"):
             spec.loader.exec_module(module)
+        after = Path.cwd()
+        if after != before:
+            os.chdir(before)
+            raise InputError(
+                f"{path}: the study's file must not change the working folder, because the "
+                f"config's paths count from it. Found a change to {after}. Leave os.chdir() out, "
+                "and begin the study's own paths with Path(__file__).parent.",
+                code="study.chdir",
+            )
         return cls(path, module)
 
     @property
