@@ -4,8 +4,9 @@
 
 Every split is cut into the shards. The first dry run runs the preflight, in which a process imports
 torch, the second finds that on record. With `--batch 1/10` both plan a tenth of the experiments.
-Prints jobs, seconds by the clock and of the processor, which depend less on what else runs, and
-peak memory.
+Before them Snakemake plans a bare workflow of as many jobs, and files of like names, whose rules
+have input and output alone: the least that so many jobs cost it. Prints jobs, seconds by the clock
+and of the processor, which depend less on what else runs, and peak memory.
 """
 
 import argparse
@@ -35,6 +36,46 @@ target_data = train_data
 """
 
 
+_BARE = r"""
+C = [f"c{{i:04d}}" for i in range({checkpoints})]
+E = [f"e{{i}}" for i in range({experiments})]
+PARTS = [f"{{i}}-of-{shards}" for i in range({shards})]
+
+wildcard_constraints:
+    c=r"c\d+", split=r"train|e\d+", e=r"e\d+", part=r"\d+-of-{shards}"
+
+rule all:
+    input: "results/report.html", expand("results/answers/{{e}}.html", e=E)
+rule shard:
+    input: "checkpoints/{{c}}.pt"
+    output: "results/shards/{{c}}/{{split}}/{{part}}.h5"
+rule join:
+    input: expand("results/shards/{{{{c}}}}/{{{{split}}}}/{{part}}.h5", part=PARTS)
+    output: "results/features/{{c}}/{{split}}.h5"
+rule normal_matrix:
+    input: "results/features/{{c}}/train.h5"
+    output: "results/normal_matrix/{{c}}.h5"
+rule scores:
+    input:
+        "results/features/{{c}}/train.h5",
+        "results/features/{{c}}/{{e}}.h5",
+        "results/normal_matrix/{{c}}.h5"
+    output: "results/scores/{{e}}/{{c}}.h5"
+rule average_shard:
+    input: expand("results/scores/{{{{e}}}}/{{c}}.h5", c=C)
+    output: "results/average/{{e}}/{{part}}.h5"
+rule average:
+    input: expand("results/average/{{{{e}}}}/{{part}}.h5", part=PARTS)
+    output: "results/scores/{{e}}.h5"
+rule draw:
+    input: "results/scores/{{e}}.h5"
+    output: "results/answers/{{e}}.html"
+rule report:
+    input: expand("results/answers/{{e}}.html", e=E), expand("results/normal_matrix/{{c}}.h5", c=C)
+    output: "results/report.html"
+"""
+
+
 def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, targets: int) -> None:
     """Write the config, and one checkpoint under many names: the preflight reads each."""
     paths = {f"c{i:04d}": f"checkpoints/c{i:04d}.pt" for i in range(checkpoints)}
@@ -53,6 +94,8 @@ def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, ta
         "compute": {"shards": shards},
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(config))
+    counts = {"checkpoints": checkpoints, "experiments": experiments, "shards": shards}
+    (folder / "bare.smk").write_text(_BARE.format(**counts))
 
 
 def _processor_seconds() -> float:
@@ -60,13 +103,13 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def dry_run(folder: Path, *arguments: str) -> tuple[int, float, float]:
+def dry_run(folder: Path, snakefile: str, *arguments: str) -> tuple[int, float, float]:
     """Return how many jobs a dry run plans, its seconds, and those of the processor."""
     start, used = time.perf_counter(), _processor_seconds()
     result = subprocess.run(
         (
             *(sys.executable, "-m", "snakemake", "--dry-run", "--configfile", "study.yaml"),
-            *("--snakefile", str(_REPOSITORY / "Snakefile"), *arguments),
+            *("--snakefile", snakefile, *arguments),
         ),
         cwd=folder,
         capture_output=True,
@@ -82,7 +125,7 @@ def dry_run(folder: Path, *arguments: str) -> tuple[int, float, float]:
 
 
 def main() -> None:
-    """Parse the command line, plan twice, print a row each."""
+    """Parse the command line, plan the bare workflow and twice ours, print a row each."""
     parser = argparse.ArgumentParser(description="Seconds that Snakemake plans a large study.")
     parser.add_argument("--checkpoints", type=int, default=200)
     parser.add_argument("--experiments", type=int, default=10)
@@ -95,8 +138,11 @@ def main() -> None:
     print(f"{'dry run':<10}{'jobs':>8}{'seconds':>9}{'processor':>11}{'peak MiB':>10}")
     with tempfile.TemporaryDirectory() as temporary:
         make_study(Path(temporary), **options)
-        for name in ("first", "second"):
-            jobs, seconds, used = dry_run(Path(temporary), *part)
+        snakefile = str(_REPOSITORY / "Snakefile")
+        runs = {"first": (snakefile, *part), "second": (snakefile, *part)}
+        # First, since the peak is that of all so far.
+        for name, call in (runs if part else {"bare": ("bare.smk",), **runs}).items():
+            jobs, seconds, used = dry_run(Path(temporary), *call)
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
             print(f"{name:<10}{jobs:>8}{seconds:>9.1f}{used:>11.1f}{peak:>10.0f}", flush=True)
 

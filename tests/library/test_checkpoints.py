@@ -197,6 +197,18 @@ def test_weights_of_other_numbers_are_refused_alike_by_start_and_job(state, tmp_
     assert len(said) == 1
 
 
+def test_a_file_of_somebody_else_s_is_refused_in_words(state, tmp_path, monkeypatch):
+    path = tmp_path / "c0.pt"
+    torch.save(state, path)
+
+    def denied(*_args, **_more):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read everything
+    with pytest.raises(InputError, match=r"c0\.pt: .*Permission denied\. Give a file that may be"):
+        load_checkpoint(net(), path)
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_is_read_once(tmp_path, zipped):
     """Tensors, digest and checksums come of the same read."""

@@ -283,9 +283,12 @@ def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryvie
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors do."""
-    with path.open("rb") as file:
-        return file.read(9)[7:] == _SAFETENSORS
+    """Whether a file begins as safetensors do; one that can't be read is left to who reads it."""
+    try:
+        with path.open("rb") as file:
+            return file.read(9)[7:] == _SAFETENSORS
+    except OSError:
+        return False
 
 
 def stream_tensors(
