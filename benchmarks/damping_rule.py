@@ -34,7 +34,7 @@ from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.cross_checks import usual_power, usual_weighting
 from trak_core.evaluation.lds import bootstrap, rank_correlations
 from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
-from trak_core.model_outputs.table import about_output
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.scoring.intervals import interval
 from trak_core.scoring.solve import Spectrum, mean_squared_norm
 from trak_core.scoring.suggest_damping import (

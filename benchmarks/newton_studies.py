@@ -34,7 +34,7 @@ from trak_core.evaluation.lds import bootstrap, rank_correlations
 from trak_core.model.gauss_newton_scores import newton_scores
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model_outputs.table import about_output
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.scoring.intervals import interval
 from trak_core.scoring.scores import combined, powered
 from trak_core.scoring.solve import DampedGramian

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trak_core.gradients import gradient_method, select_parameters
 from trak_core.model.features import Features
 from trak_core.model.token_shares import Directions, Pairs, Shares
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 
 N_TEXTS, BATCH, N_TOKENS, N_WORDS, PROJ_DIM, REPEATS = 40, 8, 128, 4096, 1024, 8

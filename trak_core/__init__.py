@@ -18,8 +18,8 @@ def open(results: str = "results") -> Any:
 
     ``trak_core.open("results").top("hard", 905)`` gives the strongest training samples of a target,
     ``trak_core.open("results").ask(sample)`` those of a further sample;
-    ``trak_core.queries.open_results.ResultsFolder`` has all that it can be asked.
+    ``trak_core.queries.results_folder.ResultsFolder`` has all that it can be asked.
     """
     # By name: an import statement would make every job depend on what this imports.
-    module = import_module("trak_core.queries.open_results")
+    module = import_module("trak_core.queries.results_folder")
     return module.ResultsFolder(Path(results))

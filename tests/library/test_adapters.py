@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.study.load_checkpoint import load_checkpoint, read_state_dict
 
 peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test` has it")

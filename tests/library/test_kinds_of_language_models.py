@@ -17,8 +17,8 @@ from trak_core.gradients import (
 )
 from trak_core.model.sample_order import order_samples
 from trak_core.model.sample_outputs import model_output
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.model_outputs.table import TABLE
 from trak_core.study.read_split import Split
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")

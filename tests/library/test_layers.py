@@ -115,7 +115,7 @@ HEAVY = {"torch", "numpy", "h5py", "numba", "pandas"}
 LIGHT = [
     [
         ("trak_core.dependency_digests", HEAVY),
-        ("trak_core.model_outputs.table", HEAVY),
+        ("trak_core.model_outputs.about_outputs", HEAVY),
         ("trak_core.spec", HEAVY),
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *(

@@ -11,8 +11,8 @@ import yaml
 from refused import FOLDER, refused, wordings
 
 from trak_core import dependency_digests
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.table import TABLE
 from trak_core.projection.cpu import project
 from trak_core.projection.cuda import project as project_cuda
 from trak_core.projection.reference import projection_matrix
@@ -28,7 +28,7 @@ SAYS_KINDS = ("spec/", "projection/", "compat/")
 # The other names of outputs are no words that mean something else.
 OUTPUTS = [name for name in TABLE if name != "loss"]
 SAYS_OUTPUTS = (
-    "model_outputs/table.py",
+    "model_outputs/about_outputs.py",
     "compat/",
     "config/write_study_module.py",
     "command/init.py",

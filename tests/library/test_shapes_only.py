@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from trak_core.config.preflight import _is_large
 from trak_core.errors import InputError
 from trak_core.gradients import as_batch, n_params, select_parameters
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.stages.preflight_study import StudyModel
 from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.study import Study

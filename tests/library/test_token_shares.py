@@ -19,7 +19,7 @@ from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.deferred_logits import MarginsOfTokens
 from trak_core.model.token_shares import Directions, Pairs, Shares
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, matrix_shape

@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 from trak_core.model import gauss_newton_scores
 from trak_core.model.gauss_newton_scores import newton_scores
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.stages.compute_gramian import compute_newton_scores
 from trak_core.study.study import Study
 

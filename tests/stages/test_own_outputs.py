@@ -35,10 +35,10 @@ from trak_core.gradients import (
 from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_outputs import model_output, outputs_and_predictions
+from trak_core.model_outputs.about_outputs import TABLE, output_name
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.model_outputs.supervised import REGRESSION
-from trak_core.model_outputs.table import TABLE, output_name
 from trak_core.queries.question_and_answer import said_of
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.draw_influences import draw_influences

@@ -16,7 +16,7 @@ from matplotlib.pyplot import imread
 from report_page import Page
 from reported import DESCRIBE, DRAW, HOSTILE, file, lds, page_of, results_of, study_with
 
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.report.charts import group_charts, influences_figure
 from trak_core.report.describe_samples import (
     EACH,

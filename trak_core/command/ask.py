@@ -170,13 +170,13 @@ class _Session:
             return
         if not wanted:
             return
-        from trak_core.queries.answer_page import answer_page, answer_rows
+        from trak_core.queries.asked_page import answer_rows, asked_page
         from trak_core.system.files import write_csv, written_whole
 
         if self._asked.csv is not None:
             write_csv(self._asked.csv, answer_rows(self._answers))
         if self._asked.html is not None:
-            page = answer_page(self._held, self._answers, self._asked.top)
+            page = asked_page(self._held, self._answers, self._asked.top)
             with written_whole(self._asked.html) as partial:
                 partial.write_text(page, encoding="utf-8")
         print(f"wrote: {', '.join(map(str, wanted))}", file=sys.stderr)

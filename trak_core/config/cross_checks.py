@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import TABLE, about_output, output_name
+from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
 from trak_core.spec import (
     GAUSS_NEWTON,
     POOL,

@@ -27,7 +27,7 @@ from trak_core.dependency_digests import (
     study_imports,
 )
 from trak_core.errors import InputError, listed
-from trak_core.model_outputs.table import output_name
+from trak_core.model_outputs.about_outputs import output_name
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record

@@ -17,7 +17,7 @@ import yaml
 from trak_core.config.write_study_module import with_ready_study
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import output_name, place_of
+from trak_core.model_outputs.about_outputs import output_name, place_of
 from trak_core.system.files import CONFIG_RECORD, read_record, write_record
 
 # In place of ids: every sample of target_data().

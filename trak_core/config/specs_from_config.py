@@ -34,7 +34,7 @@ from trak_core.config.read_config import (
 )
 from trak_core.dependency_digests import content_digest, mentions, study_digest
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import About, about_output, output_name
+from trak_core.model_outputs.about_outputs import About, about_output, output_name
 from trak_core.spec import (
     GAUSS_NEWTON,
     POOL,

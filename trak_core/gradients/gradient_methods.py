@@ -299,7 +299,7 @@ def formed_gradients(
     Example:
         >>> import torch
         >>> from trak_core.gradients import formed_gradients, gradient_method, select_parameters
-        >>> from trak_core.model_outputs.table import TABLE
+        >>> from trak_core.model_outputs.about_outputs import TABLE
         >>> model, output = torch.nn.Linear(4, 3), TABLE["image_classification"].load()
         >>> parameters = select_parameters(model, None)
         >>> batch = torch.ones(5, 4), torch.tensor([0, 1, 2, 2, 0])

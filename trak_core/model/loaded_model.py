@@ -27,8 +27,8 @@ from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model.deferred_logits import MarginsOfTokens, vocabulary_size
 from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.table import about_output
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
 from trak_core.study.optimizer_state import adam_scales

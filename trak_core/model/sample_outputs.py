@@ -20,10 +20,10 @@ from trak_core.gradients import (
     in_evaluation_mode,
 )
 from trak_core.model.sample_order import order_samples
+from trak_core.model_outputs.about_outputs import TABLE, about_output, place_of
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
-from trak_core.model_outputs.table import TABLE, about_output, place_of
 from trak_core.spec import POOL, TRAIN, FeaturesSpec
 from trak_core.study.read_split import Split
 from trak_core.study.study import Study

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from trak_core.errors import InputError, listed
-from trak_core.model_outputs.table import about_output
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
 from trak_core.scoring.scores import largest, most_frequent

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.model_outputs.table import About
+from trak_core.model_outputs.about_outputs import About
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed

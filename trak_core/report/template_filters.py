@@ -3,7 +3,7 @@
 from typing import Any
 from urllib.parse import quote
 
-from trak_core.model_outputs.table import About
+from trak_core.model_outputs.about_outputs import About
 from trak_core.spec import MEAN_OF
 
 

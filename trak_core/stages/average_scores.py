@@ -26,7 +26,7 @@ from trak_core.artifacts import (
 )
 from trak_core.artifacts.format import plain_ids
 from trak_core.config.memory_needs import CHUNK_ROWS, average_need, holds_solved, shard_rows
-from trak_core.model_outputs.table import about_output
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.scoring.scores import (
     Extremes,
     harmed_class,

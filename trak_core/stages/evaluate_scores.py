@@ -55,7 +55,7 @@ from trak_core.evaluation.subset_sums import (
     setting_sums,
     subset_sums,
 )
-from trak_core.model_outputs.table import about_output
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.scoring.intervals import CONFIDENCE
 from trak_core.spec import (
     TRAIN,

@@ -34,8 +34,8 @@ from trak_core.gradients import (
 from trak_core.gradients.model_inputs import CHANGE_SAMPLES, ONE_SHAPE
 from trak_core.model.sample_order import naming_text
 from trak_core.model.sample_outputs import model_output as named_output
+from trak_core.model_outputs.about_outputs import TABLE, about_output
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.table import TABLE, about_output
 from trak_core.ready_made.ready_study import ReadyStudy
 from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting

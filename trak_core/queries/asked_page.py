@@ -18,7 +18,7 @@ from trak_core.spec import EXACT
 from trak_core.study.sample_columns import short_columns
 
 
-def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
+def asked_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
     """Return the HTML page of some answers, with ``k`` training samples of either sign beside each.
 
     It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
