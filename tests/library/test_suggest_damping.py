@@ -83,7 +83,7 @@ def test_a_damping_far_off_is_clearly_behind_and_the_best_is_not() -> None:
     """The study's own damping is compared, between those of the list too."""
     phi = _samples(300, 20, 6)
     run = _trained(phi, phi @ np.random.default_rng(7).standard_normal(20), 300)
-    best = suggest_damping([run], 0.01)
+    best = suggest_damping([run], 30)
     assert best is not None
     assert best.is_clear
     assert best.low <= best.agreement - best.own <= best.high
