@@ -77,9 +77,22 @@ def test_one_block_is_held_at_a_time_and_none_is_changed():
 
 @pytest.mark.parametrize("n_checkpoints", [1, 2, 7, 300])
 def test_the_most_frequent_class(n_checkpoints):
-    classes = RNG.integers(-1, 4, (n_checkpoints, 50))
-    expected = [min(set(c), key=lambda k: (-c.count(k), k)) for c in classes.T.tolist()]
-    np.testing.assert_array_equal(of_scores.most_frequent(classes), expected)
+    """Of equally frequent ones the label if its log-odds are above 0 on average, else another."""
+    classes = RNG.integers(-1, 4, (n_checkpoints, 200))
+    labels, outputs = RNG.integers(-1, 4, 200), RNG.standard_normal((n_checkpoints, 200))
+
+    def of_row(own, label, likely):
+        most = max(map(own.count, own))
+        tied = sorted({k for k in own if own.count(k) == most})
+        if label in tied and (likely or tied == [label]):
+            return label
+        return min(k for k in tied if k != label)
+
+    likely = outputs.mean(axis=0) > 0
+    expected = [of_row(*row) for row in zip(classes.T.tolist(), labels, likely, strict=True)]
+    mine = of_scores.most_frequent(classes, labels, outputs)
+    np.testing.assert_array_equal(mine, expected)
+    assert mine.dtype == classes.dtype
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7, 8, 22]])

@@ -88,6 +88,46 @@ def test_a_study_that_changes_the_working_folder_is_refused(tmp_path):
     assert Path.cwd() == before
 
 
+TRAINS = """import torch
+
+
+def transform(image):
+    return image
+
+
+def steps(model):
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def main(model):
+    for _ in range(3):
+        steps(model)
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("main(torch.nn.Linear(2, 1))", "main() called in line 17"),
+        ("for i in range(2):\n    steps(torch.nn.Linear(2, 1))", "steps() called in line 18"),
+        ("torch.ones(1, requires_grad=True).sum().backward()", "backward() called in line 17"),
+        ("if __name__ == '__main__':\n    main(torch.nn.Linear(2, 1))", None),
+        ("model = torch.nn.Linear(2, 1)\nmodel.train()\ntransform(model)", None),
+    ],
+)
+def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words):
+    """A training script whose transform a config names would train in every job."""
+    path = tmp_path / "train_script.py"
+    path.write_text(TRAINS + last + "\n")
+    if words is None:
+        assert Study.load(path).has("transform")
+    else:
+        with refused("study.trains", path, words):
+            Study.load(path)
+
+
 SCRIPTED = """
 import torch
 

@@ -233,9 +233,10 @@ def said_of(
     """
     stacked, values = np.stack(predictions), np.stack(outputs).astype(np.float64)
     is_class = stacked.dtype.kind != "f"
+    common = most_frequent(stacked, labels, values) if is_class else _mean(stacked.astype(float))
     return {
         "label": labels,
-        "prediction": most_frequent(stacked) if is_class else _mean(stacked.astype(np.float64)),
+        "prediction": common,
         "output": _mean(values),
         "output_sd": values.std(axis=0).astype(np.float32),
     }

@@ -93,18 +93,26 @@ def unit_of(spec: ScoresSpec) -> str:
     return "relative: order and ratios within a target mean something, the absolute size does not"
 
 
-def most_frequent(classes: np.ndarray) -> np.ndarray:
-    """Return the class that most checkpoints predict, the smallest of equally frequent ones.
+def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+    """Return the class that most checkpoints predict, shape (rows,).
 
-    Equivalent to ``scipy.stats.mode(classes, axis=0).mode`` of integers, shape (checkpoints, rows).
-    Memory doesn't grow with the number of classes.
+    Two runs that disagree are a tie: it goes to the row's label if ``outputs``, its log-odds, are
+    above 0 on average, else to the smallest of the other classes that are as frequent. Classes,
+    integers, and outputs have shape (checkpoints, rows), labels (rows,). Memory doesn't grow with
+    the number of classes.
     """
     ordered = np.sort(classes, axis=0)
-    # The length so far of each run of equal classes; the first longest run is the smallest class.
+    # The length so far of each run of equal classes.
     run = np.ones(ordered.shape, dtype=np.int32)
     for i in range(1, len(ordered)):
         run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
-    return np.take_along_axis(ordered, run.argmax(axis=0)[None], axis=0)[0]
+    is_frequent, is_label = run == run.max(axis=0), ordered == labels
+    is_other = is_frequent & ~is_label
+    # The first is the smallest; where there is none, that of row 0 isn't taken.
+    others = np.take_along_axis(ordered, is_other.argmax(axis=0)[None], axis=0)[0]
+    likely = outputs.mean(axis=0, dtype=np.float64) > 0
+    takes_label = (is_frequent & is_label).any(axis=0) & (likely | ~is_other.any(axis=0))
+    return np.where(takes_label, labels, others).astype(classes.dtype)
 
 
 def help_and_harm(scores: np.ndarray) -> np.ndarray:

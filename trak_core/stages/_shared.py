@@ -204,11 +204,14 @@ def self_influences(
         ends = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         predictions = np.stack([file.vector("predictions") for file in ends])
         is_class = predictions.dtype.kind != "f"
+        labels = files[0].vector("labels")
+        outputs = np.stack([file.vector("outputs") for file in ends])
+        common = most_frequent(predictions, labels, outputs) if is_class else predictions.mean(0)
         columns = {
             "id": files[0].ids("sample_ids"),
-            "label": files[0].vector("labels"),
-            "prediction": most_frequent(predictions) if is_class else predictions.mean(axis=0),
-            "output": np.mean([file.vector("outputs") for file in ends], axis=0, dtype=np.float64),
+            "label": labels,
+            "prediction": common,
+            "output": outputs.mean(axis=0, dtype=np.float64),
             "self_influence": mean,
         }
         projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}

@@ -68,13 +68,23 @@ def _by_blocks(
 def _samples(parts: Sequence[Artifact], side: str, block: int) -> dict[str, np.ndarray]:
     """Return ids, labels and what checkpoints make of them: means, and the commonest class."""
     ids = parts[0].vector(f"{side}_ids")
+    labels = parts[0].vector(f"{side}_labels")
     is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
-    common = most_frequent if is_class else _mean
-    (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, common)
     outputs, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
+    if is_class:
+        predictions = np.concatenate([
+            most_frequent(
+                np.stack([p.vector(f"{side}_predictions", i, i + block) for p in parts]),
+                labels[i : i + block],
+                outputs[None, i : i + block],
+            )
+            for i in range(0, len(ids), block)
+        ])
+    else:
+        (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, _mean)
     return {
         "id": ids,
-        "label": parts[0].vector(f"{side}_labels"),
+        "label": labels,
         "prediction": predictions,
         "output": outputs,
         "output_sd": spreads,

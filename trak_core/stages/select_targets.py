@@ -48,10 +48,11 @@ def select_targets(
     (ids, *_), (labels, *_) = ([part[i] for part in parts] for i in (0, 1))
     values, predictions = (np.stack([part[i] for part in parts]) for i in (2, 3))
     is_class = predictions.dtype.kind != "f"
+    common = most_frequent(predictions, labels, values) if is_class else predictions.mean(axis=0)
     table = pd.DataFrame({
         "id": ids,
         "label": labels,
-        "prediction": most_frequent(predictions) if is_class else predictions.mean(axis=0),
+        "prediction": common,
         "output": values.mean(axis=0, dtype=np.float64).astype(np.float32),
         "output_sd": values.std(axis=0, dtype=np.float64).astype(np.float32),
     })

@@ -19,6 +19,7 @@ named arguments, and the label as `labels`. Image-text pairs have no label. All 
 same shapes; only texts of a language model may differ, in their number of tokens.
 """
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -55,6 +56,48 @@ class _InWords(dict[int, int | None]):
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _trains_when_run(path: Path) -> str | None:
+    """Return the first call outside of functions that leads to ``backward()``, and its line.
+
+    Calls are followed through the file's own functions, methods left out; what stands below a
+    question about ``__name__`` doesn't count. None for a file without one, or that Python can't
+    parse: running it says so better.
+    """
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return None
+    called = {node.name: _calls(node) for node in body if isinstance(node, _Function)}
+    training = {""}
+    for _ in called:
+        training |= {name for name, calls in called.items() if _first(calls, training)}
+    for node in body:
+        is_question = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+        if isinstance(node, _Function | ast.ClassDef) or is_question:
+            continue
+        call = _first(_calls(node), training)
+        if call is not None:
+            name = call.func.id if isinstance(call.func, ast.Name) else "backward"
+            return f"{name}() called in line {call.lineno}"
+    return None
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+
+
+def _first(calls: list[ast.Call], training: set[str]) -> ast.Call | None:
+    """Return the first call of ``backward()``, or of a function that trains."""
+    for call in calls:
+        named = call.func.id if isinstance(call.func, ast.Name) else None
+        if getattr(call.func, "attr", "") == "backward" or named in training:
+            return call
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Study:
     """The functions of a study's file, checked as they are used."""
@@ -64,9 +107,16 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Return the study in a Python file, which is run."""
+        """Return the study in a Python file, which is run: not one that would train by it."""
         if not path.is_file():
             raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
+        training = _trains_when_run(path)
+        if training is not None:
+            raise InputError(
+                f"{path}: the file must not train when it is imported, because every job imports "
+                f'it. Found {training}. Put what trains under `if __name__ == "__main__":`.',
+                code="study.trains",
+            )
         # Modules beside the study import as they would for a script.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
