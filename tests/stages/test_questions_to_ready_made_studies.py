@@ -143,7 +143,7 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
     page = (tmp_path / "out.html").read_text()
     assert ("data:image/png" in page) == (make is make_images)
     assert ("<p>label cat, predicted" in page) == (make is make_images)
-    assert ("--label 9" in page) == ("<p>label cat, predicted dog" in page)
+    assert ("--label CLASS" in page) == ("<p>label cat, predicted dog" in page)
     assert '<span class="words" dir="auto">cat' not in page
     assert f"Study: {config['study']}<" in page
     if make is make_images:
