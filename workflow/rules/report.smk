@@ -2,6 +2,7 @@ rule write_report:
     input:
         # Without a name: the report is the last to run, so that every stage's time is in it.
         expand("<results>/figures/{experiment}.png", experiment=specs.scored),
+        expand("<results>/lists/{kind}.html", kind=specs.lists),
         timings if stored else [],
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
         normal_matrices=(
