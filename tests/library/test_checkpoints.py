@@ -108,7 +108,7 @@ def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
 
 
 class Gone:
-    """Of a module that is not there when the file is read; its code would leave a mark."""
+    """Its module is missing when the file is read, and its code would leave a mark."""
 
     def __reduce__(self):
         return (open, ("ran", "w"))

@@ -77,7 +77,7 @@ def test_one_block_is_held_at_a_time_and_none_is_changed():
 
 @pytest.mark.parametrize("n_checkpoints", [1, 2, 7, 300])
 def test_the_most_frequent_class(n_checkpoints):
-    """Of equally frequent ones the label if its log-odds are above 0 on average, else another."""
+    """A tie goes to the label if its mean log-odds are above 0, else to the smallest other."""
     classes = RNG.integers(-1, 4, (n_checkpoints, 200))
     labels, outputs = RNG.integers(-1, 4, 200), RNG.standard_normal((n_checkpoints, 200))
 

@@ -115,6 +115,8 @@ def main(model):
         ("torch.ones(1, requires_grad=True).sum().backward()", "backward() called in line 17"),
         ("if __name__ == '__main__':\n    main(torch.nn.Linear(2, 1))", None),
         ("model = torch.nn.Linear(2, 1)\nmodel.train()\ntransform(model)", None),
+        ("try:\n    import apex\nexcept ImportError:\n    def fit(x):\n        x.backward()", None),
+        ("fit = lambda x: x.backward()", None),
     ],
 )
 def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path, last, words):

@@ -70,23 +70,29 @@ def _trains_when_run(path: Path) -> str | None:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):
         return None
-    called = {node.name: _calls(node) for node in body if isinstance(node, _Function)}
-    training = {""}
+    called = {
+        node.name: [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+        for node in body
+        if isinstance(node, _Function)
+    }
+    training: set[str] = set()
     for _ in called:
         training |= {name for name, calls in called.items() if _first(calls, training)}
     for node in body:
         is_question = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
-        if isinstance(node, _Function | ast.ClassDef) or is_question:
-            continue
-        call = _first(_calls(node), training)
+        call = None if is_question else _first(_calls_at_once(node), training)
         if call is not None:
             name = call.func.id if isinstance(call.func, ast.Name) else "backward"
             return f"{name}() called in line {call.lineno}"
     return None
 
 
-def _calls(node: ast.AST) -> list[ast.Call]:
-    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+def _calls_at_once(node: ast.AST) -> list[ast.Call]:
+    """Return the calls of a statement, without those that wait in functions and classes."""
+    if isinstance(node, _Function | ast.ClassDef | ast.Lambda):
+        return []
+    own = [node] if isinstance(node, ast.Call) else []
+    return own + [call for part in ast.iter_child_nodes(node) for call in _calls_at_once(part)]
 
 
 def _first(calls: list[ast.Call], training: set[str]) -> ast.Call | None:
