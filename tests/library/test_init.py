@@ -248,118 +248,6 @@ def test_columns_of_very_different_sizes_are_scaled(capsys, columns, scale, told
     )
 
 
-NET = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-
-class Net({base}):
-    def __init__(self{arguments}):
-        super().__init__()
-        self.block = Block(3)
-{more}
-"""
-IMAGES = {f"train/{name}/1.png": "" for name in ("a", "b")}
-TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
-
-
-@pytest.mark.parametrize(
-    ("data", "base", "arguments", "more", "model", "said"),
-    [
-        (TABLE, "nn.Module", "", "", "net.py:Net", "chose: net.py:Net as the network\n"),
-        (TABLE, "Block", ", width=8, *, deep=False", "", "net.py:Net", "chose: net.py:Net"),
-        # Who must say widths writes a function, here or there.
-        (
-            TABLE,
-            "torch.nn.Module",
-            ", n_in, n_out=2, *, deep",
-            "",
-            "net.py:net",
-            "Give as `model` a function that you add to net.py, such as "
-            "`def net(): return Net(n_in=..., deep=...)`",
-        ),
-        (
-            TABLE,
-            "nn.Module",
-            ", n_in",
-            "def made(n_in=3):\n    return Net(n_in)\n",
-            "net.py:made",
-            "chose: net.py:made as the network\n",
-        ),
-        (TABLE, "nn.Module", "", "class Other(Net):\n    pass\n", "net.py:Other", "net.py:Other"),
-        (
-            TABLE,
-            "nn.Module",
-            "",
-            "class Other(nn.Module):\n    pass\n",
-            "net.py:Net",
-            "chose: net.py:Net as the network; net.py:Other could be it too\n",
-        ),
-        # To import it would train once more.
-        (
-            TABLE,
-            "nn.Module",
-            "",
-            "for epoch in range(3):\n    pass\n",
-            "nets.py:net",
-            "Give as `model` Net of net.py, moved into a file that runs nothing when imported\n",
-        ),
-        # A file alone has no package.
-        (
-            TABLE,
-            "nn.Module",
-            "",
-            "from .parts import Part\n",
-            "nets.py:net",
-            "Give as `model` Net of net.py, moved into a file without relative imports\n",
-        ),
-        (TABLE, "nn.Module", "", "class Module(nn.Module):\n    pass\n", "net.py:Net", "chose"),
-        (IMAGES, "nn.Module", ", n_classes=10", "", "net.py:Net", "chose: net.py:Net"),
-        (
-            IMAGES,
-            "nn.Module",
-            ", dropout=0.1",
-            "",
-            "net.py:net",
-            "such as `def net(n_classes): return Net()`",
-        ),
-        (
-            IMAGES,
-            "nn.Module",
-            ", width=8",
-            "",
-            "net.py:net",
-            "such as `def net(n_classes): return Net()`",
-        ),
-    ],
-)
-def test_a_network_of_one_s_own(data, base, arguments, more, model, said, capsys):
-    """It is parsed alone: what it imports need not be there."""
-    deep = f"x = {100_000 * '-'}1"  # more than Python's parser takes
-    own = NET.format(base=base, arguments=arguments, more=more)
-    code = {"net.py": own, "bad.py": "def", "deep.py": deep}
-    config = written({**data, **code, "m.pt": ""})
-    assert config["study_arguments"]["model"] == model
-    assert said in capsys.readouterr().out
-    is_placeholder = "# model: a placeholder: give " in Path("trak.yaml").read_text()
-    assert is_placeholder == (not said.startswith(("chose", "net.py:Other")))
-
-
-def test_a_placeholder_names_the_file_that_its_advice_is_about(capsys):
-    needy = NET.format(base="nn.Module", arguments=", n_in", more="")
-    running = NET.format(base="nn.Module", arguments="", more="for i in range(3):\n    pass\n")
-    config = written({**TABLE, "a.py": needy, "b.py": running, "m.pt": ""})
-    assert config["study_arguments"]["model"] == "nets.py:net"
-    assert "Give as `model` Net of b.py, moved into" in capsys.readouterr().out
-    Path("trak.yaml").unlink()
-    config = written({**TABLE, "a.py": running, "b.py": needy, "m.pt": ""})
-    assert config["study_arguments"]["model"] == "b.py:net"
-    assert "a function that you add to b.py" in capsys.readouterr().out
-
-
 def test_files_named_by_epochs_are_times_of_one_run():
     names = ("net-epoch08.pt", "net-epoch12.pt", "step_5.pt", "sweep_1.pt", "sweep_2.pt")
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
@@ -386,18 +274,6 @@ def test_every_checkpoint_has_a_key_of_its_own():
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
     text, _ = config_for(Path())
     assert sorted(yaml.safe_load(text)["checkpoints"].values()) == sorted(names)
-
-
-def test_weights_of_timm_s_name_their_network(capsys):
-    images = {f"train/{name}/1.png": "" for name in ("a", "b")}
-    saved = {"out/config.json": '{"architecture": "resnet18"}', "out/model.safetensors": ""}
-    config = written({**images, **saved})
-    assert config["study"] == "image_folder"
-    arguments = {"images": "train", "model": "timm/resnet18", "transform": None}
-    assert config["study_arguments"] == arguments
-    assert config["checkpoints"] == {"model": "out/model.safetensors"}
-    printed = capsys.readouterr().out
-    assert printed.count("could not tell") == printed.count("how training prepared images") == 1
 
 
 def test_images_do_not_lie_where_results_come(folder, monkeypatch):

@@ -68,14 +68,16 @@ def check_another_label(folder, capsys):
     """As docs/how-to/questions.md asks for it: the answer of a line with that label."""
     shutil.copy("mine.yaml", "images.yaml")
     called = dict(blocks("docs/how-to/questions.md", "Why did it say dog?"))["console"]
-    main(shlex.split(called)[2:])
+    main([*shlex.split(called)[2:], "--html", "dog.html"])
     by_label = capsys.readouterr().out
+    own = "; its own label cat"
     assert re.search(
-        r"^the log-odds of the label: \S+; label dog, predicted (cat|dog)$", by_label, re.M
+        rf"^the log-odds of the label: \S+; label dog, predicted (cat|dog){own}$", by_label, re.M
     )
+    assert "own_label cat" in Path("dog.html").read_text()
     write(folder / "dog.jsonl", [{"path": "new.png", "label": "dog", "id": "new"}])
     main(["ask", "images.yaml", "--file", "dog.jsonl"])
-    assert capsys.readouterr().out == by_label
+    assert capsys.readouterr().out == by_label.replace(own, "")
     with pytest.raises(SystemExit):
         main(["ask", "images.yaml", "--target", "new", "--label", "fox"])
     assert "A label must be one of cat, dog. Found fox." in capsys.readouterr().err
@@ -86,7 +88,9 @@ def check_another_label(folder, capsys):
 
 def test_another_label_is_a_class():
     for sample in ((torch.ones(2), 1), (torch.ones(2), torch.tensor(1))):
-        *inputs, label = as_of_class(Asked(7, sample), "0", STUDY, "image_classification").sample
+        other = as_of_class(Asked(7, sample), "0", STUDY, "image_classification")
+        *inputs, label = other.sample
+        assert other.own_label == 1
         assert inputs == [sample[0]]
         assert (label.item(), label.dtype) == (0, torch.int64)
     text = Asked(7, {"input_ids": torch.ones(2), "labels": torch.tensor(1)})

@@ -196,6 +196,10 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     assert len(shown.all("img")) == (20 if way == "drawn" else 0)
     alts = [f"train {i}" for i in rows["id"]]
     assert [image["alt"] for image in shown.all("img")] == (alts if way == "drawn" else [])
+    assert "The suggested label is the class" not in shown.text
+    rows.assign(suggested_label=1).to_csv(listed, index=False)
+    show_list(page=page, listed=listed, kind="suspects", **about)
+    assert "The suggested label is the class" in Page(page.read_text()).text
 
 
 def test_a_long_number_of_a_list_is_short_on_its_page():

@@ -1,4 +1,4 @@
-"""Guess the network that checkpoints are of: by a name that they say, or in Python files."""
+"""Guess, in Python files unread, the network of checkpoints and what prepared its images."""
 
 import ast
 import re
@@ -10,6 +10,12 @@ from typing import Any
 _FUNCTION = "file.py:function of yours that returns the network, weights unset"
 _NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
 _FILE = "nets.py:net"
+# What functions that prepare images are called, those that do other things, and what draws anew.
+_PREPARES = re.compile(
+    r"(?:^|_)(?:transforms?|preprocess(?:ing)?|prepared?|to_tensor)(?:$|_)", re.I
+)
+_IS_OTHER = re.compile(r"train|augment|data|label|target|text|batch|model|path|file", re.I)
+_DRAWS = re.compile(r"rand|auto_?augment|trivial_?augment|augment", re.I)
 # A line of the config: key, value, and a comment that may be empty.
 Line = tuple[str, Any, str]
 
@@ -110,6 +116,59 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
     place, advice = misfits[-1] if misfits else (_FILE, _NAMED if of_images else _FUNCTION)
     report.append(f"could not tell: what network the checkpoints are of. Give as `model` {advice}")
     return "model", place, f"a placeholder: give {advice}"
+
+
+def own_transform(code: Iterable[Path], report: list[str]) -> Line:
+    """Return the function of Python files that prepares images, which are parsed and not run.
+
+    It is called as such functions are, takes one argument, and draws nothing; several, or one in a
+    file that runs much when imported, are told of and not taken.
+    """
+    fitting, misfits = list[str](), list[str]()
+    for file in code:
+        try:
+            body = ast.parse(file.read_bytes()).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+            continue
+        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in body)
+        for node in body:
+            name = _prepares_images(node)
+            if name is not None:
+                (misfits if runs else fitting).append(f"{file}:{name}")
+    if len(fitting) == 1:
+        report.append(f"chose: {fitting[0]} as what prepares images: see that evaluation did so")
+        return "transform", fitting[0], "null takes RGB from 0 to 1 in the images' own size"
+    said = "A function says otherwise: study_arguments, transform: prepared.py:prepared"
+    if fitting:
+        said = f"It may be {' or '.join(fitting)}: name the one of evaluation as `transform`"
+    elif misfits:
+        said = (
+            f"It may be {' or '.join(misfits)}, moved into a file that runs nothing when imported"
+        )
+    report.append(
+        "could not tell: how training prepared images; took RGB from 0 to 1 in their own size. "
+        + said
+    )
+    return "transform", None, "file.py:function that makes a tensor of a PIL image in RGB"
+
+
+def _prepares_images(node: ast.stmt) -> str | None:
+    """Return the name of a function, or of a composed transform, that may prepare an image."""
+    if isinstance(node, ast.FunctionDef):
+        needed, by_place = _arguments(node, [])
+        takes_one = bool(by_place) and needed in ([], by_place[:1])
+        name = node.name if takes_one and not _IS_OTHER.search(by_place[0]) else None
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        is_made = isinstance(node.value, ast.Lambda) or (
+            isinstance(node.value, ast.Call)
+            and not _names_in(node.value.func).isdisjoint({"Compose", "Sequential"})
+        )
+        name = node.targets[0].id if is_made else None
+    else:
+        return None
+    if name is None or not _PREPARES.search(name) or _IS_OTHER.search(name):
+        return None
+    return None if any(map(_DRAWS.match, _names_in(node))) else name
 
 
 def _takes_classes(needed: Sequence[str], by_place: Sequence[str]) -> bool:

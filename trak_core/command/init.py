@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trak_core.command.guess_network import Line, named_network, own_network
+from trak_core.command.guess_network import Line, named_network, own_network, own_transform
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import ids_of, read_rows
@@ -24,7 +24,6 @@ _EXPLAINED = re.compile(
 )
 # What stands before the number of an epoch or a step in a file's name; "sweep_1" has none.
 _TIME = re.compile(r"((?:.*[^a-z])?(?:epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?)(\d+)", re.I)
-_OF_IMAGES = "transform", None, "file.py:function that makes a tensor of a PIL image in RGB"
 _LABELS = ("label", "labels", "target", "class", "y")
 # What a table written with its row numbers calls them: pandas, of a column without a name.
 _NUMBERED = "Unnamed: 0"
@@ -142,10 +141,11 @@ def _config_of(
     if images:
         networks = {timm.get(path.parent) for path in states}
     network = named_network(networks, report)
+    code = _files([folder, *plain], [".py"])
     if network is None:
-        code = _files([folder, *plain], [".py"])
         network = own_network(code, report, of_images=bool(images))
-    return _of_network(images, rows, states, network, report)
+    lines = [network, own_transform(code, report)] if images else [network]
+    return _of_network(images, rows, states, lines, report)
 
 
 def _timm_network(folder: Path) -> str | None:
@@ -316,9 +316,12 @@ def _last(row: dict[str, Any]) -> str:
 
 
 def _of_network(
-    images: list[Path], rows: list[Path], states: list[Path], model: Line, report: list[str]
+    images: list[Path], rows: list[Path], states: list[Path], network: list[Line], report: list[str]
 ) -> tuple[str, list[str]]:
-    """Return the config of a classifier of images, or of a network of tables."""
+    """Return the config of a classifier of images, or of a network of tables.
+
+    ``network`` holds the lines that name it, and what prepares its images.
+    """
     train, target = _split(images or rows, report)
     given: list[Line] = [] if target is None else [("targets", str(target), "")]
     if images:
@@ -329,11 +332,7 @@ def _of_network(
         )
         relative = [path.relative_to(explained) for path in inner]
         asked = _targets([path.as_posix() for path in relative], [i.parts[0] for i in relative])
-        report.append(
-            "could not tell: how training prepared images; took RGB from 0 to 1 in their own size. "
-            "A function says otherwise: study_arguments, transform: prepared.py:prepared"
-        )
-        arguments = [("images", str(train), ""), *given, model, _OF_IMAGES]
+        arguments = [("images", str(train), ""), *given, *network]
         text = _text("image_folder", arguments, [], states, [asked])
         return text, [*report, "chose: image_folder"]
     trained, explained = read_rows(str(train)), read_rows(str(target or train))
@@ -386,7 +385,7 @@ def _of_network(
             "in the order of the logits",
         ))
     kind = ("model_output", output, "regression for a number, image_classification for a class")
-    text = _text("tabular", [*arguments, model], [kind], states, [asked])
+    text = _text("tabular", [*arguments, *network], [kind], states, [asked])
     return text, [*report, "chose: tabular"]
 
 

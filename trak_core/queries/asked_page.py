@@ -47,6 +47,9 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
     targets = pd.DataFrame([dict(answer.target) for answer in answers])
     targets["id"] = [str(answer.asked.id) for answer in answers]
+    own_labels = [answer.asked.own_label for answer in answers]
+    if own_labels != [None] * len(answers):
+        columns["own_label"] = own_labels
     targets = targets.join(short_columns(columns))
     influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
     file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}

@@ -25,11 +25,15 @@ _TEXT = "text"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sample to be explained, its id, and the fields of the line that it was made of."""
+    """A sample to be explained, its id, and the fields of the line that it was made of.
+
+    ``own_label`` is the class that it has, by its name or number, if it is explained as of another.
+    """
 
     id: int | str
     sample: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
+    own_label: str | int | None = None
 
     @property
     def split(self) -> Split:
@@ -120,13 +124,10 @@ def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> As
         )
     number = names.index(label) if names else int(label)
     sample = asked.sample
-
-    def other(own: Any) -> torch.Tensor:
-        return torch.full_like(torch.as_tensor(own), number)
-
-    if isinstance(sample, Mapping):
-        return replace(asked, sample={**sample, "labels": other(sample["labels"])})
-    return replace(asked, sample=(*sample[:-1], other(sample[-1])))
+    own = torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
+    other = torch.full_like(own, number)
+    changed = {**sample, "labels": other} if isinstance(sample, Mapping) else (*sample[:-1], other)
+    return replace(asked, sample=changed, own_label=named(names, own.item()))
 
 
 def _types(fields: Mapping[str, Any]) -> dict[str, type]:
@@ -204,6 +205,8 @@ class Answer:
             about = replace(about, prediction="")
         named = dict(zip(_SAID, map(self.named, (label, prediction)), strict=True))
         words = of_target(SimpleNamespace(**named), about)
+        if self.asked.own_label is not None:
+            words += f"; its own label {self.asked.own_label}"
         return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
 
     def named(self, number: Any) -> Any:

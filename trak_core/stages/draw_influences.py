@@ -281,6 +281,7 @@ def show_list(
         n_targets=sum(map(len, few)),
         warnings=[warning for file in files for warning in score_warnings(file)],
         has_self_influence="self_influence" in rows,
+        suggests="suggested_label" in rows,
         has_pool=pool is not None,
         described=study.has("describe"),
         drawn=draws,
