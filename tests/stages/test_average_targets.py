@@ -100,6 +100,7 @@ def test_a_contrast_is_that_of_the_columns(way, full, tmp_path):
         part("c0", (1, 0))
 
 
+@pytest.mark.usefixtures("no_figure")
 def test_a_mean_is_shown_by_its_words(full, tmp_path):
     study, checkpoints, scores = full
     path, _ = contrast_of(tmp_path, scores, "full", checkpoints)
