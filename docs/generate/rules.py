@@ -40,7 +40,7 @@ PARAMS = {
     "question": "the experiment's own `data`",
     "retrained_spec": "`evaluation.subsets`",
     "scores_spec": "what decides the scores' numbers",
-    "signature": "size and time of a file of your own",
+    "signature": "what tells a file of your own: size and time, or parts of it",
     "spec": "what decides its numbers (the file's attribute `spec`)",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",

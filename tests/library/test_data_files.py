@@ -12,7 +12,7 @@ from trak_core.system.files import data_digests
 def folder(tmp_path, monkeypatch):
     """Two tables and a picture, changed long ago as far as the module knows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(files, "_CLOCK_NS", 0)
+    monkeypatch.setattr(files, "CLOCK_NS", 0)
     for name in ("data/a.csv", "data/deep/b.csv", "data/deep/c.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -85,7 +85,7 @@ def test_a_file_put_back_with_its_old_time_is_read(folder, record):
 
 def test_what_changed_a_moment_ago_is_not_remembered(folder, record, hashed, monkeypatch):
     """It may change again before the file system's clock moves."""
-    monkeypatch.setattr(files, "_CLOCK_NS", 60 * 10**9)
+    monkeypatch.setattr(files, "CLOCK_NS", 60 * 10**9)
     for _ in range(2):
         data_digests(["data/a.csv"], record)
     assert hashed == ["a.csv", "a.csv"]

@@ -101,7 +101,7 @@ def test_digests_on_record_are_those_of_the_code(toy, tmp_path, monkeypatch):
         ("trak_core.stages.solve", "trak_core.stages.draw"),
     )
     toy.joinpath("report/page.css").write_text("a {}")
-    monkeypatch.setattr(files, "_CLOCK_NS", 0)
+    monkeypatch.setattr(files, "CLOCK_NS", 0)
 
     def on_record():
         kept = CodeDigests(record)

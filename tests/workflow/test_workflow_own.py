@@ -75,6 +75,23 @@ def test_own_checkpoint_touched(study):
     assert study.artifacts() == before
 
 
+def test_own_checkpoint_replaced_by_one_of_its_size_and_time(study):
+    """As by `cp -p`, `rsync -t` or `tar`: Snakemake alone would serve the old scores."""
+    assert study.would_run() == {}
+    path = study.path("mine/c1.pt")
+    before = path.stat()
+    save_own_checkpoint(study, 1, scale=2)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert study.would_run() == scoring(1, 2)
+    assert study.run("results/scores/few.h5", "results/scores/one.h5") == scoring(1, 2)
+    assert study.would_run("scores") == {}
+    save_own_checkpoint(study, 1)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert study.would_run() == scoring(1, 2)
+
+
 def test_results_without_snakemakes_records_count_as_finished(study):
     """As the page on what runs again says: a new checkpoint's jobs run once averages are gone."""
     shutil.rmtree(study.path(".snakemake/metadata"))

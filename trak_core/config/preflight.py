@@ -20,16 +20,12 @@ from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.config.specs_from_config import Specs
 from trak_core.config.write_study_module import builder_of
-from trak_core.dependency_digests import (
-    may_change_imports,
-    stat_signature,
-    study_digest,
-    study_imports,
-)
+from trak_core.dependency_digests import may_change_imports, study_digest, study_imports
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
+from trak_core.system.checkpoint_signatures import checkpoint_signatures
 from trak_core.system.files import code_digests, read_record, write_record
 from trak_core.system.fork_client import Fork, start_fork_server
 from trak_core.system.job import imports_of
@@ -196,7 +192,8 @@ def _facts(
     }
     splits = known.get("splits", {})
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
-    fitting = {path: _key([*code, path, stat_signature(Path(path))]) for path in checkpoints}
+    signatures = checkpoint_signatures(results)
+    fitting = {path: _key([*code, path, signatures.of(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
     model, read = {key: known.get(key) for key in (*_MODEL, "imports", "imports_of")}, {}
     if new or changed:

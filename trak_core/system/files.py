@@ -169,7 +169,7 @@ def write_record(path: Path, known: dict[str, Any]) -> None:
 
 # Clocks of file systems stand still for up to two seconds: a file changed that lately may change
 # once more under the same time.
-_CLOCK_NS = 2 * 10**9
+CLOCK_NS = 2 * 10**9
 
 
 def _files(pattern: str) -> Iterator[Path]:
@@ -245,7 +245,7 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         *before, digest = known.get(name, [None])
         digests[name] = digest if before == seen and digest else file_digest(file)
-        if stat.st_ctime_ns < now - _CLOCK_NS:
+        if stat.st_ctime_ns < now - CLOCK_NS:
             kept[name] = [*seen, digests[name]]
     if writes and kept != known:
         write_record(record, kept)
@@ -264,7 +264,7 @@ class CodeDigests:
         stats = {str(path): path.stat() for path in code_files()}
         files = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()]
         self._files = content_digest(files)
-        self._is_settled = all(s.st_ctime_ns < now - _CLOCK_NS for s in stats.values())
+        self._is_settled = all(s.st_ctime_ns < now - CLOCK_NS for s in stats.values())
         self._known = read_record(record)
         if self._known.get("files") != self._files:
             self._known = {}

@@ -35,6 +35,7 @@ from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stat_signature
 from trak_core.system.job import imports_of, stage_module
+from trak_core.system.checkpoint_signatures import checkpoint_signatures
 from trak_core.system.files import code_digests, hold_results
 from trak_core.system.fork_client import (
     can_fork,

@@ -21,7 +21,7 @@ def own_file(path):
 
 @cache
 def own_signature(file):
-    """Return size and time of a user's file, where jobs are planned: a node may not have it.
+    """Return what tells a user's file, where jobs are planned: a node may not have it.
 
     Snakemake alone would miss a file replaced by an older one, or changed inside a folder.
     """
@@ -30,7 +30,9 @@ def own_signature(file):
     store = get_flag_value(file, "storage_object")
     # A folder of this machine can be a store.
     here = Path(store.query if store else file)
-    return stat_signature(here) if here.exists() else f"{store.size()} {store.mtime()}"
+    if not here.exists():
+        return f"{store.size()} {store.mtime()}"
+    return stat_signature(here) if stored else checkpoint_signatures(results).of(here)
 
 
 own_checkpoints = (
