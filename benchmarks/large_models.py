@@ -25,10 +25,11 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Self
 
 # For all that follows: one thread a side.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -40,6 +41,7 @@ from sides import FLOOR, HEADER, Row, floor, measured, print_peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from trak_core.autograd.gradient_terms import Contribution
 from trak_core.gradients import (
     Batch,
     GradientMethod,
@@ -176,6 +178,30 @@ def ours(
     return sums.scaled()[0]
 
 
+class Nobody:
+    """A consumer that takes gradients and does nothing."""
+
+    in_order: ClassVar[bool] = True
+    reads_terms: ClassVar[bool] = False
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        """Let them go; those that aren't formed never are."""
+
+    def finish(self) -> None:
+        """Nothing was held back."""
+
+    def of(self, samples: slice) -> Self:
+        """Return itself, because samples are all the same to it."""
+        return self
+
+    def empty(self) -> Self:
+        """Return itself, because it never holds anything."""
+        return self
+
+    def add(self, other: Self) -> None:
+        """There is nothing to add."""
+
+
 def by_vmap(case: Case, kind: str) -> Tensor:
     """Return features of gradients that are formed as a whole."""
     trained = {name: p.detach() for name, p in case.parameters.items()}
@@ -212,12 +238,15 @@ def check(case: Case, kind: str) -> None:
 
 
 def sides_of(
-    case: Case, kinds: list[str], vmap: bool, one_by_one: bool
+    case: Case, kinds: list[str], vmap: bool, one_by_one: bool, no_features: bool
 ) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
     sides: dict[str, Callable[[], object]] = {
         FLOOR: partial(floor, case.model, case.output, case.batch)
     }
+    if no_features:
+        given = case.model, case.parameters, case.output, case.batch
+        sides["no features"] = partial(gradients_at_once, *given, Nobody())
     for kind in kinds:
         sides[kind] = partial(ours, case, kind)
         if vmap:
@@ -258,6 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-vmap", action="store_true")
     parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--no-features", action="store_true", help="the pass alone, too")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
@@ -271,7 +301,8 @@ def main() -> None:
         case = case_of(
             name, arguments.linear, arguments.proj_dim, arguments.samples, arguments.tokens
         )
-        sides = sides_of(case, arguments.kinds, not arguments.no_vmap, arguments.one_by_one)
+        ways = not arguments.no_vmap, arguments.one_by_one, arguments.no_features
+        sides = sides_of(case, arguments.kinds, *ways)
         if arguments.peak:
             warm_up(arguments.kinds, case.proj_dim)
             print_peak(sides[arguments.peak])

@@ -12,7 +12,7 @@ from refused import refused
 from torch import nn
 
 from trak_core.gradients import as_batch
-from trak_core.gradients.check_samples import check_labels, check_samples_apart, count_classes
+from trak_core.gradients.check_gradients import check_labels, check_samples_apart, count_classes
 from trak_core.gradients.model_inputs import joined
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING

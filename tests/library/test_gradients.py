@@ -13,8 +13,12 @@ from torch import nn
 
 from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method, model_inputs
 from trak_core.gradients.batch_size import sample_memory
-from trak_core.gradients.check_finite import check_finite, refuse_not_finite
-from trak_core.gradients.check_samples import check_samples_apart, count_classes
+from trak_core.gradients.check_gradients import (
+    check_finite,
+    check_samples_apart,
+    count_classes,
+    refuse_not_finite,
+)
 from trak_core.gradients.choose_method import choose_method
 from trak_core.gradients.differentiable_model import n_params, select_parameters
 from trak_core.gradients.gradient_consumers import Formed

@@ -37,19 +37,29 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shown_as(results, tmp_path_factory):
-    """The study that shows samples in a way, and the files drawn of it."""
+    """The study that shows samples in a way, and the files drawn of it; of pictures the figure."""
     from reported import CODES, draw, study_with
 
-    folders = {name: tmp_path_factory.mktemp(name) for name in CODES}
-    studies = {name: study_with(folder, CODES[name]) for name, folder in folders.items()}
-    return {name: (path, draw(results, path.parent, path)) for name, path in studies.items()}
+    def drawn(name):
+        folder = tmp_path_factory.mktemp(name)
+        study_file = study_with(folder, CODES[name])
+        with pytest.MonkeyPatch.context() as patch:
+            if name != "drawn":
+                leave_figure_empty(patch)
+            return study_file, draw(results, folder, study_file)
+
+    return {name: drawn(name) for name in CODES}
+
+
+def leave_figure_empty(monkeypatch):
+    name = "trak_core.stages.draw_influences._draw"
+    monkeypatch.setattr(name, lambda figure, _: figure.touch())
 
 
 @pytest.fixture
 def no_figure(monkeypatch):
     """Pages come without their figure, which takes seconds; other tests look at it."""
-    name = "trak_core.stages.draw_influences._draw"
-    monkeypatch.setattr(name, lambda figure, _: figure.touch())
+    leave_figure_empty(monkeypatch)
 
 
 @pytest.fixture

@@ -100,6 +100,7 @@ def test_a_contrast_is_that_of_the_columns(way, full, tmp_path):
         part("c0", (1, 0))
 
 
+@pytest.mark.usefixtures("no_figure")
 def test_a_mean_is_shown_by_its_words(full, tmp_path):
     study, checkpoints, scores = full
     path, _ = contrast_of(tmp_path, scores, "full", checkpoints)
@@ -114,6 +115,9 @@ def test_a_mean_is_shown_by_its_words(full, tmp_path):
     )
     text = page.read_text()
     assert "<p>the mean of mine, less that of others</p>" in text
+    # To raise a difference is neither help nor harm.
+    assert "Raise the difference most" in text
+    assert "helpful" not in text
     assert "without" not in text.split("<svg")[0].split("push f up most")[1]
     (words,) = table(texts, "targets")["text"]
     assert words == "the mean of mine, less that of others"

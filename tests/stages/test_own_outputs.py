@@ -204,6 +204,7 @@ def test_an_example_runs_to_the_report(name, trained, tmp_path):
     assert ("Loss weights. All are 1" in page.text) == (name != "ranking")
 
 
+@pytest.mark.usefixtures("no_figure")
 def test_words_that_nobody_gave(trained, tmp_path):
     study, checkpoint = trained["policy"]
     run = study.path, {"run0": checkpoint}, TARGETS

@@ -151,6 +151,7 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
     assert '<span class="words" dir="auto">cat' not in page
     assert f"Study: {config['study']}<" in page
     if make is make_images:
-        assert "<p>label cat, predicted" in drawn_page(results)
-        assert "Study: image_folder<" in drawn_page(results)
+        drawn = drawn_page(results)
+        assert "<p>label cat, predicted" in drawn
+        assert "Study: image_folder<" in drawn
     sys.modules.pop("nets")

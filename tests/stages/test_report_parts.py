@@ -53,7 +53,8 @@ from trak_core.study.study import Study
 def decoded(picture):
     head, _, data = picture.src.partition(";base64,")
     kind = head.removeprefix("data:image/")
-    return kind, imread(io.BytesIO(base64.b64decode(data)), format=kind)
+    pixels = imread(io.BytesIO(base64.b64decode(data)), format=kind)
+    return kind, np.repeat(pixels[..., None], 3, axis=2) if pixels.ndim == 2 else pixels
 
 
 def test_a_picture_fills_its_tile(tmp_path):
@@ -122,6 +123,26 @@ def test_images_are_drawn_by_themselves(tmp_path):
         height, width = pixels.shape[:2]
         middles = pixels[height // 4 :: height // 2, width // 4 :: width // 2, :3][:2, :2]
         assert np.abs(middles - image.numpy()).max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "shown"),
+    [(8, 8, (100, 100)), (28, 14, (50, 100)), (150, 300, (100, 50)), (1, 900, (100, 1))],
+)
+def test_images_are_shown_at_one_size_and_small_ones_pixel_for_pixel(
+    tmp_path, height, width, shown
+):
+    levels = torch.arange(height * width).reshape(1, height, width) % 256
+    _, (picture,) = shown_without_draw(tmp_path, [(levels.byte(), 1)])
+    assert (picture.width, picture.height) == shown
+    _, pixels = decoded(picture)
+    times = max(1, pixels.shape[0] // height)
+    assert max(pixels.shape) == (
+        200 if max(height, width) > 28 else 200 // max(height, width) * max(height, width)
+    )
+    if max(height, width) <= 28:
+        assert np.array_equal(np.rint(255 * pixels[::times, ::times, 0]), levels[0])
+        assert np.array_equal(pixels, pixels[::times, ::times].repeat(times, 0).repeat(times, 1))
 
 
 @pytest.mark.parametrize(

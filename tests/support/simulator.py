@@ -86,6 +86,12 @@ class _Block:
         return self._results[warp][lane]
 
 
+def _caller_of(frame):
+    """The last entries of ``traceback.extract_stack``, which reads the source of all the stack."""
+    caller = frame.f_back
+    return [(caller.f_code.co_filename, caller.f_lineno), (frame.f_code.co_filename, 0)]
+
+
 class _PoisonedNumpy:
     """NumPy, but that the bits of new memory are all set."""
 
@@ -113,6 +119,7 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(simulator_kernel.BlockManager, "run", run_block)
     monkeypatch.setattr(kernelapi, "threading", SimpleNamespace(current_thread=getcurrent))
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
+    monkeypatch.setattr(kernelapi, "traceback", SimpleNamespace(extract_stack=_caller_of))
     monkeypatch.setattr(dense, "ptx", inline_ptx_simulated)
     monkeypatch.setattr(dense, "normal_of", _normal_of)
     monkeypatch.setattr(dense, "sign_of", _sign_of)

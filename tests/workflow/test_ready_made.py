@@ -186,7 +186,7 @@ def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
     config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
     assert config["data_files"] == ["images", "nets.py", "layers.py"]
     assert config["model_output"] == "image_classification"
-    assert "draw = study.draw" in written_study(study, "results").read_text()
+    assert "class_names = study.class_names" in written_study(study, "results").read_text()
 
 
 def test_images_that_a_table_names_are_watched(study, monkeypatch):

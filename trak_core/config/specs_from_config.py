@@ -37,6 +37,7 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import About, about_output, output_name
 from trak_core.spec import (
     GAUSS_NEWTON,
+    LESS,
     POOL,
     TRAIN,
     Combine,
@@ -54,9 +55,8 @@ from trak_core.system.files import data_digests, file_digest
 
 # Subsets, and targets with their removals, that one job trains for.
 _SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
-# Random removals of each number, and trainings without each set of samples.
-_DRAWS, _REMOVAL_SEEDS = 3, 3
-_SEED = 0  # of what is drawn for flipped labels and removals
+# Random removals of each number, trainings without each set of samples; the seed of what is drawn.
+_DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 # Functions of a study that are called to show samples alone, for columns alone, and for targets.
 _SHOWING = {"draw", "describe", "token_texts", "class_names"}
 _COLUMNS = {"train_columns", "target_columns"}
@@ -229,8 +229,8 @@ class Specs:
     @property
     def conditions(self) -> dict[str, str]:
         """What experiments say of their targets, by name, where they don't name any."""
-        about = self.config["experiments"]
-        return {name: about[name]["where"] for name in about if "where" in about[name]}
+        experiments = self.config["experiments"].items()
+        return {name: about["where"] for name, about in experiments if "where" in about}
 
     @property
     def means(self) -> dict[str, list[str]]:
@@ -241,11 +241,11 @@ class Specs:
     @property
     def scored(self) -> list[str]:
         """All experiments, in the config's order."""
-        return list(self.config["experiments"])
+        return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
         """Return in words what an experiment's one target is the mean of."""
-        return ", less that of ".join(self.means.get(experiment, ())) or None
+        return LESS.join(self.means.get(experiment, ())) or None
 
     @property
     def has_columns(self) -> bool:

@@ -56,16 +56,13 @@ class _Ready:
     model_output: str | None
     files: tuple[str, ...]
     takes_weights: bool = False
-    draws: bool = False
     names_images: bool = False
 
 
 READY_MADE = {
     "language_model": _Ready("language_modelling", ("texts", "targets"), takes_weights=True),
     "text_classification": _Ready("text_classification", ("texts", "targets"), takes_weights=True),
-    "image_folder": _Ready(
-        "image_classification", ("images", "targets"), draws=True, names_images=True
-    ),
+    "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
 _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
@@ -285,7 +282,7 @@ def _beside_weights(weights: Path) -> list[str]:
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready, digest: str) -> str:
-    functions = [*_FUNCTIONS, *["draw"] * about.draws, *["token_texts"] * about.takes_weights]
+    functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
     return _TEXT.format(
         name=name,
         digest=digest,

@@ -20,14 +20,16 @@ from trak_core.gradients.batch_size import (
     sample_memory,
     samples_that_fit,
 )
-from trak_core.gradients.check_finite import (
+from trak_core.gradients.check_gradients import (
     Variety,
     check_finite,
     check_finite_gramian,
+    check_labels,
+    check_samples_apart,
+    count_classes,
     explain_not_finite,
     refuse_not_finite,
 )
-from trak_core.gradients.check_samples import check_labels, check_samples_apart, count_classes
 from trak_core.gradients.choose_method import choose_method, gradient_method
 from trak_core.gradients.differentiable_model import (
     graph_to,

@@ -90,12 +90,6 @@ def image_folder(
                 code="studies.asked_image",
             ) from error
 
-    def draw(axes: Any, sample: tuple[Tensor, Tensor]) -> None:
-        pixels = sample[0].movedim(0, -1)
-        darkest, brightest = pixels.min(), pixels.max()
-        pixels = (pixels - darkest) / (brightest - darkest).clamp(min=1e-9)
-        axes.imshow(pixels.numpy(), cmap="gray")  # a map that only one channel takes
-
     used = {"path", "label"}
     return ReadyStudy(
         to_change_samples=(
@@ -110,7 +104,6 @@ def image_folder(
         target_ids=lambda: ids_of(target_rows),
         encode=encoder(asked, {"path": "new/17.png", "label": names[0]}, ("path", "label")),
         describe=lambda sample: names[int(sample[1])],
-        draw=draw,
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),

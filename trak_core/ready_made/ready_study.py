@@ -36,7 +36,6 @@ class ReadyStudy:
     describe: Callable[[Any], str]
     train_columns: Callable[[], pd.DataFrame]
     target_columns: Callable[[], pd.DataFrame]
-    draw: Callable[[Any, Any], None] | None = None
     token_texts: Callable[[Any], list[str]] | None = None
     class_names: Callable[[], list[str]] | None = None
 

@@ -356,7 +356,8 @@ def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_color(color)
     if isinstance(sample, Picture):
-        axes.imshow(imread(io.BytesIO(sample.data), format=sample.kind))
+        picture = imread(io.BytesIO(sample.data), format=sample.kind)
+        axes.imshow(picture, cmap="gray", vmin=0, vmax=1 if sample.kind == "png" else 255)
         return
     axes.set_aspect("equal", adjustable="box")
     text = _wrapped(sample, *_WITHIN)

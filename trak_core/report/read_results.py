@@ -27,7 +27,7 @@ from trak_core.artifacts import (
 )
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.scoring.suggest_damping import Foretold, Suggestion, suggest_damping
-from trak_core.spec import EXACT, GAUSS_NEWTON, MEAN_OF
+from trak_core.spec import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
 from trak_core.system.job import PEAK
 
 # A smaller loss weight is near 0.
@@ -212,7 +212,10 @@ def _is_own(file: Artifact) -> bool:
 def output_of(experiment: File) -> About:
     """Return what is known of the model output that an experiment's scores are of."""
     name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
-    return about_output({**json.loads(words), "function": name} if words else name)
+    about = about_output({**json.loads(words), "function": name} if words else name)
+    targets = experiment.tables.get("targets", pd.DataFrame())
+    is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
+    return replace(about, raises="the difference") if is_difference else about
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:

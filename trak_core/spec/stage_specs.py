@@ -25,6 +25,8 @@ TRAIN = "train"
 POOL = "pool"
 # The column that says what the one target of an experiment is the mean of.
 MEAN_OF = "mean_of"
+# What stands there between a mean and the one that is subtracted.
+LESS = ", less that of "
 # The optimizer's state in a checkpoint's folder, as transformers' Trainer calls it.
 OPTIMIZER_FILE = "optimizer.pt"
 # The settings in the folder of an adapter, as PEFT calls them.
