@@ -5,12 +5,15 @@
 `471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
 the look before any job (`trak run -n`), the model with its weights alone (`load`), and the features
 of the text, from the start of Python to its end. `again` are the same features where an earlier job
-has left its record of the model in the results folder. `124M` is a Llama of GPT-2's size in
+has left its record of the model in the results folder. `question` is the whole of `trak run` for
+that features file, with the look before it, Snakemake and the job, and `question again` with the
+record. `124M` is a Llama of GPT-2's size in
 float32, and one text of 256 tokens; `long` is a Llama of width 256 and two layers in
 float32 with a vocabulary of 128,256, and one text of 1,024 tokens; `deep` one of 24 layers with a
 vocabulary of 8,192, and one text of 2,048 tokens. `loads` is a process that
 imports torch and what the study imports and ends, to compare with. Times are CPU seconds of a
-process and all that it started; memory is the largest resident size of any of them. "own MB" leaves
+process and all that it started, with a fork server that outlives it; wall seconds end with the
+process; memory is the largest resident size of any of them. "own MB" leaves
 out pages of files, such as libraries that processes share: the most that the process itself was
 seen with, looked at every 10 ms. Prints a Markdown table.
 
@@ -18,13 +21,16 @@ It runs on the package that it is started with, so that two checkouts can be mea
 """
 
 import argparse
+import ctypes
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,15 +119,22 @@ LoadedModel.load(Path("study.py"), Path("model"), spec, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process and its children took: CPU seconds, MB of the largest one, and its own."""
+    """CPU and wall seconds of a process and its children, MB of the largest, and its own."""
 
     seconds: float
+    wall: float
     mb: float
     own_mb: float
 
 
+_PR_SET_CHILD_SUBREAPER = 36  # processes whose parent has ended are ours (prctl(2))
+_LONGEST_SECONDS = 60  # that a fork server may outlive what started it
+
+
 def run(arguments: list[str], folder: Path, log: Path) -> Usage:
     """Run a program to its end, and return what it took; its words go to the log."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
         pages, own = Path(f"/proc/{process.pid}/statm"), 0
@@ -134,8 +147,26 @@ def run(arguments: list[str], folder: Path, log: Path) -> Usage:
                 break
     if status:
         raise SystemExit(f"{' '.join(arguments[:4])} failed:\n{log.read_text()[-3000:]}")
+    wall = time.monotonic() - start
+    used_by = [used, *_ended_later(time.monotonic() + _LONGEST_SECONDS)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in used_by)
+    largest = max(usage.ru_maxrss for usage in used_by)
     own_mb = own * os.sysconf("SC_PAGE_SIZE") / 1e6
-    return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6, own_mb)
+    return Usage(seconds, wall, largest * 1024 / 1e6, own_mb)
+
+
+def _ended_later(latest: float) -> Iterator[resource.struct_rusage]:
+    """Yield what processes took that outlived their parent, until the last has ended."""
+    while time.monotonic() < latest:
+        try:
+            ended, _, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended:
+            yield used
+        else:
+            time.sleep(0.05)
+    raise SystemExit("A process has outlived its parent for too long to be counted.")
 
 
 def make(folder: Path, name: str) -> None:
@@ -167,7 +198,7 @@ def main() -> None:
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
     parser.add_argument("--folder", type=Path, help="keep models and results here")
     parser.add_argument("--texts", type=int, default=1, help="of the features, at most 4")
-    every = ["loads", "start", "load", "features", "again"]
+    every = ["loads", "start", "load", "features", "again", "question", "question again"]
     parser.add_argument("--jobs", nargs="+", choices=every, default=every)
     arguments = parser.parse_args()
     spec = {
@@ -180,7 +211,7 @@ def main() -> None:
         "study_digest": "digest",
         "targets_digest": "digest",
     }
-    print("| model | job | CPU s | peak MB | own MB |\n|---|---|---|---|---|")
+    print("| model | job | CPU s | wall s | peak MB | own MB |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.models:
             folder = (arguments.folder or Path(temporary)).resolve() / name
@@ -200,20 +231,26 @@ def main() -> None:
                 "features": [*one, "asked.h5", *texts],
                 "again": [*one, "kept/asked.h5", *texts],
             }
+            asked = "results/features/run/asked.h5"
+            jobs |= {job: [here, "run", "config.yaml", asked] for job in every[-2:]}
             if "again" in arguments.jobs:
                 write_record(folder / "kept" / CONFIG_RECORD, {"config": {}})
                 run(jobs["again"], folder, folder / "first.log")
             for job in arguments.jobs:
                 found = []
                 for _ in range(arguments.rounds):
-                    (folder / "results" / "study.json").unlink(missing_ok=True)
+                    for file in ("study.json", asked.partition("/")[2]):
+                        (folder / "results" / file).unlink(missing_ok=True)
+                    if job == "question":
+                        (folder / "results" / "one_pass.json").unlink(missing_ok=True)
                     for features in (folder / "asked.h5", folder / "kept" / "asked.h5"):
                         features.unlink(missing_ok=True)
                     found.append(run(jobs[job], folder, folder / f"{job}.log"))
                 seconds = [usage.seconds for usage in found]
+                wall = statistics.median(usage.wall for usage in found)
                 print(
                     f"| {name} | {job} | {statistics.median(seconds):.1f} [{min(seconds):.1f}-"
-                    f"{max(seconds):.1f}] | {max(usage.mb for usage in found):,.0f} | "
+                    f"{max(seconds):.1f}] | {wall:.1f} | {max(usage.mb for usage in found):,.0f} | "
                     f"{max(usage.own_mb for usage in found):,.0f} |",
                     flush=True,
                 )

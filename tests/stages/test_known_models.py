@@ -3,17 +3,22 @@
 import json
 from dataclasses import replace
 
+import h5py
+import numpy as np
 import pytest
 import torch
-from pipeline import ON_CPU, features_spec
+from pipeline import ON_CPU, features_spec, run_stages, scores_spec
 from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.gradients import Batch
+from trak_core.model import known_models
+from trak_core.model.known_models import _beginnings
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.stages import compute_features as stage
-from trak_core.stages.compute_features import _beginnings, compute_features
+from trak_core.stages.compute_distortion import compute_distortion
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.system.files import CONFIG_RECORD, write_record
 
 # With the variable in the environment, which no digest sees, one pass is wrong for a batch.
@@ -71,13 +76,13 @@ class Jobs:
             torch.manual_seed(seed)
             model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "head": nn.Linear(8, 20)})
             torch.save(model.state_dict(), folder / f"c{seed}.pt")
-        choose = stage.choose_method
+        choose = known_models.choose_method
 
-        def noted(model, parameters, output, samples):
+        def noted(model, parameters, output, samples, **more):
             self.compared.append(tuple(samples.labels.shape))
-            return choose(model, parameters, output, samples)
+            return choose(model, parameters, output, samples, **more)
 
-        monkeypatch.setattr(stage, "choose_method", noted)
+        monkeypatch.setattr(known_models, "choose_method", noted)
 
     def run(self, targets=None, checkpoint="c0", patterns=None, **settings):
         """Return the features file, written anew, and the shapes of labels that were compared."""
@@ -92,6 +97,44 @@ class Jobs:
         self.compared.clear()
         compute_features(**files, **given, **ON_CPU | settings)
         return features, list(self.compared)
+
+    def token_scores(self):
+        """Return the file of the jobs whose scores are in the results folder, and the shapes."""
+        checkpoints = {"c0": self.folder / "c0.pt"}
+        given = checkpoints, ["a", "b"]
+        if not (self.results / "scores/mine.h5").exists():
+            run_stages(self.results, self.study, *given, **SETTINGS, proj_dim=6)
+        path, own = self.results / "token_scores/mine.h5", self.results / "features/c0"
+        path.unlink(missing_ok=True)
+        self.compared.clear()
+        compute_token_scores(
+            token_scores=path,
+            scores=self.results / "scores/mine.h5",
+            checkpoints=list(checkpoints.values()),
+            train_paths=[own / "train.h5"],
+            targets_paths=[own / "mine.h5"],
+            normal_matrices=[self.results / "normal_matrix/c0.h5"],
+            spec=scores_spec(*given, projection=PROJECTION, **SETTINGS),
+            study_file=self.study,
+            **ON_CPU,
+        )
+        return path, list(self.compared)
+
+    def distortion(self):
+        """Return the file of a distortion job, and the shapes of labels that were compared."""
+        path = self.results / "distortion/c0.h5"
+        path.unlink(missing_ok=True)
+        self.compared.clear()
+        spec = features_spec("language_modelling", 6)
+        given = {"checkpoint": self.folder / "c0.pt", "study_file": self.study, "n_streams": 2}
+        compute_distortion(distortion=path, spec=spec, **given, **ON_CPU)
+        return path, list(self.compared)
+
+
+PROJECTION = {"kind": "rademacher", "proj_dim": 6, "seed": 0}
+SETTINGS = {"model_output": "language_modelling", "damping": 0.5}
+# By the job: the comparisons of whole texts, and those of a model on record.
+OTHER_JOBS = {"token_scores": [(5, 48), (2, 40)], "distortion": [(5, 48)]}
 
 
 @pytest.fixture
@@ -121,7 +164,6 @@ def test_another_checkpoint_and_shorter_texts_are_known(jobs):
 @pytest.mark.parametrize(
     "change",
     [
-        {"code": "other"},
         {"study_digest": "other"},
         {"patterns": ["head.*"]},
         {"targets": ["e", "f"]},
@@ -148,6 +190,8 @@ def test_other_code_buffers_and_settings_have_whole_texts_compared(jobs, monkeyp
     assert jobs.run()[1] == [(5, 48)]
     monkeypatch.setattr(torch, "__version__", "0")
     assert jobs.run()[1] == [(5, 48)]
+    monkeypatch.setattr(known_models, "_code", lambda: "other")
+    assert jobs.run()[1] == [(5, 48)]
     assert jobs.run()[1] == [(2, 17)]
 
 
@@ -165,6 +209,59 @@ def test_a_record_that_no_longer_holds_gives_no_wrong_gradient(jobs, monkeypatch
     torch.testing.assert_close(features_in(file), right, rtol=1e-5, atol=1e-5)
     assert "finite differences in float64 agree with autograd" in capsys.readouterr().out
     assert jobs.run(["a", "b"])[1] == [(2, 17), (2, 40)]
+
+
+@pytest.mark.parametrize("job", OTHER_JOBS)
+def test_other_jobs_use_the_record_of_features(jobs, job):
+    """Their files are the same to the last bit, and without a record they leave one."""
+    whole = OTHER_JOBS[job]
+    run = getattr(jobs, job)
+    run()
+    jobs.record.unlink(missing_ok=True)
+    file, compared = run()
+    # The second side of the scores of tokens knows what the first one found.
+    assert compared == [whole[0], *((2, 17) for _ in whole[1:])]
+    written = file.read_bytes()
+    assert jobs.run()[1] == [(2, 17)]
+    jobs.record.unlink()
+    jobs.run()
+    file, compared = run()
+    assert compared == [(2, 17) for _ in whole]
+    assert file.read_bytes() == written
+
+
+@pytest.mark.parametrize("job", OTHER_JOBS)
+def test_a_model_that_is_wrong_now_is_compared_by_every_job(jobs, job, monkeypatch):
+    """One pass has become wrong: numbers are those of autograd, not of the record."""
+    run = getattr(jobs, job)
+    with h5py.File(run()[0]) as file:
+        right = numbers_in(file)
+    monkeypatch.setenv("TRAK_TEST_WRONG", "1")
+    file, compared = run()
+    assert compared == [shape for whole in OTHER_JOBS[job] for shape in ((2, 17), whole)]
+    with h5py.File(file) as file:
+        np.testing.assert_equal(numbers_in(file).keys(), right.keys())
+        for name, values in numbers_in(file).items():
+            np.testing.assert_allclose(values, right[name], rtol=1e-4, atol=1e-5)
+
+
+def numbers_in(file):
+    """Return float arrays of a file by their names, and columns of its tables.
+
+    Not those of tokens, which autograd, a sample at a time, can't tell apart.
+    """
+    arrays = {}
+
+    def add(name, item):
+        if isinstance(item, h5py.Dataset) and not name.startswith("tokens"):
+            fields = item.dtype.names or [...]
+            arrays.update({
+                (name, str(field)): item[field] for field in fields if item[field].dtype.kind == "f"
+            })
+
+    file.visititems(add)
+    assert arrays
+    return arrays
 
 
 def test_what_is_told_is_told_by_every_job(jobs, monkeypatch, capsys):

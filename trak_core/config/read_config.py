@@ -134,11 +134,14 @@ def record_config(
     config_files: Sequence[Path] = (),
     given: Mapping[str, Any] | None = None,
     entries: Sequence[str] = (),
+    *,
+    must: bool = True,
 ) -> None:
     """Keep the config of a start in its results folder, for who has no more than that folder.
 
     With it are the working folder, from which its paths count, the ``config_files``, and what was
-    ``given`` by ``--config`` beside them, whose ``entries`` stand as on the command line.
+    ``given`` by ``--config`` beside them, whose ``entries`` stand as on the command line. Without
+    ``must`` a folder that may only be read stays as it is.
     """
     known = {
         "config": dict(config),
@@ -147,7 +150,7 @@ def record_config(
         "by_command": with_values_read(given or {}, entries),
     }
     if read_record(results / CONFIG_RECORD) != known:
-        write_record(results / CONFIG_RECORD, known)
+        write_record(results / CONFIG_RECORD, known, must=must)
 
 
 def earlier_configs(

@@ -13,16 +13,17 @@ from trak_core.errors import InputError, listed
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
 from trak_core.gradients import (
     Batch,
+    GradientMethod,
     SampleMemory,
     check_finite_gramian,
     check_labels,
     formed_gradients,
-    gradient_method,
     in_chunks,
     n_params,
 )
 from trak_core.model.device import device_name, full_precision
 from trak_core.model.features import Features, compilers, projecting_device
+from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
@@ -50,7 +51,7 @@ def _at_once(loaded: LoadedModel, samples: OrderedSamples, few: Batch, left_byte
 def compare_gradients(
     loaded: LoadedModel,
     samples: StoredSamples,
-    few: Batch,
+    method: GradientMethod,
     projections: Sequence[ProjectionSpec],
     at_once: int,
     threads: int,
@@ -62,7 +63,6 @@ def compare_gradients(
     others. An ``InputError`` names samples whose gradients are not finite.
     """
     model = loaded.model, loaded.parameters, loaded.output
-    method = gradient_method(*model, few)
     n = len(samples)
     gramian, variances = np.empty((n, n)), np.empty((n, n))
     features = np.empty((len(projections), n, projections[0].proj_dim), np.float32)
@@ -149,8 +149,9 @@ def compute_distortion(
     left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes
     at_once = min(batch_size, _at_once(loaded, samples, few, left_bytes))
     loaded.check_apart(few, at_once)
+    method = known_or_compared(loaded, few, spec, distortion)
     gramian, variances, features = compare_gradients(
-        loaded, kept, few, projections, at_once, threads
+        loaded, kept, method, projections, at_once, threads
     )
     rows = _not_zero(gramian, kept.ids)
     pairs = np.ix_(rows, rows)

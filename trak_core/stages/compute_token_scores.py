@@ -1,6 +1,7 @@
 """Cut an experiment's largest scores by tokens, of both texts, and by the model's layers."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trak_core.artifacts import (
 )
 from trak_core.model.device import device_name
 from trak_core.model.features import compilers, projecting_device
+from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.token_scores import (
     SIDES,
@@ -94,8 +96,8 @@ def compute_token_scores(
             damped = Damped.read(matrix, train, own)
             phi = _rows(train, train_ids)
             target_phi = _rows(target, target_ids)
-            known = {sample_id: i for i, sample_id in enumerate(train.ids("sample_ids"))}
-            weights = train.vector("loss_weights")[[known[i] for i in train_ids]]
+            rows_of = {sample_id: i for i, sample_id in enumerate(train.ids("sample_ids"))}
+            weights = train.vector("loss_weights")[[rows_of[i] for i in train_ids]]
         phi, lengths = divided_by_lengths(phi, normalize=spec.normalize)
         solved = damped_solve(
             damped.matrix, damped.ridge, damped.ends, np.concatenate([target_phi, phi]).T
@@ -115,7 +117,10 @@ def compute_token_scores(
             lengths=lengths,
             pairs=list(zip(rows, columns, strict=True)),
         )
-        cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb))
+        known = partial(
+            known_or_compared, spec=own.of_train(), artifact=token_scores, reads_terms=True
+        )
+        cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb, known))
     assert spec.combine is not None
     counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
     tokens, layers = token_tables(top, cuts, counts)

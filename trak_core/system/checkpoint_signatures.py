@@ -148,7 +148,7 @@ class CheckpointSignatures:
     def write(self) -> None:
         """Bring the record up to date."""
         if self._seen != self._known:
-            write_record(self._record, self._seen)
+            write_record(self._record, self._seen, must=False)
 
 
 @cache

@@ -3,12 +3,14 @@
 Standard library only, because every start of Snakemake imports this.
 """
 
+import errno
 import glob
 import hashlib
 import json
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from trak_core.errors import InputError, no_room
 if TYPE_CHECKING:
     import pandas as pd
 
+# What a folder says that may only be read.
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 # The name of the record, in a results folder, of the config of its last start.
 CONFIG_RECORD = "config.json"
 # A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
@@ -152,19 +156,37 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_record(path: Path, known: dict[str, Any]) -> None:
-    """Write plain values with a hash of them, whole or not at all."""
+def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
+    """Write plain values with a hash of them, whole or not at all.
+
+    Without ``must`` nothing is written into a folder that may only be read, as a colleague's.
+    """
     try:
         with written_whole(path) as partial:
             text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"{path.parent}: the results folder must be one that files can be written to. Found "
-            f"{error.strerror or error} at {error.filename or path}. Mend it, or name another one "
-            "under `results`.",
-            code="config.results_folder",
-        ) from error
+        if must or error.errno not in _READ_ONLY or not path.parent.is_dir():
+            raise _takes_no_file(path, error) from error
+
+
+def _takes_no_file(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path.parent}: the results folder must be one that files can be written to. Found "
+        f"{error.strerror or error} at {error.filename or path}. Mend it, or name another one "
+        "under `results`.",
+        code="config.results_folder",
+    )
+
+
+def check_results(results: Path) -> None:
+    """Refuse a results folder that takes no file."""
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        raise _takes_no_file(results / "scores", error) from error
 
 
 # Clocks of file systems stand still for up to two seconds: a file changed that lately may change
@@ -248,7 +270,7 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
         if stat.st_ctime_ns < now - CLOCK_NS:
             kept[name] = [*seen, digests[name]]
     if writes and kept != known:
-        write_record(record, kept)
+        write_record(record, kept, must=False)
     return digests
 
 
@@ -279,7 +301,8 @@ class CodeDigests:
     def write(self) -> None:
         """Bring the record up to date."""
         if self._is_settled and self._digests != self._known.get("digests"):
-            write_record(self._record, {"files": self._files, "digests": self._digests})
+            known = {"files": self._files, "digests": self._digests}
+            write_record(self._record, known, must=False)
 
 
 @cache

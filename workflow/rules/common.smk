@@ -36,7 +36,7 @@ from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stat_signature
 from trak_core.system.job import imports_of, stage_module
 from trak_core.system.checkpoint_signatures import checkpoint_signatures
-from trak_core.system.files import code_digests, hold_results
+from trak_core.system.files import check_results, code_digests, hold_results
 from trak_core.system.fork_client import (
     can_fork,
     name_library,
@@ -121,7 +121,7 @@ with explained():
         run_preflight(specs, results, is_stored=stored, forks=forks)
         # Else onstart does it, which a module of another workflow hasn't, nor who has nothing to do.
         if not stored and (is_module or not has_record(results)):
-            record_config(config, results)
+            record_config(config, results, must=False)
         if SharedFSUsage.SOURCES not in shared:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.
