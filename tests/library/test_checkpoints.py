@@ -421,6 +421,23 @@ def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(
     assert torch.equal(state["weight"], model.weight)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_pieces_of_deepspeed_without_its_script(tmp_path, name):
+    folder = tmp_path / "checkpoint-4"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).touch()
+    told = "get_fp32_state_dict_from_zero_checkpoint", (folder / name).parent.name
+    with refused("study.checkpoint_pieces", "DeepSpeed", folder, *told):
+        read_state_dict(folder)
+
+
 def test_folders_of_deepspeed_and_quantized_weights(tmp_path):
     for name in ("zero_to_fp32.py", "global_step4/x.pt", "q/model.safetensors", "q/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -291,6 +291,28 @@ def test_a_sample_alone_forms_no_gradient_of_a_matrix(name, monkeypatch):
             assert Kinds.seen[key] <= {"Outer", "Lookup"}, key
 
 
+class Nested(nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        self.first, self.second, self.layout = nn.Linear(4, 6), nn.Linear(6, 3), layout
+
+    def forward(self, x):
+        nested = torch.nested.as_nested_tensor(list(x), layout=self.layout)
+        hidden = torch.relu(self.first(nested))
+        return self.second(torch.nested.to_padded_tensor(hidden, 0.0).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_model_with_nested_tensors_says_so_in_our_words(layout, capsys):
+    model, batch = Nested(layout).eval(), classified(torch.randn(3, 5, 4))
+    method = chosen(model, batch)
+    assert "it has nested tensors in it, which have no shape that all" in capsys.readouterr().out
+    rows = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
+    expected, _ = by_backward(model, batch, CLASSIFICATION)
+    assert_same(rows.gradients, expected, rtol=1e-4, atol=1e-5)
+
+
 def centred(m, x):
     hidden = m.linear(x)
     return m.second(hidden - hidden.mean(0))

@@ -145,16 +145,31 @@ with logged_to("a.log"):
 """
 
 
-@pytest.mark.parametrize(
-    "where", ["told", "Dropped", "in_callback", "in_a_study", "in_hdf5", "before_hdf5_has_ended"]
-)
-def test_a_stop_is_not_lost_where_python_drops_what_is_raised(where, tmp_path):
+WHERE = ("told", "Dropped", "in_callback", "in_a_study", "in_hdf5", "before_hdf5_has_ended")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Jobs that are told to stop, each in a folder: all at once, since most of them wait."""
+    jobs = {}
+    for where in WHERE:
+        command = [sys.executable, "-c", STOPPED.replace("{where}", where)]
+        folder = tmp_path_factory.mktemp(where)
+        jobs[where] = subprocess.Popen(command, cwd=folder), folder
+    yield jobs
+    for job, _ in jobs.values():
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_stop_is_not_lost_where_python_drops_what_is_raised(where, stopped):
     """The job ends soon, with its one sentence; what clears up after it has its time."""
-    code = STOPPED.replace("{where}", where)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=20, check=False)
-    (line,) = (tmp_path / "a.log").read_text().splitlines()
+    job, folder = stopped[where]
+    job.wait(timeout=20)
+    (line,) = (folder / "a.log").read_text().splitlines()
     assert line.startswith("Error: the job was told to stop (SIGTERM), as when")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.log", "cleared", "ended"}
+    assert {path.name for path in folder.iterdir()} == {"a.log", "cleared", "ended"}
 
 
 LATE = """

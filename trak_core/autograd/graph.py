@@ -53,9 +53,16 @@ def name_of(node: Node) -> str:
     return node.name().partition("Backward")[0]
 
 
+class NestedTensorError(Exception):
+    """A tensor of the graph is nested: each of its rows has a shape of its own."""
+
+
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    """Return the shape of one output of a node."""
-    return tuple(node._input_metadata[number].shape)
+    """Return the shape of one output of a node, or raise ``NestedTensorError``."""
+    metadata = node._input_metadata[number]
+    if metadata.is_nested_tensor:
+        raise NestedTensorError
+    return tuple(metadata.shape)
 
 
 def is_function(node: Node) -> bool:

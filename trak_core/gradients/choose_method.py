@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
+from trak_core.autograd.graph import NestedTensorError
 from trak_core.autograd.one_pass import plan_of
 from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
@@ -87,6 +88,8 @@ def choose_method(
             return _at_once_or_alone(given)
     except InputError:
         raise
+    except NestedTensorError:
+        reason = "has nested tensors in it, which have no shape that all samples share"
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, _NOT_COMPARED

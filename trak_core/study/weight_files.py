@@ -432,6 +432,15 @@ def _refuse_pieces(folder: Path) -> None:
         kind, command = "FSDP", f"python -m {module} dcp_to_torch {pieces.parent} weights.pt"
     elif script.is_file():
         kind, command = "DeepSpeed", f"python {script} {folder} whole-weights"
+    elif (name := _parts_of_zero(folder)) is not None:
+        raise InputError(
+            f"{folder}: a checkpoint must hold whole weights. Found those of DeepSpeed, in pieces, "
+            f"one for each process, in {name}, without the script zero_to_fp32.py that DeepSpeed "
+            "writes beside them. Call "
+            "`deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint`, save what it "
+            "returns by torch.save, and name that file.",
+            code="study.checkpoint_pieces",
+        )
     else:
         return
     raise InputError(
@@ -439,6 +448,14 @@ def _refuse_pieces(folder: Path) -> None:
         f"for each process. Put them together by `{command}`, and name what that writes.",
         code="study.checkpoint_pieces",
     )
+
+
+def _parts_of_zero(folder: Path) -> str | None:
+    """Return the name of a folder of DeepSpeed's with pieces, which may be this one."""
+    for pattern in ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt"):
+        for part in sorted(folder.rglob(pattern)):
+            return part.parent.name
+    return None
 
 
 def _refuse_quantized(folder: Path) -> None:

@@ -8,7 +8,6 @@ from functools import cache
 from html import unescape
 from pathlib import Path
 
-import yaml
 from snakemake.benchmark import benchmarked
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
@@ -28,6 +27,7 @@ from trak_core.config.write_study_module import with_ready_study
 from trak_core.config.read_config import (
     check_config,
     check_unique_keys,
+    read_schema,
     with_defaults,
     with_values_read,
 )
@@ -96,10 +96,7 @@ with explained():
         given = workflow.config_settings.config_args or []
         config.update(with_values_read(config, given))
     config.update(with_ready_study(config))
-    loader = getattr(
-        yaml, "CSafeLoader", yaml.SafeLoader
-    )  # ten times as fast, where it is
-    keys = yaml.load(Path(schema).read_text(), Loader=loader)
+    keys = read_schema(Path(schema))
     check_config(config, keys)
     config.update(with_defaults(config, keys))
     # Snakemake dislikes ./ and a / at the end.
