@@ -83,6 +83,14 @@ def hold_results(results: Path) -> None:
         os.close(file)
 
 
+def lock_no_tables() -> None:
+    """Have PyTables lock no file, because some network disks know no locks.
+
+    A job's file has a name of its own until it is whole. It counts before PyTables is imported.
+    """
+    os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
+
+
 def does_not_fit(path: Path, reason: str) -> InputError:
     """Return the error of a file that its disk did not take."""
     free = shutil.disk_usage(path.parent).free // 2**20
