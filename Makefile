@@ -16,7 +16,7 @@ install: .venv/can-run $(addprefix .venv/has-,$(WITH))
 run: .venv/can-run
 	.venv/bin/trak run $(CONFIG) --cores $(CORES)
 
-# Two and a half minutes on two cores: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
+# Two minutes on two idle cores: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
 check: .venv/can-test
 	$(PYTEST) -m "not gate" tests/library tests/projection tests/stages tests/gramian
 
