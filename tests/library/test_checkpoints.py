@@ -43,7 +43,7 @@ def state():
 
 def same(state, path, model=None):
     model = model or net()
-    check_checkpoint(model, path)
+    assert not check_checkpoint(model, path)
     digests = load_checkpoint(model, path)
     assert digests == {"sha256": read_state_dict(path)[1]}
     assert not model.training

@@ -39,6 +39,7 @@ def test_a_job_requests_memory_for_a_large_model_s_weights(tmp_path):
     large, folder = 3 * 2**28, tmp_path / "model"
     folder.mkdir()
     (folder / "model-00001-of-00002.safetensors").touch()
+    assert weights_mb(large, str(folder), reads_optimizer=False, is_renamed=True) == 4 * 768
     asked = [
         weights_mb(size, checkpoint, reads_optimizer=adam)
         for size, checkpoint, adam in (

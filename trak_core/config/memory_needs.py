@@ -13,6 +13,8 @@ from trak_core.spec import Setting
 
 # Bytes of a model, or of its weights' files, from which on they count beside torch.
 LARGE_BYTES = 2**28
+# Weights that a job holds at most while transformers renames them: of experts 3.3 were measured.
+_COPIES_OF_RENAMED = 4
 # Blocks of fewer rows would read the disk more than compute.
 _LEAST_ROWS = 64
 # Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
@@ -56,17 +58,21 @@ def _whole_chunks(rows: int) -> int:
     return rows // CHUNK_ROWS * CHUNK_ROWS or 2 ** (max(1, rows).bit_length() - 1)
 
 
-def weights_mb(model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool) -> int:
+def weights_mb(
+    model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool, is_renamed: bool = False
+) -> int:
     """Return the MiB that a job requests for a large model's weights; 0 for a small model's.
 
-    Those of safetensors are read into the model itself, others beside it. Adam's state is two
-    tensors more of each. The checkpoint is None if it is trained first.
+    Those of safetensors are read into the model itself, others beside it; transformers makes
+    copies of what it renames. Adam's state is two tensors more of each. The checkpoint is None if
+    it is trained first.
     """
     if model_bytes < LARGE_BYTES:
         return 0
     path = Path(checkpoint or "")
     files = path.iterdir() if checkpoint and path.is_dir() else [path]
     copies = 1 if any(file.suffix == ".safetensors" for file in files) else 2
+    copies = _COPIES_OF_RENAMED if is_renamed else copies
     return -(-(copies + 2 * reads_optimizer) * model_bytes // 2**20)
 
 

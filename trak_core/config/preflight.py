@@ -60,6 +60,11 @@ def model_bytes(results: Path) -> int:
     return read_record(results / _RECORD).get("model_bytes", 0)
 
 
+def renamed_checkpoints(results: Path) -> list[str]:
+    """Return the checkpoints whose weights transformers renames, which takes memory."""
+    return read_record(results / _RECORD).get("renamed", [])
+
+
 def study_imports_of(specs: Specs, results: Path) -> list[str]:
     """Return what a job that loads the study imports before it does anything else.
 
@@ -196,6 +201,7 @@ def _facts(
     fitting = {path: _key([*code, path, signatures.of(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
     model, read = {key: known.get(key) for key in (*_MODEL, "imports", "imports_of")}, {}
+    renamed = {path for path in known.get("renamed", []) if path in fitting} - {*changed}
     if new or changed:
         request |= {
             "splits": {split: specs.experiments.get(split) for split in new},
@@ -217,12 +223,14 @@ def _facts(
         more = [*imports[1:], *new] if server else sizes["imports"]
         model["imports"] = list(dict.fromkeys(more))
         model["imports_of"] = _code_digest(specs)
+        renamed |= {*sizes["renamed"]}
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
     return {
         **model,
         "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
+        "renamed": sorted(renamed),
     }
 
 

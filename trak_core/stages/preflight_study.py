@@ -245,16 +245,16 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
         )
 
 
-def _check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
-    """Compare keys and shapes of all checkpoints with the model's, and tell of all bad ones."""
-    problems: dict[str, str] = {}
+def _check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:
+    """Return the checkpoints that transformers must rename; tell of all that don't fit."""
+    problems, renamed = dict[str, str](), list[str]()
     for checkpoint in checkpoints:
         try:
-            check_checkpoint(model, Path(checkpoint))
+            renamed += [checkpoint] if check_checkpoint(model, Path(checkpoint)) else []
         except InputError as error:
             problems[checkpoint] = str(error)
     if not problems:
-        return
+        return renamed
     shown, others = list(problems.values())[:_SHOWN], list(problems)[_SHOWN:]
     if len(problems) > 1:
         shown.insert(0, f"Every checkpoint must fit the model. Found {len(problems)} that do not:")
@@ -310,7 +310,8 @@ def preflight_study(
     checkpoints that don't fit.
 
     Returns:
-        ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split.
+        ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split;
+        ``renamed``, the checkpoints whose weights transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
@@ -370,8 +371,9 @@ def preflight_study(
                 f"{len(split.ids)} samples."
             )
         n_samples[name] = len(split.ids)
-    _check_checkpoints(model.module, checkpoints)
-    return {"n_params": size, "model_bytes": size_bytes, "n_samples": n_samples}
+    renamed = _check_checkpoints(model.module, checkpoints)
+    sizes = {"n_params": size, "model_bytes": size_bytes}
+    return {**sizes, "n_samples": n_samples, "renamed": renamed}
 
 
 def answer(_: None = None) -> None:

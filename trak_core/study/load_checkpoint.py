@@ -365,18 +365,23 @@ def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source:
     return digest.hexdigest()
 
 
-def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
-    """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread."""
+def check_checkpoint(model: nn.Module, checkpoint: Path) -> bool:
+    """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread.
+
+    Returns:
+        Whether transformers must rename its weights, for which more than one copy is held.
+    """
     state: dict[str, Tensor] = {}
     for path in weight_files(checkpoint)[0]:
         saved = read_shapes(path, _MUST, _REMEDY)
         if saved is None:
-            return
+            return False
         _add_shard(state, saved, path)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, state, checkpoint)
-    else:
-        _fitting(model, _without_numbers(state), str(checkpoint))
+        return False
+    prefix, _ = _fitting(model, _without_numbers(state), str(checkpoint))
+    return prefix is None
 
 
 def _without_numbers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from trak_core.config.preflight import (
     check_sources,
     model_bytes,
     refuse_future,
+    renamed_checkpoints,
     run_preflight,
     study_imports_of,
 )
@@ -170,9 +171,11 @@ def model_job_mb(wildcards, attempt):
     asked = getattr(wildcards, "checkpoint", None)
     names = list(specs.checkpoints) if asked is None else [asked]
     size, adam = model_bytes(results), specs.all_features.preconditioner is not None
+    renamed = renamed_checkpoints(results) if size else []
+    paths = [specs.checkpoints[name].path for name in names]
     weights = [
-        weights_mb(size, specs.checkpoints[name].path, reads_optimizer=adam)
-        for name in names
+        weights_mb(size, path, reads_optimizer=adam, is_renamed=path in renamed)
+        for path in paths
     ]
     return job_mb(wildcards, attempt) + attempt * max(weights)
 
