@@ -7,7 +7,7 @@ import numpy as np
 from planted_products import Products
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from trak_core.evaluation.subset_sums import Bm25
+from trak_core.evaluation.baselines import Bm25
 from trak_core.study.study import Study
 
 TRAK = "TRAK, 2"  # and its damping

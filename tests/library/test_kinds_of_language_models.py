@@ -15,7 +15,7 @@ from trak_core.gradients import (
     gradients_at_once,
     select_parameters,
 )
-from trak_core.model.sample_order import order_samples
+from trak_core.model.batch_by_length import order_samples
 from trak_core.model.sample_outputs import model_output
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING

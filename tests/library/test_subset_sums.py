@@ -5,7 +5,8 @@ from math import log
 import numpy as np
 import pytest
 
-from trak_core.evaluation.subset_sums import Bm25, damped_sums, weighted_sums
+from trak_core.evaluation.baselines import Bm25
+from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
 from trak_core.scoring.solve import (
     Spectrum,
     damped_factor,

@@ -28,7 +28,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import ArtifactError
 from trak_core.errors import InputError
-from trak_core.evaluation.subset_sums import Bm25
+from trak_core.evaluation.baselines import Bm25
 from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import retrain
 from trak_core.study.study import Study

@@ -24,9 +24,9 @@ from trak_core.command.main import main
 from trak_core.config.read_config import read_config
 from trak_core.gradients import gradient_method, gradients_at_once
 from trak_core.queries import held_checkpoint
-from trak_core.queries.asked_page import answer_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
+from trak_core.queries.render_answers import answer_rows
 from trak_core.study.sample_columns import RESERVED
 from trak_core.system.files import matches
 

@@ -170,7 +170,7 @@ class _Session:
             return
         if not wanted:
             return
-        from trak_core.queries.asked_page import answer_rows, asked_page
+        from trak_core.queries.render_answers import answer_rows, asked_page
         from trak_core.system.files import write_csv, written_whole
 
         if self._asked.csv is not None:

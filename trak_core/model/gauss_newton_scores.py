@@ -27,9 +27,9 @@ from trak_core.gradients import (
     n_params,
     refuse_not_finite,
 )
+from trak_core.model.batch_by_length import OrderedSamples, StoredSamples, subset
 from trak_core.model.inner_products import columns_in_order
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_order import OrderedSamples, StoredSamples, subset
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.study.read_split import Split
 from trak_core.system.progress import blocks_with_progress

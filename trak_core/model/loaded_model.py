@@ -24,8 +24,8 @@ from trak_core.gradients import (
 )
 from trak_core.gradients.batch_size import PIECE_BYTES, TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
+from trak_core.model.batch_by_length import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.deferred_logits import MarginsOfTokens, vocabulary_size
-from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput

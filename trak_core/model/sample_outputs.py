@@ -19,7 +19,7 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
-from trak_core.model.sample_order import order_samples
+from trak_core.model.batch_by_length import order_samples
 from trak_core.model_outputs.about_outputs import TABLE, about_output, place_of
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model

@@ -29,11 +29,11 @@ from trak_core.gradients import (
     gradients_at_once,
 )
 from trak_core.gradients.model_inputs import least_rounding
+from trak_core.model.batch_by_length import subset
 from trak_core.model.device import find_device, full_precision
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_order import subset
 from trak_core.model.token_scores import Between, Cut, count_tokens, cut_scores, divided_by_lengths
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.scoring.scores import powered, similarities

@@ -21,11 +21,11 @@ from trak_core.gradients import (
     in_chunks,
     n_params,
 )
+from trak_core.model.batch_by_length import OrderedSamples, StoredSamples
 from trak_core.model.device import device_name, full_precision
 from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.read_split import Split
 from trak_core.system.progress import with_progress

@@ -16,9 +16,9 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
+from trak_core.model.batch_by_length import OrderedSamples
 from trak_core.model.device import device_name, find_device
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_order import OrderedSamples
 from trak_core.model.sample_outputs import embed_samples
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.spec import TRAIN, FeaturesSpec

@@ -33,6 +33,13 @@ from trak_core.artifacts import (
 )
 from trak_core.config.cross_checks import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
+from trak_core.evaluation.baselines import (
+    Bm25,
+    cosine_sums,
+    gradient_dot_sums,
+    label_sums,
+    random_sums,
+)
 from trak_core.evaluation.lds import (
     GroundTruth,
     auc,
@@ -42,15 +49,10 @@ from trak_core.evaluation.lds import (
     sweep_tables,
 )
 from trak_core.evaluation.subset_sums import (
-    Bm25,
     CheckpointRows,
     FeaturePass,
     Key,
     average_weights,
-    cosine_sums,
-    gradient_dot_sums,
-    label_sums,
-    random_sums,
     read_blocks,
     setting_sums,
     subset_sums,

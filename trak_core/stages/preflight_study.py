@@ -32,7 +32,7 @@ from trak_core.gradients import (
     shapes_of,
 )
 from trak_core.gradients.model_inputs import CHANGE_SAMPLES, ONE_SHAPE
-from trak_core.model.sample_order import naming_text
+from trak_core.model.batch_by_length import naming_text
 from trak_core.model.sample_outputs import model_output as named_output
 from trak_core.model_outputs.about_outputs import TABLE, about_output
 from trak_core.model_outputs.model_output import ModelOutput

@@ -32,7 +32,7 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.errors import InputError
-from trak_core.evaluation.subset_sums import Bm25
+from trak_core.evaluation.baselines import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import (

@@ -1,4 +1,4 @@
-"""Show answers as a page of HTML, like that of an experiment, or as rows of a table."""
+"""Render answers: a page of HTML, like that of an experiment, or rows of a table."""
 
 import json
 from collections.abc import Sequence

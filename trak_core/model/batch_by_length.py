@@ -1,4 +1,4 @@
-"""Order texts by length for a job, and put each result back in its place."""
+"""Batch texts by length for a job, so that little is padded, and put each result in its place."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
