@@ -177,7 +177,7 @@ _COMPOSED = "T.Compose([T.Resize(8), {}T.ToTensor()])"
         (
             "def transform(image):\n    pass\nfor _ in range(3):\n    pass\n",
             None,
-            "It may be net.py:transform, moved into a file that runs nothing",
+            "It may be net.py:transform, in a file that runs nothing and has no",
         ),
     ],
 )

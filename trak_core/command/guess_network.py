@@ -1,8 +1,8 @@
-"""Guess, in Python files unread, the network of checkpoints and what prepared its images."""
+"""Guess the network of checkpoints and what prepared its images, from Python files never run."""
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,25 @@ from typing import Any
 _FUNCTION = "file.py:function of yours that returns the network, weights unset"
 _NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
 _FILE = "nets.py:net"
-# What functions that prepare images are called, those that do other things, and what draws anew.
+# What functions that prepare images are called, and what those are called that do other things.
 _PREPARES = re.compile(
     r"(?:^|_)(?:transforms?|preprocess(?:ing)?|prepared?|to_tensor)(?:$|_)", re.I
 )
-_IS_OTHER = re.compile(r"train|augment|data|label|target|text|batch|model|path|file", re.I)
-_DRAWS = re.compile(r"rand|auto_?augment|trivial_?augment|augment", re.I)
+_IS_OTHER = re.compile(
+    r"train|augment|data|label|target|text|batch|model|path|file|get|build|make|create|inv|un_?norm"
+    r"|denorm|display|show|plot|vis",
+    re.I,
+)
+# What draws anew, by a part of its name, and the transforms that don't.
+_DRAWS = re.compile(
+    r"rand|shuffle|augment|jitter|blur|erasing|elastic|mix|cutout|flip|noise|dropout|uniform|choice",
+    re.I,
+)
+_COMPOSED = {"Compose", "Sequential"}
+_STILL = {
+    *("Resize", "CenterCrop", "ToTensor", "PILToTensor", "ToImage", "ToDtype", "ConvertImageDtype"),
+    *("Normalize", "Grayscale", "Pad"),
+}
 # A line of the config: key, value, and a comment that may be empty.
 Line = tuple[str, Any, str]
 
@@ -121,30 +134,32 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
 def own_transform(code: Iterable[Path], report: list[str]) -> Line:
     """Return the function of Python files that prepares images, which are parsed and not run.
 
-    It is called as such functions are, takes one argument, and draws nothing; several, or one in a
-    file that runs much when imported, are told of and not taken.
+    It is called as such functions are, takes one argument, and names nothing that draws; several,
+    or one in a file that runs much when imported, are told of and not taken. Before the first job
+    a run reads samples several times, and refuses those that differ.
     """
     fitting, misfits = list[str](), list[str]()
     for file in code:
         try:
-            body = ast.parse(file.read_bytes()).body
+            tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
             continue
-        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in body)
-        for node in body:
-            name = _prepares_images(node)
-            if name is not None:
-                (misfits if runs else fitting).append(f"{file}:{name}")
-    if len(fitting) == 1:
+        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
+        is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+        bound = _bound(tree.body)
+        for name, value in bound.items():
+            if _prepares_images(name, value, bound):
+                (misfits if runs or is_part else fitting).append(f"{file}:{name}")
+    if len(fitting) == 1 and not misfits:
         report.append(f"chose: {fitting[0]} as what prepares images: see that evaluation did so")
         return "transform", fitting[0], "null takes RGB from 0 to 1 in the images' own size"
     said = "A function says otherwise: study_arguments, transform: prepared.py:prepared"
     if fitting:
-        said = f"It may be {' or '.join(fitting)}: name the one of evaluation as `transform`"
+        maybe = " or ".join([*fitting, *misfits])
+        said = f"It may be {maybe}: name the one of evaluation as `transform`"
     elif misfits:
-        said = (
-            f"It may be {' or '.join(misfits)}, moved into a file that runs nothing when imported"
-        )
+        maybe = " or ".join(misfits)
+        said = f"It may be {maybe}, in a file that runs nothing and has no relative imports"
     report.append(
         "could not tell: how training prepared images; took RGB from 0 to 1 in their own size. "
         + said
@@ -152,23 +167,56 @@ def own_transform(code: Iterable[Path], report: list[str]) -> Line:
     return "transform", None, "file.py:function that makes a tensor of a PIL image in RGB"
 
 
-def _prepares_images(node: ast.stmt) -> str | None:
-    """Return the name of a function, or of a composed transform, that may prepare an image."""
-    if isinstance(node, ast.FunctionDef):
-        needed, by_place = _arguments(node, [])
+def _bound(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
+    """Return what each name of a module stands for in the end, as far as its code says it."""
+    bound: dict[str, ast.AST] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            places = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound |= {place.id: node.value for place in places if isinstance(place, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):
+            ways = [*node.body, *node.orelse, *getattr(node, "finalbody", [])]
+            bound |= _bound(ways)
+    return bound
+
+
+def _prepares_images(name: str, value: ast.AST, bound: Mapping[str, ast.AST]) -> bool:
+    """Return whether a function, or a composed transform, may prepare images and draws nothing."""
+    if not _PREPARES.search(name) or _IS_OTHER.search(name):
+        return False
+    if isinstance(value, ast.Call):
+        return _called(value) in _COMPOSED and _is_still(value, bound)
+    if any(map(_DRAWS.search, _names_in(value))):
+        return False
+    if isinstance(value, ast.FunctionDef):
+        needed, by_place = _arguments(value, [])
+        ends = [part.value for part in ast.walk(value) if isinstance(part, ast.Return)]
+        makes = any(isinstance(end, ast.Lambda) or _called(end) in _COMPOSED for end in ends)
         takes_one = bool(by_place) and needed in ([], by_place[:1])
-        name = node.name if takes_one and not _IS_OTHER.search(by_place[0]) else None
-    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        is_made = isinstance(node.value, ast.Lambda) or (
-            isinstance(node.value, ast.Call)
-            and not _names_in(node.value.func).isdisjoint({"Compose", "Sequential"})
-        )
-        name = node.targets[0].id if is_made else None
-    else:
-        return None
-    if name is None or not _PREPARES.search(name) or _IS_OTHER.search(name):
-        return None
-    return None if any(map(_DRAWS.match, _names_in(node))) else name
+        return takes_one and not makes and not _IS_OTHER.search(by_place[0])
+    return isinstance(value, ast.Lambda)
+
+
+def _called(node: ast.AST | None) -> str | None:
+    """Return the last part of the name that a call calls."""
+    func = node.func if isinstance(node, ast.Call) else None
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", None)
+
+
+def _is_still(value: ast.AST | None, bound: Mapping[str, ast.AST], depth: int = 8) -> bool:
+    """Return whether a transform is made of such alone as draw nothing."""
+    if depth == 0:  # a name that stands for itself
+        return False
+    if isinstance(value, ast.Name):
+        return _is_still(bound.get(value.id), bound, depth - 1)
+    if isinstance(value, ast.List | ast.Tuple):
+        return all(_is_still(part, bound, depth - 1) for part in value.elts)
+    if not isinstance(value, ast.Call) or _called(value) not in _COMPOSED:
+        return _called(value) in _STILL
+    parts = [*value.args, *(keyword.value for keyword in value.keywords)]
+    return all(_is_still(part, bound, depth - 1) for part in parts)
 
 
 def _takes_classes(needed: Sequence[str], by_place: Sequence[str]) -> bool:
