@@ -2,6 +2,7 @@
 
     python benchmarks/architectures.py --csv architectures.csv
     python benchmarks/architectures.py mixtral phi3 convnext_atto
+    python benchmarks/architectures.py --device cuda
 
 Tiny models with random weights of transformers, timm and torchvision, as far as installed; no file
 is downloaded. Each is asked for the gradients of four samples, two if it is large, by the method
@@ -10,7 +11,8 @@ because torch's kernels take other ways for a batch of one. The error is the lar
 relative to the largest entry of the sample's gradient. Where it exceeds 1e-5, the same way is
 compared in float64 too: a number that float32 rounds to the other side of a ReLU's 0 moves
 gradients, in autograd as well. Times are CPU seconds of the chosen way, and of one sample at a
-time. Prints a Markdown table; --csv writes a row a model.
+time; with ``--device cuda``, where all of it then happens, the wall's. Prints a Markdown table;
+--csv writes a row a model.
 """
 
 import argparse
@@ -20,7 +22,6 @@ import importlib
 import io
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import environment, write_csv
+from machine import environment, seconds_now, write_csv
 from torch import Tensor, nn
 
 from trak_core.gradients import (
@@ -42,6 +43,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.gradient_consumers import Digest
+from trak_core.model.device import full_precision
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, SEQUENCE_TO_SEQUENCE
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -338,13 +340,14 @@ def gradients_of(case: Case, method: GradientMethod) -> Tensor:
 
 
 def milliseconds_of(case: Case, method: GradientMethod) -> float:
-    """Return the CPU time of a second batch, whose gradients go into a digest."""
+    """Return the time of a second batch, whose gradients go into a digest."""
     parameters = select_parameters(case.model, None)
+    device = case.batch.labels.device.type
     milliseconds = 0.0
     for _ in range(2):
-        digest, start = Digest.zeros(parameters, len(case.batch)), time.process_time()
+        digest, start = Digest.zeros(parameters, len(case.batch)), seconds_now(device)
         method(case.model, parameters, case.output, case.batch, digest)
-        milliseconds = 1e3 * (time.process_time() - start)
+        milliseconds = 1e3 * (seconds_now(device) - start)
     return milliseconds
 
 
@@ -358,12 +361,14 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:150]
 
 
-def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
+def judged(package: str, name: str, make: Callable[[str], Case], device: str) -> Row:
     """Make a model, take its gradients, and compare them."""
     torch.manual_seed(0)
     try:
         case = make(name)
         perturb(case.model.eval())
+        batch = case.batch.mapped(lambda tensor: tensor.to(device))
+        case = Case(case.model.to(device), case.output, batch)
         exact = in_float64(case)
         expected = truth(exact)
     except Exception as error:
@@ -387,7 +392,7 @@ def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
     return Row(package, name, size, way, error, exact_error, milliseconds, in_turn, reason)
 
 
-def rows_of(names: list[str]) -> Iterator[Row]:
+def rows_of(names: list[str], device: str) -> Iterator[Row]:
     """Yield the rows of models, all if no name is given."""
     groups = [
         ("transformers", [name for group in FAMILIES for name in NAMES[group]], of_transformers)
@@ -397,19 +402,21 @@ def rows_of(names: list[str]) -> Iterator[Row]:
     for package, known, make in groups:
         for name in known:
             if not names or name in names or package in names:
-                yield judged(package, name, make)
+                yield judged(package, name, make, device)
 
 
 def main() -> None:
     """Print a line a model, then the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("models", nargs="*", help="names of models or of packages; all if none")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    full_precision(torch.device(arguments.device))
     rows = []
-    for row in rows_of(arguments.models):
+    for row in rows_of(arguments.models, arguments.device):
         rows.append(row)
         errors = f"{row.error:.0e} ({row.exact_error:.0e} in float64)"
         times = f"{row.milliseconds:.0f} ms ({row.in_turn:.0f} one by one)"
@@ -430,7 +437,7 @@ def main() -> None:
         write_csv(
             arguments.csv,
             rows,
-            environment("cpu", ["torch", "transformers", "timm", "torchvision"]),
+            environment(arguments.device, ["torch", "transformers", "timm", "torchvision"]),
         )
 
 

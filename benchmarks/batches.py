@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from large_models import TOKENS, Case, case_of, ours
 from machine import environment, write_csv
-from sides import cpu_seconds
+from sides import seconds_of
 
 from trak_core.gradients import Batch, sample_memory
 from trak_core.spec import usual_kind
@@ -59,7 +59,7 @@ def _rows(name: str, rounds: int, budget_bytes: int) -> list[Row]:
     for size in sizes:
         batch = case.batch.rows(torch.arange(size) % len(case.batch))
         sides[str(size)] = partial(_features, case, kind, batch, n_calls[size])
-    taken = cpu_seconds(sides, rounds)
+    taken = seconds_of(sides, rounds)
     ms = [1000 * statistics.median(taken[str(n)]) / (n * n_calls[n]) for n in sizes]
     usual = ms[sizes.index(64)] if 64 in sizes else ms[-1]
     mib = memory.activation_bytes / 2**20

@@ -5,6 +5,7 @@
     python benchmarks/large_models.py 124M --samples 8 --kinds tensor_sketch --no-vmap
     python benchmarks/large_models.py 103M --tokens 64 --kinds tensor_sketch --no-vmap --one-by-one
     python benchmarks/large_models.py xlnet mixtral lstm_6M --tokens 64 --no-vmap --one-by-one
+    python benchmarks/large_models.py 124M --device cuda --samples 8 --no-vmap
 
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
 each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
@@ -14,10 +15,11 @@ gradients are projected as they come, and "in turn" one pass after the other, of
 the same factors as one pass for all. An LSTM takes no pass for all: ours are those in turn. Each of
 our features is first compared with those of formed gradients (of two samples), and is not timed if
 they differ. Then all sides take turns, one thread each, and the medians of the rounds count; times
-are CPU seconds. All of them keep freed memory, as jobs do. Ratios are over the floor, with the
-least and the greatest of the rounds. Memory is measured in a process for each side: what it adds at
-its peak to what was there before it, the model included, by sample. Prints a Markdown table; --csv
-writes the same rows with the device, the versions and the commit.
+are CPU seconds, with ``--device cuda`` the wall's. All of them keep freed memory, as jobs do.
+Ratios are over the floor, with the least and the greatest of the rounds. Memory is measured in a
+process for each side: what it adds at its peak to what was there before it, the model included, by
+sample; on a GPU in this process, beside the model. Prints a Markdown table; --csv writes the same
+rows with the device, the versions and the commit.
 """
 
 import argparse
@@ -53,6 +55,7 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
+from trak_core.model.device import full_precision
 from trak_core.model.features import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
@@ -124,7 +127,12 @@ class Case:
 
 
 def case_of(
-    name: str, linear: bool, proj_dim: int | None, texts: int | None, n_tokens: int
+    name: str,
+    linear: bool,
+    proj_dim: int | None,
+    texts: int | None,
+    n_tokens: int,
+    device: str = "cpu",
 ) -> Case:
     """Return a model and random samples for it.
 
@@ -134,6 +142,7 @@ def case_of(
         proj_dim: k; None for the model's own.
         texts: The number of texts of a language model's batch; None for the model's own.
         n_tokens: Tokens of each.
+        device: Where model and samples are.
     """
     torch.manual_seed(0)
     if name in {"digits", "resnet"}:
@@ -149,7 +158,7 @@ def case_of(
     else:
         model, ids = language_model(name, texts, n_tokens)
         samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
-    model.eval()
+    model.eval().to(full_precision(torch.device(device)))
     patterns = None
     if linear:
         patterns = [
@@ -162,7 +171,7 @@ def case_of(
         model,
         select_parameters(model, patterns),
         output,
-        as_batch(samples, output),
+        as_batch(samples, output).mapped(lambda tensor: tensor.to(device)),
         proj_dim or k,
     )
 
@@ -289,6 +298,7 @@ def main() -> None:
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--no-features", action="store_true", help="the pass alone, too")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -299,7 +309,12 @@ def main() -> None:
         print(HEADER, flush=True)
     for name in arguments.models:
         case = case_of(
-            name, arguments.linear, arguments.proj_dim, arguments.samples, arguments.tokens
+            name,
+            arguments.linear,
+            arguments.proj_dim,
+            arguments.samples,
+            arguments.tokens,
+            arguments.device,
         )
         ways = not arguments.no_vmap, arguments.one_by_one, arguments.no_features
         sides = sides_of(case, arguments.kinds, *ways)
@@ -318,9 +333,10 @@ def main() -> None:
         )
         others = [word for word in sys.argv[1:] if word not in arguments.models]
         own = None if arguments.no_memory else [name, *others]
-        rows += measured(sides, arguments.rounds, len(case.batch), row, own)
+        rows += measured(sides, arguments.rounds, len(case.batch), row, own, arguments.device)
     if arguments.csv:
-        write_csv(arguments.csv, rows, environment("cpu", ["torch", "transformers", "numba"]))
+        packages = ["torch", "transformers", "numba", "numba-cuda"]
+        write_csv(arguments.csv, rows, environment(arguments.device, packages))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import csv
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -37,6 +38,14 @@ def environment(device: str, packages: Iterable[str]) -> dict[str, str]:
     name = torch.cuda.get_device_name() if device == "cuda" else _processor()
     python = platform.python_version()
     return {"device": name, "python": python, **_versions(packages), "commit": commit}
+
+
+def seconds_now(device: str) -> float:
+    """Return this process's CPU time, or for ``cuda`` the wall's once the GPU has no more to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def write_csv(path: Path, rows: Sequence[Any], about: dict[str, str]) -> None:

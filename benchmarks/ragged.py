@@ -28,7 +28,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import torch
 from machine import environment
-from sides import cpu_seconds
+from sides import seconds_of
 from torch import Tensor, nn
 
 from trak_core.artifacts import FEATURES, open_artifact
@@ -147,7 +147,7 @@ def main() -> None:
         sides: dict[str, Callable[[], object]] = {
             side: partial(job, folder, side) for side in ("padded", "ragged")
         }
-        seconds = cpu_seconds(sides, arguments.rounds)
+        seconds = seconds_of(sides, arguments.rounds)
     unit = statistics.median(seconds["padded"])
     print("| texts | CPU seconds | over padded |\n|---|---|---|")
     for side, taken in seconds.items():

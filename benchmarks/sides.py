@@ -1,10 +1,10 @@
 """Sides of a benchmark beside an ordinary training step: in turn in one process, one thread each.
 
 The floor is a forward and backward pass of the batch with ordinary weight gradients. Times are CPU
-seconds; ratios are over the floor's median. Memory is measured in a process for each side, which
-the same script is with ``--peak SIDE``: what the side adds at its peak to what was there before it,
-the model included. From trak_core only what needs torch alone is imported, because the
-environments of other packages have no more.
+seconds, on a GPU the wall's; ratios are over the floor's median. Memory is measured in a process
+for each side, which the same script is with ``--peak SIDE``: what the side adds at its peak to what
+was there before it, the model included. A GPU's is what torch allocates there. From trak_core only
+what needs torch alone is imported, because the environments of other packages have no more.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from machine import seconds_now
 from torch import nn
 
 from trak_core.gradients import Batch
@@ -59,14 +59,16 @@ class Row:
         )
 
 
-def cpu_seconds(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def seconds_of(
+    sides: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
+) -> dict[str, list[float]]:
     """Return each side's times in rounds where all take turns, after one that warms up."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds + 1):
         for side, call in sides.items():
-            start = time.process_time()
+            start = seconds_now(device)
             call()
-            seconds[side].append(time.process_time() - start)
+            seconds[side].append(seconds_now(device) - start)
     return {side: taken[1:] for side, taken in seconds.items()}
 
 
@@ -86,12 +88,21 @@ def print_peak(call: Callable[[], object]) -> None:
     print("peak", _peak_kib() - before)
 
 
+def _peak_on_gpu(call: Callable[[], object]) -> int:
+    """Return the bytes that a call adds at its peak to what torch has allocated on the GPU."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def measured(
     sides: dict[str, Callable[[], object]],
     rounds: int,
     n_samples: int,
     row: Callable[..., Row],
     arguments: Sequence[str] | None,
+    device: str = "cpu",
 ) -> Iterator[Row]:
     """Time the sides, then yield a row for each, printed.
 
@@ -102,12 +113,15 @@ def measured(
         row: A ``Row`` without what is measured.
         arguments: For this script, to measure this model: ``--peak SIDE`` is added. None for no
             memory.
+        device: Where the sides compute.
     """
-    seconds = cpu_seconds(sides, rounds)
+    seconds = seconds_of(sides, rounds, device)
     unit = statistics.median(seconds[FLOOR])
     for side, taken in seconds.items():
         output = "nan"
-        if arguments is not None:
+        if device == "cuda":
+            output = str(_peak_on_gpu(sides[side]) / 1024)
+        elif arguments is not None:
             command = [sys.executable, sys.argv[0], *arguments, "--peak", side]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         found = row(
