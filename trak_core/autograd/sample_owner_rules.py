@@ -266,9 +266,7 @@ def _strided(given: RuleInput) -> Layout | None:
 
 def _attended(given: RuleInput) -> Layout | None:
     """Inputs are queries, keys, values and, on a GPU, what is added to their products."""
-    n_own = given.dim + 1
-    is_shared = given.index == 3 and given.input[:n_own] != given.output[:n_own]
-    return given.along(given.dim) if given.dim in {0, 1} and not is_shared else None
+    return given.along(given.dim) if given.index < 4 and given.dim in {0, 1} else None
 
 
 def _shared(given: RuleInput) -> Layout | None:
