@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from zipfile import ZipFile, ZipInfo
 
 import pytest
 import torch
@@ -156,6 +157,74 @@ def test_any_number_of_a_large_file_of_torch_counts(tmp_path):
         torch.save(tensors, path)
         digests.add(parts_digest(path))
     assert len(digests) == 1 + len(range(1000, 2**20, 99_991))
+
+
+def test_a_large_plain_file_is_told_by_its_ends_and_64_parts(tmp_path):
+    """What lies between the parts is not read."""
+    size = 2**21 + 77
+    content = bytes(size)
+    path = tmp_path / "c.bin"
+
+    def digest_with(place):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        return parts_digest(path)
+
+    path.write_bytes(content)
+    before = parts_digest(path)
+    parts = [i * (size - 2**12) // 64 for i in range(64)]
+    seen = [0, 2**16 - 1, size - 2**16, size - 1, *parts, *(start + 2**12 - 1 for start in parts)]
+    digests = {place: digest_with(place) for place in seen}
+    assert before not in digests.values()
+    # The same bit everywhere: each place is another change.
+    assert len(set(digests.values())) == len(digests)
+    read = {*range(2**16), *range(size - 2**16, size)}
+    read.update(*(range(start, start + 2**12) for start in parts))
+    unread = [start + 2**14 for start in parts if start + 2**14 not in read]
+    assert len(unread) > 50
+    assert {digest_with(place) for place in unread} == {before}
+
+
+@pytest.mark.parametrize("size", [2**20, 2**20 + 1])
+def test_a_file_up_to_a_mebibyte_counts_whole(tmp_path, size):
+    path, digests = tmp_path / "c.bin", set()
+    for byte in (0, 1):
+        content = bytearray(size)
+        content[2**16 + 2**13] = byte  # behind the first end, between two parts
+        path.write_bytes(content)
+        digests.add(parts_digest(path))
+    assert len(digests) == (2 if size == 2**20 else 1)
+
+
+def test_any_byte_of_a_large_zip_file_counts(tmp_path):
+    """Python's own has the list of checksums without zip64, which torch's files end with."""
+    path, digests = tmp_path / "c.pt", set()
+    for place in (None, *range(70_000, 2**21, 99_991)):
+        content = bytearray(2**21)
+        if place is not None:
+            content[place] = 1
+        with ZipFile(path, "w") as file:
+            file.writestr(ZipInfo("c/data/0"), content)
+        end = path.read_bytes()[-200:]
+        assert b"PK\x05\x06" in end
+        assert b"PK\x06\x06" not in end
+        digests.add(parts_digest(path))
+    assert len(digests) == 1 + len(range(70_000, 2**21, 99_991))
+
+
+def test_another_choice_of_parts_is_no_other_checkpoint(tmp_path, signature, monkeypatch):
+    path = tmp_path / "c.pt"
+    path.write_bytes(b"1234")
+    plain = signature(path)
+    read = module.parts_digest
+    monkeypatch.setattr(module, "parts_digest", lambda path: f"{read(path)[:-1]}-")
+    path.chmod(0o400)  # the file system says that something changed
+    monkeypatch.setattr(module, "_CHOICE", module._CHOICE + 1)
+    assert signature(path) == plain
+    path.chmod(0o600)
+    monkeypatch.setattr(module, "parts_digest", read)
+    assert signature(path) != plain  # which is what a forgotten number would do
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -249,27 +247,3 @@ def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
     assert len(lines) == 4
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler makes a disk without locks")
-def test_a_disk_that_knows_no_locks(tmp_path):
-    """Each `flock` ends in ENOLCK, as on some network disks; PyTables would give up."""
-    source = "#include <errno.h>\nint flock(int f, int o) { errno = ENOLCK; return -1; }\n"
-    (tmp_path / "shim.c").write_text(source)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "shim.so", "shim.c"], cwd=tmp_path, check=True)
-    code = (
-        "import fcntl, os; from pathlib import Path; import pandas as pd\n"
-        "from trak_core.system.files import hold_results\n"
-        "from trak_core.system.job import logged_to\n"
-        "file = os.open('shim.c', os.O_RDONLY)\n"
-        "try:\n    fcntl.flock(file, fcntl.LOCK_EX)\n    raise SystemExit('locked')\n"
-        "except OSError:\n    hold_results(Path('results'))\n"
-        "with logged_to('log'):\n"
-        "    pd.DataFrame({'a': [1]}).to_hdf('a.h5', key='a', format='table')\n"
-        "    assert len(pd.read_hdf('a.h5', 'a')) == 1\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "HDF5_USE_FILE_LOCKING"}
-    environment |= {"LD_PRELOAD": str(tmp_path / "shim.so")}
-    call = [sys.executable, "-c", code]
-    done = subprocess.run(call, cwd=tmp_path, env=environment, check=False)
-    assert done.returncode == 0, (tmp_path / "log").read_text()

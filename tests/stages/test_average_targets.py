@@ -100,7 +100,6 @@ def test_a_contrast_is_that_of_the_columns(way, full, tmp_path):
         part("c0", (1, 0))
 
 
-@pytest.mark.usefixtures("no_figure")
 def test_a_mean_is_shown_by_its_words(full, tmp_path):
     study, checkpoints, scores = full
     path, _ = contrast_of(tmp_path, scores, "full", checkpoints)
@@ -113,6 +112,7 @@ def test_a_mean_is_shown_by_its_words(full, tmp_path):
         study_file=study,
         code="code",
     )
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "<p>the mean of mine, less that of others</p>" in text
     # To raise a difference is neither help nor harm.

@@ -1,6 +1,7 @@
 """Later jobs of a model on record compare short texts: with the same bytes, and never on trust."""
 
 import json
+import os
 from dataclasses import replace
 
 import h5py
@@ -278,6 +279,34 @@ def test_a_damaged_record_is_as_good_as_none(jobs):
         jobs.record.write_text(text)
         assert jobs.run()[1] == [(5, 48)]
     assert list(json.loads(jobs.record.read_text())["known"].values()) == [48]
+
+
+def test_a_file_of_the_library_that_changes_ends_what_the_record_says(jobs, tmp_path, monkeypatch):
+    """By its size or its times; a new file counts too."""
+    files = [tmp_path / "module.py"]
+    files[0].write_text("a = 1\n")
+    monkeypatch.setattr(known_models, "code_files", lambda: files)
+
+    def compared():
+        known_models._code.cache_clear()
+        return jobs.run()[1]
+
+    def replaced_as_cp_p_does():
+        stat = files[0].stat()
+        files[0].write_text("a = 3\n")
+        os.utime(files[0], ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    whole, short = [(5, 48)], [(2, 17)]
+    assert [compared(), compared()] == [whole, short]
+    for change in (
+        lambda: files[0].write_text("a = 22\n"),
+        lambda: os.utime(files[0], ns=(0, 0)),
+        replaced_as_cp_p_does,
+        lambda: files.append(jobs.study),
+    ):
+        change()
+        assert [compared(), compared()] == [whole, short]
+    known_models._code.cache_clear()
 
 
 def test_without_a_results_folder_nothing_is_kept(jobs):

@@ -4,12 +4,18 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
 import numpy as np
 import pandas as pd
+import patience
 import pytest
+import yaml
+from no_locks import needs_compiler, without_locks
+from own_checkpoints import own_study
 from running import Running
 from workspace import Workspace, as_a_module
 
@@ -229,3 +235,24 @@ def test_a_result_from_the_future_is_refused_before_what_is_made_of_it(study):
     assert study.artifacts() == before
     os.utime(path)
     assert study.run() == {"compute_scores": 1, "average_scores": 1}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("error", "setting"), [("ENOLCK", "FALSE"), (None, "None")])
+def test_a_run_on_a_disk_that_knows_no_locks(tmp_path, error, setting):
+    """Preflight and jobs are told the same; on any other disk HDF5 locks as it does by itself."""
+    study = own_study(tmp_path / "study", 1, ["few"])
+    file = study.path("diabetes.py")
+    told = 'print("locks:", os.environ.get("HDF5_USE_FILE_LOCKING"), file=sys.stderr)'
+    file.write_text(f"import os, sys\n{file.read_text()}\n{told}\n")
+    study.path("study.yaml").write_text(yaml.safe_dump(study.config))
+    call = [sys.executable, "-m", "snakemake", "scores", "--cores", "2"]
+    call += ["--configfile", "study.yaml", "--snakefile", study.snakefile]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = without_locks(tmp_path / "shim", error)
+    done = patience.run(call, 120, cwd=study.folder, env=environment, **pipes)
+    assert done.returncode == 0, done.stdout
+    assert f"locks: {setting}\n" in done.stdout
+    logs = [path.read_text() for path in study.path("results/logs/compute_features").rglob("*.log")]
+    assert [f"locks: {setting}\n" in log for log in logs] == [True, True]
+    assert len(pd.read_hdf(study.path("results/scores/few.h5"), "scores")) == 342

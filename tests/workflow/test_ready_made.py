@@ -15,6 +15,7 @@ from few_words import ids, tokenizer, write
 from pages import blocks, run_code
 from PIL import Image
 from pipeline import run_config
+from read_only import linux_alone, read_only, run_as_reader
 from refused import refused
 from workspace import REPOSITORY, Workspace
 
@@ -117,6 +118,38 @@ def test_texts_and_weights_are_a_study(study, monkeypatch, capsys):
     assert study.would_run() == {"compute_features": 1, "compute_scores": 1, "average_scores": 1}
     write(study.path("train.jsonl"), ROWS[:2])
     assert study.would_run()["compute_features"] == 2
+
+
+@linux_alone
+def test_a_colleague_s_results_are_asked_as_they_are(study):
+    """They may only be read; a study with other arguments would have to be written there."""
+    study.run("results-texts/scores/asked.h5", "results-texts/answers/asked.h5")
+    # As of an earlier version, and of a start elsewhere: there is something to write.
+    for record in study.path("results-texts").glob("*.json"):
+        if record.name != "config.json":
+            record.unlink()
+    call = ["-m", "snakemake", "scores", "--cores", "1", "--configfile", "study.yaml"]
+    call += ["--snakefile", study.snakefile]
+    ask = "import trak_core; results = trak_core.open('results-texts')\n"
+    ask += "print(len(results.ask({'text': 'the sun'}).scores), 'scores')"
+    trak = ["-m", "trak_core.command.main", "ask"]
+    other = "study_arguments={texts: train.jsonl, max_tokens: 2}"
+    written = "Found Permission denied at results-texts/language_model_study_"
+    results = study.path("results-texts")
+    with read_only(results):
+        before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+        for arguments, status, said in (
+            ([*call, "-n"], 0, "Nothing to be done"),
+            (call, 0, "Nothing to be done"),
+            ([*trak, "study.yaml", "--file", "asked.jsonl"], 0, "0: the sky is red"),
+            (["-c", ask], 0, "3 scores"),
+            ([*call, "-n", "--config", other], 1, written),
+        ):
+            ended, output = run_as_reader(*arguments, cwd=study.folder)
+            assert (ended, said in output) == (status, True), output
+            assert "Traceback" not in output
+        now = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+        assert now == before
 
 
 def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(

@@ -32,6 +32,7 @@ from trak_core.artifacts.format import (
     table_columns,
 )
 from trak_core.artifacts.sealed_file import Damaged, SealedFile, read_seal
+from trak_core.system.files import knows_locks
 
 if TYPE_CHECKING:  # most jobs read no table
     import pandas as pd
@@ -70,7 +71,8 @@ class _HeldFile:
                 next(iter(self._open)).close()
             self._check_same()
             # Blocks are read once: a cache a file would add up over the checkpoints.
-            file = h5py.File(self._source(), "r", rdcc_nbytes=0)
+            # A whole file changes no more: it needs no lock, which some disks don't know.
+            file = h5py.File(self._source(), "r", rdcc_nbytes=0, locking=False)
             try:
                 self._check_same()
             except OSError:
@@ -395,7 +397,9 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     if not path.is_file():
         raise ArtifactError(f"{path}: the file must exist. Found nothing there.")
     try:
-        with h5py.File(path, "r") as file:
+        with path.open("rb") as raw:
+            locking = None if knows_locks(raw.fileno()) else False
+        with h5py.File(path, "r", locking=locking) as file:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
             if any(is_link(file, name) for name in (key, *parts)):
                 raise ValueError(f"a link in place of {key!r}, or of a part of it")

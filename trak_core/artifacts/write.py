@@ -265,7 +265,7 @@ def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list
 def _reads_back(path: Path, key: str, rows: Table, columns: list[_Place]) -> bool:
     """Say whether a table reads as it was written: PyTables hides failed writes."""
     try:
-        with h5py.File(path) as file:
+        with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
             if len(table) != _length(rows):
                 return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.system.files import code_digests, written_whole
+from trak_core.system.files import code_digests, takes_no_file, written_whole
 
 _TEXT = '''\
 """The ready-made study `{name}` with the config's `study_arguments`, written at each start.
@@ -306,9 +306,11 @@ def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     file = Path(results, f"{name}_study_{digest}.py")
     if not writes or (file.is_file() and file.read_text() == text):
         return str(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(file) as part:
-        part.write_text(text)
+    try:
+        with written_whole(file) as part:
+            part.write_text(text)
+    except OSError as error:
+        raise takes_no_file(file.parent, file, error) from error
     return str(file)
 
 

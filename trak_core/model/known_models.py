@@ -142,9 +142,12 @@ def _key(loaded: LoadedModel, texts: Batch, n: int, spec: FeaturesSpec) -> str:
 
 @cache
 def _code() -> str:
-    """Return what changes with any file of the library: reading them would take half a second."""
+    """Return what changes with the size or the times of any file of the library.
+
+    Reading them would take half a second.
+    """
     stats = ((str(path), path.stat()) for path in code_files())
-    return content_digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    return content_digest([[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats])
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

@@ -27,6 +27,9 @@ _MOST_LIST_BYTES = 2**24
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP64_END = b"PK\x06\x06"
 _SECOND_NS = 10**9
+# Which parts are read, above: raise it with any other choice, or each checkpoint that is read again
+# would count as replaced.
+_CHOICE = 1
 
 
 def _files(path: Path) -> list[Path]:
@@ -120,12 +123,14 @@ class CheckpointSignatures:
 
     A checkpoint's signature is its ``stat_signature``, as long as ``parts_digest`` is what it was
     when that size and time were first seen; else both. Parts are read only at first, and where the
-    file system says that a file was changed since.
+    file system says that a file was changed since. A record of another choice of parts counts as
+    none: what is there is seen for the first time.
     """
 
     def __init__(self, record: Path) -> None:
         self._record = record
-        self._known = read_record(record)
+        known = read_record(record)
+        self._known = known.get("seen", {}) if known.get("choice") == _CHOICE else {}
         # By path, and by size and time: what was read first, the last change, what was read then.
         self._seen: dict[str, dict[str, list[str | None]]] = {
             path: dict(seen) for path, seen in self._known.items()
@@ -148,7 +153,8 @@ class CheckpointSignatures:
     def write(self) -> None:
         """Bring the record up to date."""
         if self._seen != self._known:
-            write_record(self._record, self._seen, must=False)
+            known = {"choice": _CHOICE, "seen": self._seen}
+            write_record(self._record, known, must=False)
 
 
 @cache

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -25,8 +25,8 @@ from trak_core.errors import InputError, no_room
 if TYPE_CHECKING:
     import pandas as pd
 
-# What a folder says that may only be read.
-_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+# What a disk says that knows no locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The name of the record, in a results folder, of the config of its last start.
 CONFIG_RECORD = "config.json"
 # A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
@@ -83,12 +83,33 @@ def hold_results(results: Path) -> None:
         os.close(file)
 
 
-def lock_no_tables() -> None:
-    """Have PyTables lock no file, because some network disks know no locks.
+def knows_locks(file: int) -> bool:
+    """Return whether the disk of an open file knows locks, whoever holds one."""
+    import fcntl  # as above
 
-    A job's file has a name of its own until it is whole. It counts before PyTables is imported.
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _NO_LOCKS
+    return True
+
+
+def lock_tables_where_possible(results: Path) -> None:
+    """Have HDF5 lock no file where the disk of a results folder knows no locks.
+
+    Else PyTables would write nothing there. HDF5's own setting, BEST_EFFORT, ignores ENOSYS alone,
+    not what network disks say. A job's file has a name of its own until it is whole.
+
+    It counts for processes that this one starts, and here until PyTables is imported. What the
+    environment says already stays.
     """
-    os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
+    if "HDF5_USE_FILE_LOCKING" in os.environ:
+        return
+    places = (results, *results.absolute().parents)
+    # Nothing is written into a folder that takes no file.
+    with suppress(OSError), tempfile.TemporaryFile(dir=next(filter(Path.is_dir, places))) as file:
+        if not knows_locks(file.fileno()):
+            os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 
 
 def does_not_fit(path: Path, reason: str) -> InputError:
@@ -168,21 +189,35 @@ def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> Non
     """Write plain values with a hash of them, whole or not at all.
 
     Without ``must`` nothing is written into a folder that may only be read, as a colleague's.
+
+    Raises:
+        InputError: If the folder takes no such file (``config.results_folder``).
     """
     try:
         with written_whole(path) as partial:
             text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        if must or error.errno not in _READ_ONLY or not path.parent.is_dir():
-            raise _takes_no_file(path, error) from error
+        if must or not may_only_be_read(path.parent):
+            raise takes_no_file(path.parent, path, error) from error
 
 
-def _takes_no_file(path: Path, error: OSError) -> InputError:
+def may_only_be_read(folder: Path) -> bool:
+    """Return whether a folder is there in which this process may write nothing."""
+    try:
+        return folder.is_dir() and not os.access(folder, os.W_OK)
+    except PermissionError:  # a folder above it may not be looked into
+        return False
+
+
+def takes_no_file(results: Path, path: Path, error: OSError) -> InputError:
+    """Return the error of a file, or of the folder itself, that could not be written."""
+    named = Path(error.filename or path)
+    # A temporary file's name says nothing.
+    place = path if named.absolute().parent == results.absolute() else named
     return InputError(
-        f"{path.parent}: the results folder must be one that files can be written to. Found "
-        f"{error.strerror or error} at {error.filename or path}. Mend it, or name another one "
-        "under `results`.",
+        f"{results}: the results folder must be one that files can be written to. Found "
+        f"{error.strerror or error} at {place}. Mend it, or name another one under `results`.",
         code="config.results_folder",
     )
 
@@ -194,7 +229,7 @@ def check_results(results: Path) -> None:
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
-        raise _takes_no_file(results / "scores", error) from error
+        raise takes_no_file(results, results, error) from error
 
 
 # Clocks of file systems stand still for up to two seconds: a file changed that lately may change

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trak_core.system.files import lock_no_tables
 from trak_core.system.job import quiet_libraries, run_to_the_end
 
 SOCKET = "TRAK_CORE_FORK_SERVER"
@@ -353,7 +352,6 @@ def main() -> None:
             os.write(1, YES)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         quiet_libraries()
-        lock_no_tables()
         gc.disable()  # imports leave next to nothing to collect, and it takes a sixth of their time
         _import(modules)
         _serve(listener, environment, limits)

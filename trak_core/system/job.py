@@ -25,7 +25,6 @@ from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
-from trak_core.system.files import lock_no_tables
 
 # glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
 # taken from the heap, of which glibc allows no more.
@@ -360,7 +359,6 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
     os.dup2(log, 1)
     os.dup2(log, 2)
     quiet_libraries()
-    lock_no_tables()
     keep_freed()
     ended = threading.Event()
     if minutes is not None:

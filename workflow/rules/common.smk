@@ -37,7 +37,12 @@ from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stat_signature
 from trak_core.system.job import imports_of, stage_module
 from trak_core.system.checkpoint_signatures import checkpoint_signatures
-from trak_core.system.files import check_results, code_digests, hold_results
+from trak_core.system.files import (
+    check_results,
+    code_digests,
+    hold_results,
+    lock_tables_where_possible,
+)
 from trak_core.system.fork_client import (
     can_fork,
     name_library,
@@ -110,6 +115,8 @@ with explained():
         lambda: workflow.scheduler is not None and bool(workflow.scheduler.running),
         is_main=workflow.is_main_process,
     )
+    # Where outputs lie until a store has them, or the results.
+    lock_tables_where_possible(Path() if stored else results)
     specs = specs_of(config, results)
     shared = workflow.storage_settings.shared_fs_usage
     nodes_have_python = SharedFSUsage.SOFTWARE_DEPLOYMENT in shared
