@@ -43,6 +43,10 @@ class _WithoutDraws(TorchDispatchMode):
         self._others: dict[int, StorageWeakRef] = {}
         self.was_read = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, a second of every job, to pass this over
+
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._others
 
