@@ -1,5 +1,7 @@
 """Several processes on one save_dir lose nothing, and a killed one goes on."""
 
+import errno
+import logging
 import multiprocessing
 import os
 import time
@@ -144,3 +146,20 @@ def test_many_processes_score_from_one_finished_store(start, tmp_path):
     assert (folder / "0/features.mmap").stat().st_mtime_ns == before
     scored(traker, name="exp0")
     assert not traker.saver.current_store["features"].flags.writeable
+
+
+def test_a_save_dir_on_a_disk_that_knows_no_locks(tmp_path, monkeypatch, caplog):
+    """As the original, which has no locks; it says once that no other process may write there."""
+    expected = scored(finalized(tmp_path / "locked")).finalize_scores("mine")
+
+    def fails(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    traker = finalized(tmp_path / "mine", logging_level=logging.WARNING)
+    found = scored(traker).finalize_scores("mine")
+    assert np.array_equal(found, expected)
+    said = [record.getMessage() for record in caplog.records if "locks" in record.getMessage()]
+    assert said == [
+        f"{tmp_path / 'mine'}: the disk knows no locks. Let one process at a time write there."
+    ]

@@ -1,5 +1,6 @@
 """A job computes where the config says, and one process has one GPU."""
 
+import errno
 import os
 import re
 import signal
@@ -10,9 +11,11 @@ import tempfile
 import pytest
 import torch
 from pipeline import ON_CPU, features_spec
+from refused import refused
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.model.device import hold_one
 from trak_core.stages.compute_features import compute_features
 
 HAS_GPU = torch.cuda.is_available()
@@ -103,3 +106,13 @@ def test_jobs_side_by_side_have_a_gpu_each_and_a_killed_one_blocks_nobody(server
     assert read() == "Waiting: other jobs hold all GPUs (2).\n"
     os.kill(first, signal.SIGKILL)
     assert read() == "0\n"
+
+
+def test_a_folder_of_temporary_files_without_locks(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with refused("model.gpu_locks", tmp_path, "No locks available", "TMPDIR=/dev/shm"):
+        hold_one(("first",))

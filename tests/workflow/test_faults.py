@@ -1,8 +1,10 @@
 """Killed, told to stop, started twice: no finished file is lost, no wrong number comes through."""
 
+import fcntl
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +17,10 @@ import patience
 import pytest
 import yaml
 from no_locks import needs_compiler, without_locks
-from own_checkpoints import own_study
+from own_checkpoints import own_study, save_own_checkpoint
+from read_only import linux_alone, run_as_reader
 from running import Running
-from workspace import Workspace, as_a_module
+from workspace import Workspace, as_a_module, scoring
 
 from trak_core.artifacts import FEATURES, open_artifact
 
@@ -256,3 +259,65 @@ def test_a_run_on_a_disk_that_knows_no_locks(tmp_path, error, setting):
     logs = [path.read_text() for path in study.path("results/logs/compute_features").rglob("*.log")]
     assert [f"locks: {setting}\n" in log for log in logs] == [True, True]
     assert len(pd.read_hdf(study.path("results/scores/few.h5"), "scores")) == 342
+
+
+def test_a_copy_by_hard_links_keeps_its_results(study, tmp_path):
+    """`cp -al results`: a run replaces files, and writes into none but timings and its lock."""
+    copy = Workspace(tmp_path / "copy", study.config, study.snakefile)
+    copy.folder.mkdir()
+    shutil.copytree(study.path("results"), copy.path("results"), copy_function=os.link)
+    for name in ("mine", ".snakemake"):
+        shutil.copytree(study.path(name), copy.path(name))
+    shutil.copy2(study.path("diabetes.py"), copy.folder)
+    files = [path for path in copy.path("results").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files if path.suffix != ".tsv"}
+    scores = study.path("results/scores/few.h5").read_bytes()
+    with copy.path("results/.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "written to by one run at a time" in study.fail("--forceall")
+    save_own_checkpoint(study, 0, scale=2)
+    assert study.run() == scoring(1, 1)
+    assert study.path("results/scores/few.h5").read_bytes() != scores
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(before) > 12
+    assert copy.would_run() == {}
+
+
+@linux_alone
+def test_a_finished_file_that_is_write_protected(study):
+    """Snakemake itself names it, before any job."""
+    study.config["scoring"] = {"damping": 1.5}
+    planned = study.would_run()
+    scores = study.path("results/scores/few.h5")
+    scores.chmod(0o444)
+    call = ["-m", "snakemake", "scores", "--cores", "1", "--configfile", "study.yaml"]
+    call += ["--snakefile", study.snakefile]
+    for more in ([], ["-n"]):
+        ended, output = run_as_reader(*call, *more, cwd=study.folder)
+        assert ended == 1
+        assert "ProtectedOutputException" in output
+        assert "affected files:\n        results/scores/few.h5" in output
+        assert "Traceback" not in output
+    scores.chmod(0o644)
+    assert study.run() == planned
+
+
+def test_without_the_profile_snakemake_asks_what_to_do_with_unfinished_files(study):
+    """Killed between a job's end and its record; the profile has `rerun-incomplete`."""
+    few = study.path("results/features/c0/few.h5")
+    for path in (few, *study.path("results/scores").rglob("*.h5")):
+        path.unlink()
+    running = Running(study, "scores")
+    running.wait_for(few.exists)
+    os.killpg(running.process.pid, signal.SIGKILL)
+    running.finish()
+    assert "--unlock" in study.fail("scores", "--rerun-incomplete")
+    assert study.snakemake("--unlock")[0] == 0
+    output = study.fail("scores", "--workflow-profile", "none")
+    assert "IncompleteFilesException" in output
+    assert "rerun your command with the --rerun-incomplete flag" in output
+    study.path("Snakefile").write_text(as_a_module())
+    as_module = Workspace(study.folder, study.config, "Snakefile")
+    assert "IncompleteFilesException" in as_module.fail("results/scores/few.h5")
+    planned = {"compute_features": 1, "compute_scores": 1, "average_scores": 1}
+    assert study.run("scores", "--workflow-profile", "none", "--rerun-incomplete") == planned

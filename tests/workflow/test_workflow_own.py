@@ -219,6 +219,16 @@ def test_results_that_may_only_be_read(own, tmp_path):
     call = ["-m", "snakemake", "scores", "--cores", "1", "--configfile", "study.yaml"]
     call += ["--snakefile", mine.snakefile]
     new = ["--config", 'experiments={"new": {"targets": ["patient-350"]}}']
+
+    theirs.config["scoring"] = {"damping": 1.5}
+    theirs.would_run()  # writes the config
+    for place in ("results/scores/few", "results/logs/average_scores"):
+        with read_only(theirs.path(place)):
+            ended, output = run_as_reader(*call, cwd=theirs.folder)
+        assert ended == 1
+        assert "results: the results folder must be" in output, output
+        assert f"Found Permission denied at {place}. Mend it" in output
+        assert "Traceback" not in output
     with read_only(theirs.folder):
         for more, status, said in (
             (["-n"], 0, "Nothing to be done"),

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trak_core.errors import InputError
-from trak_core.system.files import written_whole
+from trak_core.system.files import NO_LOCKS, written_whole
 
 
 class ModelIDException(InputError):
@@ -114,6 +114,7 @@ class AbstractSaver(ABC):
         (self.save_dir / "scores").mkdir(parents=True, exist_ok=True)
         self.metadata_file = self.save_dir / "metadata.json"
         self.experiments_file = self.save_dir / "experiments.json"
+        self._knows_locks = True  # as far as is known
         self.model_ids: dict[int, dict[str, Any]] = {}
         self.experiments: dict[str, dict[str, Any]] = {}
         self.current_model_id: int | None = None
@@ -163,10 +164,22 @@ class AbstractSaver(ABC):
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Hold the lock of the folder's shared files."""
+        """Hold the lock of the folder's shared files, where its disk knows locks."""
         with (self.save_dir / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                self._tell_of_no_locks()
             yield
+
+    def _tell_of_no_locks(self) -> None:
+        if self._knows_locks:
+            self._knows_locks = False
+            self.logger.warning(
+                "%s: the disk knows no locks. Let one process at a time write there.", self.save_dir
+            )
 
     @abstractmethod
     def register_model_id(

@@ -61,6 +61,9 @@ def hold_one(names: tuple[str, ...]) -> int:
     A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
     up when the process ends in whatever way, so that a killed job blocks nobody. The ``names``
     tell the GPUs of this machine apart for every process, such as UUIDs.
+
+    Raises:
+        InputError: If the folder's disk knows no locks (``model.gpu_locks``).
     """
     import fcntl  # Only here: Windows has none, and needs none without a GPU.
 
@@ -74,6 +77,14 @@ def hold_one(names: tuple[str, ...]) -> int:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
+            except OSError as error:
+                os.close(descriptor)
+                raise InputError(
+                    f"{folder}: the folder of temporary files must lie on a disk that knows locks, "
+                    f"by which jobs share GPUs. Found {error.strerror}. Name a folder on a disk of "
+                    "this machine: TMPDIR=/dev/shm before the command.",
+                    code="model.gpu_locks",
+                ) from error
             else:
                 return position  # The descriptor stays open, and the lock with it.
         if not waiting:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cache
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # What a disk says that knows no locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The name of the record, in a results folder, of the config of its last start.
 CONFIG_RECORD = "config.json"
 # A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
@@ -90,7 +90,7 @@ def knows_locks(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in _NO_LOCKS
+        return error.errno not in NO_LOCKS
     return True
 
 
@@ -222,14 +222,21 @@ def takes_no_file(results: Path, path: Path, error: OSError) -> InputError:
     )
 
 
-def check_results(results: Path) -> None:
-    """Refuse a results folder that takes no file."""
+def check_results(results: Path, files: Iterable[str] = ()) -> None:
+    """Refuse a results folder that takes no file, or one of a file that a run writes.
+
+    Snakemake deletes what is there before the job that writes it.
+    """
     try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
         raise takes_no_file(results, results, error) from error
+    for folder in sorted({Path(file).parent for file in files}):
+        if may_only_be_read(folder):
+            error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise takes_no_file(results, folder, error)
 
 
 # Clocks of file systems stand still for up to two seconds: a file changed that lately may change
