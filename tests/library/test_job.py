@@ -247,3 +247,17 @@ def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("stage", ["train_checkpoint", "retrain"])
+def test_what_an_optimizer_imports_is_there_when_a_training_is_forked(stage):
+    code = (
+        "import pkgutil, sys; import torch\n"
+        "from trak_core.system.job import imports_of\n"
+        f"for name in imports_of([{stage!r}]):\n    pkgutil.resolve_name(name)\n"
+        "before = set(sys.modules)\n"
+        "torch.optim.AdamW([torch.ones(2, requires_grad=True)]).step()\n"
+        "print(*(name for name in set(sys.modules) - before if name.startswith('torch._d')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "\n"

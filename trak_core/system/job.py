@@ -388,6 +388,7 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
 _TRIGGERS = {"code", "signature", "digest"}
 # What stages import only when they come to it.
 _TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
+_OPTIMIZERS = ("torch._dynamo",)  # which the first one of a process imports: a second's work
 _KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
 _LATER = {
     "average_scores": _TABLES,
@@ -395,9 +396,10 @@ _LATER = {
     "compute_features": _KERNELS,
     "compute_self_influence": _TABLES,
     "draw_influences": (*_TABLES, *_FIGURES),
-    "retrain": ("pandas",),
+    "retrain": ("pandas", *_OPTIMIZERS),
     "select_targets": _TABLES,
     "show_list": _FIGURES,
+    "train_checkpoint": _OPTIMIZERS,
     "write_report": (*_TABLES, *_FIGURES),
 }
 
