@@ -282,3 +282,44 @@ def test_what_is_free_goes_back_between_large_gradients(monkeypatch):
     gradients_one_by_one(model, parameters, CLASSIFICATION, batch, Noted.zeros(parameters, 1))
     assert set(order[:4]) == {(3,), (3, 30), (30,), (30, 20)}
     assert order[4:] == ["freed", (40, 20), "freed"]
+
+
+class KeepsItsBias(nn.Module):
+    """As TinyViT in timm: a bias is derived from a parameter, and kept until training."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.biases = nn.Parameter(torch.randn(6))
+        self.bias_cache = {}
+        self.keeps = keeps
+
+    def train(self, mode=True):
+        if mode:
+            self.bias_cache = {}
+        return super().train(mode)
+
+    def forward(self, x):
+        if not self.keeps or "cpu" not in self.bias_cache:
+            self.bias_cache["cpu"] = self.biases[[0, 2, 2, 5]].exp()
+        return self.head((self.inner(x) * self.bias_cache["cpu"]).tanh())
+
+
+@pytest.mark.parametrize("method", [*METHODS, gradients_in_turn])
+def test_what_a_model_derived_earlier_and_kept_hides_no_gradient(method):
+    model, plain = KeepsItsBias(True).eval(), KeepsItsBias(False).eval()
+    plain.load_state_dict(model.state_dict())
+    batch = as_batch((torch.randn(3, 3), torch.tensor([0, 2, 1])), CLASSIFICATION)
+    with torch.no_grad():
+        model(batch.args[0])  # as a user does before
+    expected = formed_gradients(
+        method, plain, select_parameters(plain, None), CLASSIFICATION, batch
+    ).gradients
+    assert expected["biases"].any()
+    for _ in range(2):
+        gradients = formed_gradients(
+            method, model, select_parameters(model, None), CLASSIFICATION, batch
+        ).gradients
+        for name, numbers in expected.items():
+            torch.testing.assert_close(gradients[name], numbers, rtol=0, atol=0)
+    assert not model.bias_cache

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.gradient_terms import PIECE
+from trak_core.autograd.gradient_terms import PIECE, piece_on
 from trak_core.autograd.one_pass import plan_of
 from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
@@ -147,7 +147,8 @@ def _pair(batch: Batch) -> Batch:
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
     """Return what a batch may take: ``memory_mb`` MiB, or most of a CUDA device's free memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * 4 // 5
+        larger_pieces = _PIECES * 4 * (piece_on(device) - PIECE)
+        return torch.cuda.mem_get_info(device)[0] * 4 // 5 - larger_pieces
     return memory_mb * 2**20
 
 

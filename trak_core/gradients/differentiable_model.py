@@ -26,18 +26,34 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     Dropout is off and BatchNorm uses its stored statistics; afterwards each module has its own mode
     again. The inference kernels of torch's transformer layers, taken when only other layers are
     differentiated, are off because they leave no graph to read. Layers run in their plain form.
+    What modules derived from parameters and keep in a cache is derived anew.
     """
     training = [module for module in model.modules() if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
+    _empty_caches(model)
     try:
         with plain_layers():
             yield
     finally:
+        _empty_caches(model)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module in training:
             module.training = True
+
+
+def _empty_caches(model: nn.Module) -> None:
+    """Empty the dictionaries that modules call a cache.
+
+    LeViT, TinyViT and EfficientFormer of timm keep biases there that they derive from parameters,
+    and most versions keep them until training. The graph of such a bias is used up by one pass, or
+    isn't there, so that its parameter's gradient would be 0.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "cache" in name and isinstance(value, dict):
+                value.clear()
 
 
 @contextlib.contextmanager

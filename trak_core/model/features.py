@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import scaled_integers
-from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.autograd.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
 from trak_core.autograd.margins_in_pieces import MarginFactors
 from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
@@ -100,7 +100,8 @@ class Features:
             part = part.float() if part.dtype is torch.float64 else part
             if scale is not None:
                 part = part * scale[first : first + part.shape[1]]
-            if sum(block.numel() for block in self._held.values()) + part.numel() > PIECE:
+            n_held = sum(block.numel() for block in self._held.values())
+            if n_held + part.numel() > piece_on(part.device):
                 self._project_held()
             self._held[offset + first] = part
 

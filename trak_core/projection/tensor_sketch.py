@@ -28,8 +28,9 @@ from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, s
 from trak_core.spec import ProjectionSpec
 
 # Complex numbers of a piece of count sketches: 1 MiB, and as much for their transforms. Both stay
-# in a core's own cache from the counts to the squares. A GPU takes more at once.
-_PIECE, _PIECE_OF_GPU = 2**17, 2**19
+# in a core's own cache from the counts to the squares. A GPU takes 64 MiB at once, because its host
+# needs some .2 ms to start a piece's kernels.
+_PIECE, _PIECE_OF_GPU = 2**17, 2**23
 # What things take on a core of an AMD EPYC, in nanoseconds, measured with torch 2.13 for k =
 # 1,024 and 4,096 and matrices of layers of 256 to 3,072. They choose between two ways to the same
 # numbers.

@@ -177,10 +177,18 @@ def require_right_matrix(
         project_slices.project_slices([gradients.to(device)], small, offset, out, small_method)
         matrix = out.cpu().numpy()
     except Exception as error:
+        remedy = (
+            "The compiler that numba-cuda finds and the driver must go together: compare "
+            "`python -m numba -s` with `nvidia-smi`."
+        )
+        if isinstance(error, AttributeError | ImportError):  # seen with NumPy 2.5
+            remedy = (
+                "numba-cuda and the installed NumPy and numba must go together: "
+                "`pip install 'trak-core[cuda]'` takes versions that do."
+            )
         raise InputError(
             f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
-            f"{type(error).__name__}: {error}. The compiler that numba-cuda finds and the driver "
-            f"must go together: compare `python -m numba -s` with `nvidia-smi`. {INSTEAD}",
+            f"{type(error).__name__}: {error}. {remedy} {INSTEAD}",
             code="projection.kernel_fails",
         ) from error
     expected = [projection_matrix(small, offset + int(g), 1)[0] for g in picks]
