@@ -46,7 +46,7 @@ from trak_core.report.template_filters import (
     signed,
 )
 from trak_core.spec import MEAN_OF
-from trak_core.study.read_split import Split
+from trak_core.study.split import Split
 from trak_core.study.study import Study
 
 

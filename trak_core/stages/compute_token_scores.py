@@ -21,9 +21,9 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.model.device import device_name
-from trak_core.model.features import compilers, projecting_device
 from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.project_gradients import compilers, projecting_device
 from trak_core.model.token_scores import (
     SIDES,
     Between,
