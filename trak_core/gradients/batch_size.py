@@ -145,7 +145,10 @@ def _pair(batch: Batch) -> Batch:
 
 
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
-    """Return what a batch may take: ``memory_mb`` MiB, or most of a CUDA device's free memory."""
+    """Return what a batch may take: ``memory_mb`` MiB, or most of a CUDA device's free memory.
+
+    What a GPU's larger pieces take beyond a CPU's is not for the batch.
+    """
     if device.type == "cuda":
         larger_pieces = _PIECES * 4 * (piece_on(device) - PIECE)
         return torch.cuda.mem_get_info(device)[0] * 4 // 5 - larger_pieces
