@@ -56,7 +56,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model.device import full_precision
-from trak_core.model.features import Features
+from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION

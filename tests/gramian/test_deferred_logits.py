@@ -20,7 +20,7 @@ from trak_core.gradients import (
 )
 from trak_core.gramian import train_gramian
 from trak_core.model.deferred_logits import MarginsOfTokens
-from trak_core.model.features import Features
+from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, matrix_shape
@@ -151,7 +151,7 @@ def test_what_needs_all_logits_gets_them(make):
 
 @pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)
 def test_consumers_take_the_last_layer_without_its_gradient(make, monkeypatch):
-    monkeypatch.setattr("trak_core.model.features.prefers_factors", lambda *sizes: True)
+    monkeypatch.setattr("trak_core.model.project_gradients.prefers_factors", lambda *sizes: True)
     whole, pieces = prepared(make)
     gradients = formed_gradients(gradients_one_by_one, *whole)
     rows = torch.cat(gradients.blocks(), dim=1)

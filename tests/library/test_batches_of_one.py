@@ -26,7 +26,7 @@ from trak_core.gradients import (
 )
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gramian import train_gramian
-from trak_core.model.features import Features
+from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import ProjectionSpec, matrix_shape

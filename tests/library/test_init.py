@@ -11,9 +11,9 @@ from refused import refused
 
 from trak_core.command.init import config_for, init
 from trak_core.command.main import main
+from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
-from trak_core.config.write_study_module import with_ready_study
 from trak_core.ready_made.tabular import tabular
 
 SCHEMA = yaml.safe_load(

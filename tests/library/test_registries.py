@@ -30,7 +30,7 @@ OUTPUTS = [name for name in TABLE if name != "loss"]
 SAYS_OUTPUTS = (
     "model_outputs/about_outputs.py",
     "compat/",
-    "config/write_study_module.py",
+    "config/bind_study_arguments.py",
     "command/init.py",
 )
 

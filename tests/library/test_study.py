@@ -11,9 +11,9 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.config.write_study_module import with_ready_study
+from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.queries.question_and_answer import asked_of
-from trak_core.study.read_split import Split
+from trak_core.study.split import Split
 from trak_core.study.study import Study
 
 REASON = re.compile(r"(?<=entry 0: |for ids: ).+")  # torch's own words

@@ -25,7 +25,7 @@ from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_normal_matrix
 from trak_core.stages.preflight_study import preflight_study
-from trak_core.study.read_split import Split
+from trak_core.study.split import Split
 
 models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
@@ -166,7 +166,7 @@ def test_features_equal_plain_autograd(name, dtype, tmp_path):
 )
 def test_tensor_sketches_equal_plain_autograd(name, dtype, by_factors, tmp_path, monkeypatch):
     """Wherever factors are there they are taken, or formed rows are; sides are longer than k."""
-    monkeypatch.setattr("trak_core.model.features.prefers_factors", lambda *_: by_factors)
+    monkeypatch.setattr("trak_core.model.project_gradients.prefers_factors", lambda *_: by_factors)
     case = Case(name, dtype, tmp_path)
     features, *_ = read(case.features(tmp_path, batch_size=9, kind="tensor_sketch"))
     expected, *_ = case.expected(16, "tensor_sketch")

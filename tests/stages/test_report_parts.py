@@ -46,7 +46,7 @@ from trak_core.report.template_filters import (
     signed,
 )
 from trak_core.spec import MEAN_OF
-from trak_core.study.read_split import Split
+from trak_core.study.split import Split
 from trak_core.study.study import Study
 
 
@@ -112,12 +112,13 @@ def test_images_are_drawn_by_themselves(tmp_path):
         ((255 * shades[None]).round().byte(), 1),
         (4 * shades[None] - 2, 1),
         (broken[None], 1),
+        ((6e38 * shades.double() - 3e38).float()[None], 1),
     ]
     is_drawn, pictures = shown_without_draw(tmp_path, samples)
     assert is_drawn
     grey = shades[..., None].expand(2, 2, 3)
     clean = torch.tensor([[0.0, 1.0], [0.0, 1.0]])[..., None].expand(2, 2, 3)
-    expected = [grey, color.movedim(0, -1), grey, grey, clean]
+    expected = [grey, color.movedim(0, -1), grey, grey, clean, grey]
     for picture, image in zip(pictures, expected, strict=True):
         _, pixels = decoded(picture)
         height, width = pixels.shape[:2]

@@ -18,7 +18,7 @@ from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
 from trak_core.model.device import find_device
-from trak_core.model.features import batch_features, projecting_device, stored_rows
+from trak_core.model.project_gradients import batch_features, projecting_device, stored_rows
 from trak_core.model.sample_outputs import warn_of_saturation
 from trak_core.projection.cuda import project as project_cuda
 from trak_core.scoring.scores import unit_of

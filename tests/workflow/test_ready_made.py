@@ -21,7 +21,7 @@ from workspace import REPOSITORY, Workspace
 
 import trak_core
 from trak_core.command.main import main
-from trak_core.config.write_study_module import READY_MADE, builder_of, with_ready_study
+from trak_core.config.bind_study_arguments import READY_MADE, builder_of, with_ready_study
 from trak_core.errors import InputError
 from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Study

@@ -37,7 +37,7 @@ from trak_core.gradients import (
     gradients_one_by_one,
     in_evaluation_mode,
 )
-from trak_core.model.features import Features
+from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import NotFiniteError

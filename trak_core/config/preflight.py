@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from trak_core.config.bind_study_arguments import builder_of
 from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.config.specs_from_config import Specs
-from trak_core.config.write_study_module import builder_of
 from trak_core.dependency_digests import may_change_imports, study_digest, study_imports
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name

@@ -14,7 +14,7 @@ import jsonschema
 import jsonschema.validators
 import yaml
 
-from trak_core.config.write_study_module import with_ready_study
+from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import output_name, place_of

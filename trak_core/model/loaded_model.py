@@ -32,7 +32,7 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
 from trak_core.study.optimizer_state import adam_scales
-from trak_core.study.read_split import Split
+from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from trak_core.report.read_results import File, rows_with, strongest
 from trak_core.spec import MEAN_OF
-from trak_core.study.read_split import Split, users_code
+from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 
 # Training samples of either sign beside a target; targets of an experiment, and targets in all,
@@ -196,19 +196,23 @@ def _image(sample: Any) -> torch.Tensor | None:
     return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
 
 
-def _picture_of(image: torch.Tensor) -> Picture:
-    """Return a picture of numbers from 0 to 1, or bytes, as they are; others are stretched.
-
-    Axes of matplotlib's would take five to forty times as long.
-    """
+def _levels_of(image: torch.Tensor) -> np.ndarray:
+    """Return numbers from 0 to 1, or bytes, as bytes, channels last; others are stretched."""
     pixels = image.detach().cpu().float().numpy() / np.float32(
         255 if image.dtype == torch.uint8 else 1
     )
     finite = pixels[np.isfinite(pixels)]
     if finite.size and (finite.min() < 0 or finite.max() > 1):
-        pixels = (pixels - finite.min()) / np.maximum(finite.max() - finite.min(), 1e-9)
+        pixels = pixels.astype(np.float64)  # float32 may not hold the distance of its own extremes
+        low, high = float(finite.min()), float(finite.max())
+        pixels = (pixels - low) / max(high - low, 1e-9)
     shades = np.clip(np.nan_to_num(pixels, nan=0, posinf=1, neginf=0), 0, 1)
-    levels = np.moveaxis(np.rint(255 * shades).astype(np.uint8), 0, -1)
+    return np.moveaxis(np.rint(255 * shades).astype(np.uint8), 0, -1)
+
+
+def _picture_of(image: torch.Tensor) -> Picture:
+    """Return an image's picture. Axes of matplotlib's would take five to forty times as long."""
+    levels = _levels_of(image)
     picture = Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
     size = int(_INCHES * _DPI)
     width, height = (max(1, round(size * side / max(picture.size))) for side in picture.size)

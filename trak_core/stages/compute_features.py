@@ -12,13 +12,18 @@ from trak_core.dependency_digests import content_digest
 from trak_core.gradients import Variety, check_labels, in_chunks
 from trak_core.model.batch_by_length import subset
 from trak_core.model.device import device_name
-from trak_core.model.features import batch_features, compilers, projecting_device, stored_rows
 from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.project_gradients import (
+    batch_features,
+    compilers,
+    projecting_device,
+    stored_rows,
+)
 from trak_core.model.sample_outputs import write_columns
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
-from trak_core.study.read_split import with_flipped_labels
 from trak_core.study.read_targets import split_of
+from trak_core.study.split import with_flipped_labels
 from trak_core.system.progress import with_progress
 
 # Texts are ordered by length within a window: its size in bytes of features, and in texts at least.

@@ -21,9 +21,9 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.model.device import device_name
-from trak_core.model.features import compilers, projecting_device
 from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.project_gradients import compilers, projecting_device
 from trak_core.model.token_scores import (
     SIDES,
     Between,
@@ -31,6 +31,7 @@ from trak_core.model.token_scores import (
     divided_by_lengths,
     token_tables,
 )
+from trak_core.model.token_shares import Shares
 from trak_core.scoring.scores import checkpoint_weights, powered
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
@@ -118,7 +119,10 @@ def compute_token_scores(
             pairs=list(zip(rows, columns, strict=True)),
         )
         known = partial(
-            known_or_compared, spec=own.of_train(), artifact=token_scores, reads_terms=True
+            known_or_compared,
+            spec=own.of_train(),
+            artifact=token_scores,
+            reads_terms=Shares.reads_terms,
         )
         cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb, known))
     assert spec.combine is not None

@@ -45,7 +45,6 @@ from trak_core.spec import (
     subset_size,
 )
 from trak_core.stages._shared import embeddings_hashes, read_embeddings
-from trak_core.study.read_split import Split
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -54,6 +53,7 @@ from trak_core.study.retraining_draws import (
     top_removals,
     training_seed,
 )
+from trak_core.study.split import Split
 from trak_core.study.study import Study, trained_model
 from trak_core.system.files import file_digest, harmless
 from trak_core.system.progress import blocks_with_progress

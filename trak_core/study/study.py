@@ -39,7 +39,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.spec import TRAIN
-from trak_core.study.read_split import Samples, Split, checked_ids, users_code
+from trak_core.study.split import Samples, Split, checked_ids, users_code
 
 
 class _InWords(dict[int, int | None]):
@@ -148,7 +148,7 @@ class Study:
     def name(self) -> str:
         """What the config calls it: its file, or the ready-made study that it was written for.
 
-        ``write_study_module`` names such files, and marks by ``own`` those that pass on a user's.
+        ``bind_study_arguments`` names such files, and marks by ``own`` those that pass on a user's.
         """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:

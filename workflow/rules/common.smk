@@ -24,7 +24,7 @@ from trak_core.config.preflight import (
     study_imports_of,
 )
 from trak_core.config.read_config import earlier_configs, has_record, record_config
-from trak_core.config.write_study_module import with_ready_study
+from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.read_config import (
     check_config,
     check_unique_keys,

@@ -13,7 +13,8 @@ kind                    capability 8.0 and later        7.0 and 7.5
 
 The tensor-core kernel multiplies with mma.sync on every GPU. Hopper's own wgmma, which should be
 faster from 32 rows on, is left out on purpose: its descriptors and its asynchrony show their
-mistakes on a GPU alone, and there was none to build it on.
+mistakes on a GPU alone, and one was at hand for minutes. On an H200 mma.sync reaches .42 to .48 of
+what a float16 product does.
 """
 
 from trak_core.projection.cuda.project import project_cuda
