@@ -28,7 +28,7 @@ from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.checkpoint_signatures import checkpoint_signatures
 from trak_core.system.files import code_digests, read_record, write_record
 from trak_core.system.fork_client import Fork, start_fork_server
-from trak_core.system.job import imports_of
+from trak_core.system.job import imports_of, stage_module
 
 _RECORD = "study.json"
 _STAGE = "trak_core.stages.preflight_study"
@@ -187,6 +187,11 @@ def _facts(
 ) -> dict[str, Any]:
     """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
     request, shards = _request(specs), specs.shards
+    imports = [_STAGE, *study_imports_of(specs, results)]
+    if forks and not known:
+        # Its imports take longer than digests do, which are no one's work but this process's.
+        start_fork_server(imports)
+        _digest_stages(specs, results)
     code = [*(specs.digests["whole"], specs.output_digest), code_digests(results).of(_STAGE)]
     keys = {
         split: _key([
@@ -211,7 +216,6 @@ def _facts(
             "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
-        imports = [_STAGE, *study_imports_of(specs, results)]
         server = start_fork_server(imports) if forks else None
         if server is not None:
             start_fork_server(_imports_of_scoring(specs))
@@ -234,15 +238,24 @@ def _facts(
     }
 
 
+def _stages_of_scoring(specs: Specs) -> tuple[str, ...]:
+    if specs.is_projected:
+        return "compute_features", "compute_scores", "average_scores"
+    return "compute_gramian", "compute_exact_scores", "average_scores"
+
+
 def _imports_of_scoring(specs: Specs) -> list[str]:
     """Return what the server imports while its first fork reads the study and Snakemake plans.
 
     The names come in small parts, because the server says how a fork ended only between two.
     """
-    way = ("compute_gramian", "compute_exact_scores")
-    if specs.is_projected:
-        way = ("compute_features", "compute_scores")
-    return ["numba", *imports_of([*way, "average_scores"])]
+    return ["numba", *imports_of(_stages_of_scoring(specs))]
+
+
+def _digest_stages(specs: Specs, results: Path) -> None:
+    """Read the code of what every config has, which the rules' params ask for later."""
+    for stage in (*_stages_of_scoring(specs), "draw_influences", "write_report"):
+        code_digests(results).of(stage_module(stage))
 
 
 def _is_large(checkpoint: Path) -> bool:
