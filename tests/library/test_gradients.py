@@ -493,16 +493,3 @@ def test_what_is_not_finite_is_named():
         check_finite(good, ["x", "y", "z"])
     with refused("gradients.values_not_finite", "Outputs", "samples x, y"):
         refuse_not_finite(["x", "y"], "Outputs")
-
-
-@pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])
-def test_transformer_layers_by_their_plain_formula(patterns):
-    """Their inference kernels, taken where nothing asks for a gradient, leave no graph."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
-    batch = [torch.randn(4, 3, 8), torch.tensor([0, 1, 2, 0])]
-    at_once, one_by_one = (
-        formed(method, model, batch, patterns=patterns).gradients for method in METHODS
-    )
-    assert_same(at_once, one_by_one, rtol=1e-5, atol=1e-6)
-    assert torch.backends.mha.get_fastpath_enabled()

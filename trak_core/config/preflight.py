@@ -189,7 +189,7 @@ def _facts(
     request, shards = _request(specs), specs.shards
     imports = [_STAGE, *study_imports_of(specs, results)]
     if forks and not known:
-        # Its imports take longer than digests do, which are no one's work but this process's.
+        # First, because its imports take longer than this process needs to digest the code.
         start_fork_server(imports)
         _digest_stages(specs, results)
     code = [*(specs.digests["whole"], specs.output_digest), code_digests(results).of(_STAGE)]
@@ -253,7 +253,7 @@ def _imports_of_scoring(specs: Specs) -> list[str]:
 
 
 def _digest_stages(specs: Specs, results: Path) -> None:
-    """Read the code of what every config has, which the rules' params ask for later."""
+    """Digest the stages of every config now; the rules' params take them from what is kept."""
     for stage in (*_stages_of_scoring(specs), "draw_influences", "write_report"):
         code_digests(results).of(stage_module(stage))
 

@@ -44,16 +44,18 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
 
 
 def _empty_caches(model: nn.Module) -> None:
-    """Empty the dictionaries that modules call a cache.
+    """Have modules that keep a cache until training empty it; the model is in evaluation mode.
 
-    LeViT, TinyViT and EfficientFormer of timm keep biases there that they derive from parameters,
-    and most versions keep them until training. The graph of such a bias is used up by one pass, or
-    isn't there, so that its parameter's gradient would be 0.
+    LeViT, TinyViT and EfficientFormer of timm keep biases that they derive from parameters. The
+    graph of such a bias is used up by one pass, or isn't there, so that its parameter's gradient
+    would be 0. What a module forgets for training is its own choice, in ``train``: other caches
+    may hold what nobody makes again.
     """
     for module in model.modules():
-        for name, value in vars(module).items():
-            if "cache" in name and isinstance(value, dict):
-                value.clear()
+        keeps = any("cache" in name and value for name, value in vars(module).items())
+        if keeps and type(module).train is not nn.Module.train:
+            module.train()  # which returns nothing in timm
+            module.eval()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,126 @@
+"""Samples on pages: pictures that a study draws, images, and what is printed instead."""
+
+import base64
+import io
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from matplotlib.pyplot import imread
+
+from trak_core.report.describe_samples import are_drawn, drawn, find_examples, printed
+from trak_core.report.read_results import File
+from trak_core.study.split import Split
+from trak_core.study.study import Study
+
+
+def decoded(picture):
+    head, _, data = picture.src.partition(";base64,")
+    kind = head.removeprefix("data:image/")
+    pixels = imread(io.BytesIO(base64.b64decode(data)), format=kind)
+    return kind, np.repeat(pixels[..., None], 3, axis=2) if pixels.ndim == 2 else pixels
+
+
+def test_a_picture_fills_its_tile(tmp_path):
+    quarters = np.array([[0, 1], [1, 0]])
+    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s, cmap="gray"), quarters))
+    assert kind == "png"
+    height, width = pixels.shape[:2]
+    assert abs(height - width) <= 2
+    for i in (0, 1):
+        for j in (0, 1):
+            middle = height * (1 + 2 * i) // 4, width * (1 + 2 * j) // 4
+            assert pixels[*middle, 0] == quarters[i, j]
+
+
+def test_a_photograph_is_kept_small():
+    noise = np.random.default_rng(0).random((200, 200, 3))
+    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s), noise))
+    assert kind == "jpeg"
+    assert pixels.shape[2] == 3
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        ((torch.tensor([1.5, 2.0]), torch.tensor(3)), "[1.5, 2]"),
+        ((torch.arange(20), torch.tensor(3)), "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...] (20)"),
+        ((torch.zeros(1, 2), [1, 2], 0), "[0, 0] (1 x 2); [1, 2]"),
+        ({"input_ids": torch.tensor([101, 7]), "labels": 1}, "input_ids: [101, 7]; labels: 1"),
+        ((2.25,), "2.25"),
+    ],
+)
+def test_samples_that_are_not_drawn_are_printed(sample, text):
+    assert printed(sample) == text
+
+
+def shown_without_draw(folder, samples):
+    """How samples show of a study that has no draw, and whether it counts as drawn."""
+    path = folder / "study.py"
+    path.write_text("")
+    study, split = Study.load(path), Split(samples, list(range(len(samples))))
+    top = pd.DataFrame({"train_id": split.ids})
+    file = File("", "", {}, {}, {"shown": top.head(0), "top_influences": top}, {})
+    (examples,) = find_examples(study, [file], split, [split])
+    assert examples.drawn is are_drawn(study, split)
+    return examples.drawn, list(examples.train.values())
+
+
+def test_images_are_drawn_by_themselves(tmp_path):
+    shades = torch.tensor([[0.0, 1.0], [0.5, 0.25]])
+    color = torch.stack([shades, shades.T, 1 - shades])
+    broken = torch.tensor([[-2.0, 2.0], [torch.nan, torch.inf]])
+    samples = [
+        (shades[None], 1),
+        {"pixel_values": color, "labels": 1},
+        ((255 * shades[None]).round().byte(), 1),
+        (4 * shades[None] - 2, 1),
+        (broken[None], 1),
+        ((6e38 * shades.double() - 3e38).float()[None], 1),
+    ]
+    is_drawn, pictures = shown_without_draw(tmp_path, samples)
+    assert is_drawn
+    grey = shades[..., None].expand(2, 2, 3)
+    clean = torch.tensor([[0.0, 1.0], [0.0, 1.0]])[..., None].expand(2, 2, 3)
+    expected = [grey, color.movedim(0, -1), grey, grey, clean, grey]
+    for picture, image in zip(pictures, expected, strict=True):
+        _, pixels = decoded(picture)
+        height, width = pixels.shape[:2]
+        middles = pixels[height // 4 :: height // 2, width // 4 :: width // 2, :3][:2, :2]
+        assert np.abs(middles - image.numpy()).max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "shown"),
+    [(8, 8, (100, 100)), (28, 14, (50, 100)), (150, 300, (100, 50)), (1, 900, (100, 1))],
+)
+def test_images_are_shown_at_one_size_and_small_ones_pixel_for_pixel(
+    tmp_path, height, width, shown
+):
+    levels = torch.arange(height * width).reshape(1, height, width) % 256
+    _, (picture,) = shown_without_draw(tmp_path, [(levels.byte(), 1)])
+    assert (picture.width, picture.height) == shown
+    _, pixels = decoded(picture)
+    times = max(1, pixels.shape[0] // height)
+    assert max(pixels.shape) == (
+        200 if max(height, width) > 28 else 200 // max(height, width) * max(height, width)
+    )
+    if max(height, width) <= 28:
+        assert np.array_equal(np.rint(255 * pixels[::times, ::times, 0]), levels[0])
+        assert np.array_equal(pixels, pixels[::times, ::times].repeat(times, 0).repeat(times, 1))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (torch.zeros(4, 4), 1),
+        (torch.zeros(2, 4, 4), 1),
+        (torch.zeros(1, 3, 4, 4), 1),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), 1),
+        (torch.zeros(3, 0, 4), 1),
+        (torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), 1),
+    ],
+)
+def test_what_is_no_image_is_printed(sample, tmp_path):
+    assert shown_without_draw(tmp_path, [sample]) == (False, [printed(sample)])
