@@ -5,8 +5,8 @@ import pytest
 import torch
 from refused import refused
 
+from trak_core.study.dataset_split import Split, with_flipped_labels
 from trak_core.study.retraining_draws import flipped_labels
-from trak_core.study.split import Split, with_flipped_labels
 
 LABELS = np.arange(20) % 3
 

@@ -19,7 +19,7 @@ from trak_core.model.batch_by_length import order_samples
 from trak_core.model.sample_outputs import model_output
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from refused import refused
 
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.queries.question_and_answer import asked_of
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
 REASON = re.compile(r"(?<=entry 0: |for ids: ).+")  # torch's own words

@@ -12,7 +12,7 @@ from trak_core.gradients.batch_size import in_chunks, memory_by_length, sample_m
 from trak_core.model.batch_by_length import order_samples, subset
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 
 
 class Takes(torch.nn.Module):

@@ -11,7 +11,7 @@ from matplotlib.pyplot import imread
 
 from trak_core.report.describe_samples import are_drawn, drawn, find_examples, printed
 from trak_core.report.read_results import File
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
 

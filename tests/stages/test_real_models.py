@@ -25,7 +25,7 @@ from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_normal_matrix
 from trak_core.stages.preflight_study import preflight_study
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 
 models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32

@@ -27,7 +27,7 @@ from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 from trak_core.stages.join_shards import join_shards
 from trak_core.stages.preflight_study import preflight_study
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 N_TRAIN, PROJ_DIM, OUTPUT = 30, 32, "language_modelling"

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, Room, as_batch, joined, shapes_of
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 
 _MASK = "attention_mask"
 

@@ -31,7 +31,7 @@ from trak_core.model.batch_by_length import OrderedSamples, StoredSamples, subse
 from trak_core.model.inner_products import columns_in_order
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.model_output import over_samples
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.system.progress import blocks_with_progress
 
 # Steps of conjugate gradients, and the training samples that make the matrix: all, or a quarter if

@@ -20,7 +20,7 @@ from trak_core.gradients import (
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.model.batch_by_length import OrderedSamples, StoredSamples
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress
 
 

@@ -30,9 +30,9 @@ from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.study.dataset_split import Split
 from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
 from trak_core.study.optimizer_state import adam_scales
-from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
 

@@ -25,7 +25,7 @@ from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.spec import POOL, TRAIN, FeaturesSpec
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
 # Number of contrast pairs for CLIP (TRAK uses 300), and the seed of their draw.

@@ -13,7 +13,7 @@ from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.token_shares import Directions, Pairs, Shares
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import ProjectionSpec
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress
 
 SIDES = ("train", "target")

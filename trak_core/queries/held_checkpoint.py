@@ -40,7 +40,7 @@ from trak_core.scoring.scores import powered, similarities
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._shared import Damped, normal_weights, read_rows
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
 # Training samples by which the way to gradients is chosen, as a job does, unless one shows it.

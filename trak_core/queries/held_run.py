@@ -33,9 +33,9 @@ from trak_core.queries.question_and_answer import (
 from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
 from trak_core.scoring.scores import checkpoint_weights, combined
 from trak_core.spec import TRAIN, Combine
+from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
-from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 
 # A sample's gradient did not fit.

@@ -21,7 +21,7 @@ from PIL import Image
 
 from trak_core.report.read_results import File, rows_with, strongest
 from trak_core.spec import MEAN_OF
-from trak_core.study.split import Split, users_code
+from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
 # Training samples of either sign beside a target; targets of an experiment, and targets in all,

@@ -27,7 +27,7 @@ from trak_core.model.known_models import known_or_compared
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.project_gradients import Features, compilers, projecting_device
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
-from trak_core.study.split import Split
+from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress
 
 _SEED = 0  # draws the samples

@@ -22,8 +22,8 @@ from trak_core.model.project_gradients import (
 )
 from trak_core.model.sample_outputs import write_columns
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
+from trak_core.study.dataset_split import with_flipped_labels
 from trak_core.study.read_targets import split_of
-from trak_core.study.split import with_flipped_labels
 from trak_core.system.progress import with_progress
 
 # Texts are ordered by length within a window: its size in bytes of features, and in texts at least.

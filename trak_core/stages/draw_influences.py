@@ -42,8 +42,8 @@ from trak_core.report.render import listed_samples, score_warnings
 from trak_core.report.template_filters import anchor, number
 from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
+from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
-from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.system.files import harmless, written_whole
 from trak_core.system.progress import blocks_with_progress

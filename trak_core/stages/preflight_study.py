@@ -40,10 +40,10 @@ from trak_core.ready_made.ready_study import ReadyStudy
 from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting
 from trak_core.spec.target_filter import Condition
+from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
-from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.system.fork_client import libraries_since
 from trak_core.system.job import quiet_libraries, run_to_the_end

@@ -45,6 +45,7 @@ from trak_core.spec import (
     subset_size,
 )
 from trak_core.stages._shared import embeddings_hashes, read_embeddings
+from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -53,7 +54,6 @@ from trak_core.study.retraining_draws import (
     top_removals,
     training_seed,
 )
-from trak_core.study.split import Split
 from trak_core.study.study import Study, trained_model
 from trak_core.system.files import file_digest, harmless
 from trak_core.system.progress import blocks_with_progress

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trak_core.spec import TRAIN
-from trak_core.study.split import with_flipped_labels
+from trak_core.study.dataset_split import with_flipped_labels
 from trak_core.study.study import Study, models_along, trained_model
 from trak_core.system.files import written_whole
 

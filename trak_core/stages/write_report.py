@@ -23,8 +23,8 @@ from trak_core.report.read_results import (
 )
 from trak_core.report.render import report as report_page
 from trak_core.spec import POOL, TRAIN
+from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
-from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.system.files import written_whole
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.study.split import Split, checked_ids, users_code
+from trak_core.study.dataset_split import Split, checked_ids, users_code
 from trak_core.study.study import Study
 
 _PYTHON, _LINES = ".py", ".jsonl"

@@ -39,7 +39,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.spec import TRAIN
-from trak_core.study.split import Samples, Split, checked_ids, users_code
+from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
 
 
 class _InWords(dict[int, int | None]):
