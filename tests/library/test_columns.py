@@ -1,11 +1,13 @@
 """A study's own columns: from its functions, and from the fields of lines."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from refused import refused
 
+from trak_core.data.rows import RowFile
 from trak_core.ready_made.ready_study import columns_from, used_by
 from trak_core.study.sample_columns import columns_of, short_columns
 from trak_core.study.study import Study
@@ -92,7 +94,8 @@ def test_lines_without_a_short_field_have_no_columns(tmp_path, line):
 def test_rows_have_what_the_model_does_not_get():
     assert used_by("{prompt}: {answer[0]}", None, "plain") == {"prompt", "answer"}
     rows = [{"id": 1, "prompt": "p", "who": "anna"}, {"id": 2, "prompt": "q", "page": 3}]
-    assert columns_from(rows, {"prompt"}).to_dict("list") == {
+    file = RowFile(Path("rows.jsonl"), rows, (1, 2))
+    assert columns_from(file, {"prompt"}).to_dict("list") == {
         "who": ["anna", ""],
         "page": ["", "3"],
     }

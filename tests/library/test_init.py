@@ -202,10 +202,10 @@ def test_labels_and_inputs_of_a_table(table, label, output, more):
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", "'n/a' in column a, row 2 and 1 more. Write"),
-        ("x,1,1\ny,,0\nz,2,0", "'' in column a, row 2. Write"),
-        ("x,1,1\ny,2,0\nz,3,none", "'none' in column label, row 3. Write"),
-        ("x,1,cat\ny,2,\nz,3,dog", "'' in column label, row 2. Write"),
+        ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", "'n/a' in column a, train.csv, line 3 and 1 more. Write"),
+        ("x,1,1\ny,,0\nz,2,0", "'' in column a, train.csv, line 3. Write"),
+        ("x,1,1\ny,2,0\nz,3,none", "'none' in column label, train.csv, line 4. Write"),
+        ("x,1,cat\ny,2,\nz,3,dog", "'' in column label, train.csv, line 3. Write"),
         ("x,1,0\ny,2,1\nz,3,0", None),
     ],
 )
@@ -221,8 +221,8 @@ def test_a_cell_that_is_no_number_is_named_and_so_are_columns_of_texts(rows, tol
     if told is None:
         assert [float(x) for x, _ in data] == [1, 2, 3]
         return
-    cell, column, row = re.match(r"'(.*)' in column (\w+), row (\d)", told).groups()
-    place = re.compile(rf"^train.csv, row {row}(?=: )")
+    cell, column, row = re.match(r"'(.*)' in column (\w+), train.csv, line (\d)", told).groups()
+    place = re.compile(rf"^train.csv, line {row}(?=: )")
     with refused("studies.numbers", place, f'"{column}": "{cell}"'):
         list(data)
 

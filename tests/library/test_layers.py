@@ -15,7 +15,7 @@ LAYERS = [
     {"errors"},
     {"spec", "dependency_digests"},
     {"system"},
-    {"projection", "model_outputs"},
+    {"projection", "model_outputs", "data"},
     {"study", "artifacts", "config", "autograd"},
     {"ready_made", "gradients", "scoring"},
     {"gramian", "evaluation"},

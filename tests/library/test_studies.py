@@ -16,13 +16,13 @@ from refused import refused
 
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import _READERS, field, ids_of, needed, read_rows
+from trak_core.ready_made.ready_study import field, needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
 transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
-CHAT, ids, tokenizer, write = few_words.CHAT, few_words.ids, few_words.tokenizer, few_words.write
+ids, tokenizer, write = few_words.ids, few_words.tokenizer, few_words.write
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, cap
     for _ in range(2):
         study.encode(**asked)
     told = capsys.readouterr().err
-    assert re.findall(r"joined as they are, into '(.*?)'", told) == ["isred", "sunis"]
+    assert re.findall(r"joined without a space, into '(.*?)'", told) == ["isred", "sunis"]
     assert told.count("Notice: ") == 2
 
 
@@ -113,23 +113,7 @@ def test_a_misspelt_prompt_is_refused(weights, tmp_path, name):
     assert first["input_ids"].tolist() == ids("sky")
 
 
-def test_the_last_message_of_a_chat_counts(weights, tmp_path):
-    messages = [{"role": "user", "content": "what is blue"}, {"role": "user", "content": "sky"}]
-    file = write(tmp_path / "chats.jsonl", [{"messages": messages}])
-    (sample,) = language_model(file, str(weights)).train_data()
-    assert sample["input_ids"].tolist() == ids("user said what is blue user said sky")
-    other = tokenizer()
-    other.chat_template = CHAT.replace("user said {% endif %}", "sun said {% endif %}")
-    other.save_pretrained(weights)
-    with refused(
-        "studies.chat_template", "'user said what is blue sun said '", re.compile(r"'[^']*' w")
-    ):
-        language_model(file, str(weights)).train_data()[0]
-    other.chat_template = None
-    other.save_pretrained(weights)
-    (weights / "chat_template.jinja").unlink(missing_ok=True)
-    with refused("studies.chat_template"):
-        language_model(file, str(weights)).encode(messages=messages)
+def test_a_row_without_a_value_is_refused(weights, tmp_path):
     empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "text": "sky"}, {"text": None}])
     first, second = language_model(empty, str(weights)).train_data()._rows
     assert language_model(empty, str(weights)).encode(**first)["input_ids"].tolist() == ids("sky")
@@ -139,7 +123,6 @@ def test_the_last_message_of_a_chat_counts(weights, tmp_path):
     (tmp_path / "empty.jsonl").write_text(third)
     with refused("studies.template", f"{tmp_path}/empty.jsonl, line 3", "id, txt"):
         language_model(empty, str(weights)).train_data()[-1]
-    assert sample["labels"].tolist() == [-100] * 7 + ids("sky")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
@@ -346,7 +329,7 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
     (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,0\n")
     table = tabular("rows.csv", "kind", "nets.py:net")
-    with refused("studies.line", "a and b and kind", '{"a": 1, "b": 2, "kind": 0}'):
+    with refused("studies.line", "a and b and kind", '{"a": "1", "b": "2", "kind": "0"}'):
         table.encode(a=1)
     rows = write(tmp_path / "train.jsonl", [{"question": "the", "answer": "sky", "label": 1}])
     texts = language_model(rows, str(weights), text="{answer}", prompt="{question} ")
@@ -370,7 +353,7 @@ def test_rows_of_a_table(tmp_path):
         assert (inputs.tolist(), label.item(), label.dtype) == ([2, 4], 1, torch.int64)
     number = tabular(file, "a", net, columns=["b"]).train_data()[0]
     assert (number[0].tolist(), number[1].item()) == ([3], 1.5)
-    with refused("studies.numbers", "kind", "rows.tsv, row 1"):
+    with refused("studies.numbers", "kind", "rows.tsv, line 2"):
         tabular(file, "a", net).train_data()[0]
     frame.drop(columns="kind").to_csv(tmp_path / "asked.csv", index=False)
     given = {"targets": str(tmp_path / "asked.csv"), "classes": ["no", "yes"]}
@@ -378,60 +361,7 @@ def test_rows_of_a_table(tmp_path):
         tabular(file, "kind", net, **given).target_data()[0]
 
 
-def _read_damaged(path):
-    # As pyarrow fails on some of 500 damaged files, which pandas then doesn't catch.
-    raise KeyError("numpy_type\nof a column")
-
-
-def test_files_that_hold_no_rows(tmp_path, monkeypatch):
-    for name, text in {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}.items():
-        (tmp_path / name).write_text(text)
-        with refused("studies.rows", tmp_path / name):
-            read_rows(str(tmp_path / name))
-    tables = {
-        # pandas takes the first of three cells for a row's name, if all rows have three.
-        "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, the header 2",
-        # And fills in what a row lacks.
-        "a,b\n1,2\n3\n": "line 3 has 1 cell, the header 2",
-        'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, the header 2",
-        'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
-    }
-    for text, words in tables.items():
-        for name, written in (("a.csv", text), ("a.tsv", text.replace(",", "\t"))):
-            (tmp_path / name).write_text(written)
-            with refused("studies.rows", tmp_path / name, re.compile(words)):
-                read_rows(str(tmp_path / name))
-    (tmp_path / "a.csv").write_text("a,b\n1,2,\n3,4,\n")  # as some programs end lines
-    assert read_rows(str(tmp_path / "a.csv")) == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    # Whatever pyarrow says of it, or pandas where there is none, stands in one line.
-    one_line = re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
-    with refused("studies.rows", tmp_path / "a.parquet", one_line):
-        read_rows(str(tmp_path / "a.parquet"))
-    monkeypatch.setitem(_READERS, ".parquet", _read_damaged)
-    with refused("studies.rows", tmp_path / "a.parquet", re.compile(r"'numpy_type.*of a column'")):
-        read_rows(str(tmp_path / "a.parquet"))
-    lines = {
-        '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
-        '{"a": NaN}': "NaN is no finite number",
-        '{"a": -Infinity}': "-Infinity is no finite number",
-        '{"a": 1e999}': "1e999 is no finite number",
-        '{"a": "\\ud83d"}': "half of a surrogate pair, which is no text",
-        '{"a": ' + "[" * 10**5: "it is nested too deep",
-        '{"a": '
-        + "1" * 5000
-        + "}": "Exceeds the limit (4300 digits) for integer string conversion",
-    }
-    for line, reason in lines.items():
-        (tmp_path / "a.jsonl").write_text(f'{{"a": "\\ud83d\\ude00"}}\n\n{line}\n')
-        words = f"line 3: {reason}, in {line[:80]!r}"
-        with refused("studies.rows", tmp_path / "a.jsonl", re.compile(re.escape(words))):
-            read_rows(str(tmp_path / "a.jsonl"))
-    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00", "b": {"c": [1.5]}}\n')
-    assert read_rows(str(tmp_path / "a.jsonl")) == [{"a": "\U0001f600", "b": {"c": [1.5]}}]
-    with refused("studies.missing_rows", "no.csv"):
-        read_rows("no.csv")
-    assert ids_of([{"id": 3}, {}]) == [0, 1]
+def test_what_a_study_lacks():
     with refused("studies.field", "path", "id, label"):
         field({"id": 3, "label": 1}, "path")
     with refused("studies.package", sys.executable, "no_such_package"):

@@ -226,11 +226,12 @@ class _Session:
         A line is text, bytes, or the fields of a table's row.
         """
         file: Path | None = self._asked.file
-        from trak_core.study.read_targets import TABLES, read_questions
+        from trak_core.data.rows import TABLES
+        from trak_core.study.read_targets import read_questions
 
         if file is not None and file.suffix in TABLES:
-            ids, rows, numbers = read_questions(file)
-            for number, own_id, row in zip(numbers, ids, rows, strict=True):
+            ids, rows = read_questions(file)
+            for number, own_id, row in zip(rows.numbers, ids, rows, strict=True):
                 yield number, {"id": own_id, **row}
             return
         if file is not None:

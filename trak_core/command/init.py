@@ -5,15 +5,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from trak_core.command.guess_network import Line, named_network, own_network, own_transform
 from trak_core.config.read_config import ALL_TARGETS
+from trak_core.data.rows import as_number, read_rows
 from trak_core.errors import InputError, listed
-from trak_core.ready_made.ready_study import ids_of, read_rows
 
 _ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -25,8 +24,8 @@ _EXPLAINED = re.compile(
 # What stands before the number of an epoch or a step in a file's name; "sweep_1" has none.
 _TIME = re.compile(r"((?:.*[^a-z])?(?:epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?)(\d+)", re.I)
 _LABELS = ("label", "labels", "target", "class", "y")
-# What a table written with its row numbers calls them: pandas, of a column without a name.
-_NUMBERED = "Unnamed: 0"
+# The name of the column in which pandas writes the numbers of rows.
+_NUMBERED = ""
 # Fields that stand before a text, and the text, in rows without the field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
@@ -259,7 +258,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
         arguments.append(("targets", str(explained), ""))
         given, own = {key: value for key, value, _ in arguments}, read_rows(str(explained))
         classes = [row.get(given.get("label", "label")) for row in own] if classifies else None
-        asked = [_targets(ids_of(own), classes)]
+        asked = [_targets(own.ids(), classes)]
     more = [] if classifies else [_OF_TEXTS]
     return _text(study, arguments, more, alike, asked), [*report, f"chose: {study}"]
 
@@ -340,15 +339,15 @@ def _of_network(
     label = _label_of(row) or _last(row)
     report.append(f"could not tell: whether {label} is what the network predicts")
     own = {"id", _NUMBERED} - {label}
-    cells: dict[str, list[Any]] = {
-        name: [row.get(name) for row in trained] for name in row if name not in own
-    }
-    numbers = {name: [_number(value) for value in values] for name, values in cells.items()}
+    cells = {name: trained.column(name) for name in row if name not in own}
+    numbers = {name: [as_number(value) for value in values] for name, values in cells.items()}
     texts = [name for name in cells if _are_texts(cells[name])]
     labels = cells[label]
     distinct = set(labels)
+    # Labels such as 01 are names.
     are_texts = label in texts or (
-        all(isinstance(value, str) for value in distinct) and None not in numbers[label]
+        all(isinstance(value, str) for value in distinct)
+        and all(isinstance(number, int) for number in numbers[label])
     )
     # Such as 0.0 and 1.0: classes' numbers that went through a column of floats.
     are_numbers = all(isinstance(value, float) for value in distinct) and (
@@ -356,7 +355,7 @@ def _of_network(
     )
     is_class = are_texts or are_numbers or isinstance(numbers[label][0], int)
     output = "image_classification" if is_class else "regression"
-    asked = _targets(ids_of(explained), [row.get(label) for row in explained] if is_class else None)
+    asked = _targets(explained.ids(), [row.get(label) for row in explained] if is_class else None)
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
     texts = [name for name in texts if name != label]
     inputs = [name for name in cells if name != label and name not in texts]
@@ -372,8 +371,8 @@ def _of_network(
         if odd:
             report.append(
                 f"could not tell: what training had for {cells[name][odd[0]]!r} in column "
-                f"{name}, row {odd[0] + 1}{f' and {len(odd) - 1} more' if odd[1:] else ''}. Write "
-                f"that into {train}, or delete the row if training did: the run refuses it as it is"
+                f"{name}, {trained.place(odd[0])}{f' and {len(odd) - 1} more' if odd[1:] else ''}. "
+                "Write that there, or delete the row if training did: the run refuses it"
             )
     arguments.append(_scale({name: numbers[name] for name in inputs}, report))
     if are_texts:
@@ -389,20 +388,10 @@ def _of_network(
     return text, [*report, "chose: tabular"]
 
 
-def _number(value: Any) -> int | float | None:
-    """Return the number that a table's cell is, if it is one."""
-    if isinstance(value, str):
-        # All cells of a column are texts where one is none.
-        for kind in (int, float):
-            with suppress(ValueError):
-                return _number(kind(value))
-    return value if isinstance(value, int | float) and value == value else None
-
-
 def _are_texts(values: Sequence[Any]) -> bool:
     """Return whether most cells are no numbers; an empty one is a number that is missing."""
     n_texts = sum(isinstance(value, str) and bool(value) for value in values)
-    return sum(_number(value) is not None for value in values) < min(n_texts, len(values) / 2)
+    return sum(as_number(value) is not None for value in values) < min(n_texts, len(values) / 2)
 
 
 def _scale(columns: Mapping[str, Sequence[int | float | None]], report: list[str]) -> Line:

@@ -1,10 +1,8 @@
 """Write the Python file that binds a ready-made study to its arguments; standard library only."""
 
 import ast
-import csv
 import glob
 import hashlib
-import io
 import json
 import os
 import re
@@ -14,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from trak_core.data.rows import read_rows
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
 from trak_core.system.files import code_digests, takes_no_file, written_whole
@@ -207,6 +206,16 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
         f"no {key}{f' (is it {near[key][0]}: {arguments[near[key][0]]}?)' if near[key] else ''}"
         for key in missing
     ]
+    types = {
+        argument.arg: ast.unparse(argument.annotation)
+        for argument in function.args.args
+        if argument.annotation
+    }
+    problems += [
+        f"{key}: {value} (its type must be {types[key].removesuffix(' | None')})"
+        for key, value in arguments.items()
+        if key in types and not _is_of_type(value, types[key])
+    ]
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(
@@ -236,6 +245,12 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
             )
 
 
+def _is_of_type(value: Any, annotation: str) -> bool:
+    """Return whether a value is of a ready-made study's type: a text, an integer or a list."""
+    known = {"str": str, "int": int, "Sequence[str]": list, "Sequence[Any]": list}
+    return type(value) is known[annotation.removesuffix(" | None")]
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a value is written in Python as it is: no date, no infinity."""
     try:
@@ -246,18 +261,11 @@ def _is_plain(value: Any) -> bool:
 
 def _images_of(table: Path) -> list[str]:
     """Return patterns of the images that a table names, one for each folder and ending."""
+    if not table.is_file():
+        return []  # a folder, which is watched itself
     try:
-        text = table.read_text(encoding="utf-8-sig") if table.is_file() else ""
-        if table.suffix == ".jsonl":
-            paths = [json.loads(line)["path"] for line in text.split("\n") if line.strip()]
-        elif table.suffix in {".csv", ".tsv"}:
-            delimiter = "," if table.suffix == ".csv" else "\t"
-            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-            paths = [row["path"] for row in rows]
-        else:
-            return []  # a folder, which is watched itself, or Parquet, which only pandas reads
-        images = [table.parent / path for path in paths]
-    except (ValueError, KeyError, TypeError, csv.Error, OSError, RecursionError):
+        images = [table.parent / row["path"] for row in read_rows(table)]
+    except (InputError, KeyError, TypeError):
         return []  # which the study explains
     patterns: dict[str, Path] = {}
     for path in images:

@@ -1,6 +1,7 @@
 """Study a classifier of images that lie in a folder for each class, or that a table names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_core.data.rows import RowFile, class_number, read_rows
 from trak_core.errors import InputError
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
+    class_numbers,
     columns_from,
     encoder,
     field,
     function_at,
-    ids_of,
     needed,
-    read_rows,
 )
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -29,7 +30,7 @@ def image_folder(
     images: str,
     model: str,
     targets: str | None = None,
-    classes: list[str] | None = None,
+    classes: Sequence[Any] | None = None,
     transform: str | None = None,
 ) -> ReadyStudy:
     """Return the study of images that trained a classifier.
@@ -52,8 +53,8 @@ def image_folder(
 
     rows = _rows(Path(images))
     target_rows = _rows(Path(targets)) if targets else rows
-    names = [str(name) for name in classes] if classes else _class_names(rows)
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = class_numbers(classes or _class_names(rows))
+    names = list(numbers)
     prepared = function_at(transform, "transform") if transform else _as_is
 
     def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -90,6 +91,11 @@ def image_folder(
                 code="studies.asked_image",
             ) from error
 
+    def as_read(sample: tuple[Tensor, Tensor]) -> str:
+        pixels, number = sample[0], int(sample[1])
+        ends = f"{pixels.min():.4g} to {pixels.max():.4g}"
+        return f"numbers of shape {tuple(pixels.shape)}, {ends}, of class {number}, {names[number]}"
+
     used = {"path", "label"}
     return ReadyStudy(
         to_change_samples=(
@@ -99,11 +105,12 @@ def image_folder(
         ),
         make_model=lambda: _network(model, len(names)),
         train_data=lambda: Rows(rows, sample),
-        train_ids=lambda: ids_of(rows),
+        train_ids=rows.ids,
         target_data=lambda: Rows(target_rows, sample),
-        target_ids=lambda: ids_of(target_rows),
+        target_ids=target_rows.ids,
         encode=encoder(asked, {"path": "new/17.png", "label": names[0]}, ("path", "label")),
         describe=lambda sample: names[int(sample[1])],
+        as_read=as_read,
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
@@ -141,16 +148,18 @@ def _network(model: str, n_classes: int) -> nn.Module:
     )
 
 
-def _class_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the classes in order: numbers as they are, names by the alphabet."""
-    labels = {row["label"] for row in rows}
-    if all(type(label) is int and label >= 0 for label in labels):
-        return [str(number) for number in range(max(labels) + 1)]
-    return sorted(map(str, labels))
+def _class_names(rows: RowFile) -> list[str]:
+    """Return the classes in order: by number if all labels are numbers, else by the alphabet."""
+    labels = [row.get("label") for row in rows]
+    numbers = [class_number(label) for label in labels] if rows.numbers else [None]
+    known = [number for number in numbers if number is not None]
+    if len(known) == len(labels):
+        return [str(number) for number in range(max(known) + 1)]
+    return sorted({str(label) for label in labels})
 
 
-def _rows(images: Path) -> list[dict[str, Any]]:
-    """Return path, label and id of every image of a folder or table."""
+def _rows(images: Path) -> RowFile:
+    """Return path, label and id of every image of a folder, without numbers, or of a table."""
     if images.is_dir():
         # As `data_files` are watched: without what is hidden, and not through links.
         inside = (path.relative_to(images) for path in sorted(images.glob("*/**/*")))
@@ -171,12 +180,14 @@ def _rows(images: Path) -> list[dict[str, Any]]:
                 code="studies.no_images",
             )
         relative = [path.relative_to(images) for path in files]
-        return [
+        found = [
             {"path": str(path), "label": inside.parts[0], "id": inside.as_posix()}
             for path, inside in zip(files, relative, strict=True)
         ]
-    rows = read_rows(str(images))
-    return [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
+        return RowFile(images, found, ())
+    rows = read_rows(images)
+    found = [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
+    return replace(rows, rows=found)
 
 
 def _as_is(image: Any) -> Tensor:

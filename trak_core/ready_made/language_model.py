@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trak_core.data.rows import RowFile, read_rows
 from trak_core.errors import InputError
+from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -21,14 +23,11 @@ from trak_core.ready_made.ready_study import (
     decoded_tokens,
     encoder,
     filled_in,
-    ids_of,
     needed,
-    read_rows,
     used_by,
 )
 from trak_core.spec import ADAPTER_CONFIG
 
-_TEXT = "{text}"
 # "Prompt", "promt" and "prompts" are nearer to "prompt", "prompt_id" isn't.
 _NEAR = 0.83
 
@@ -40,6 +39,7 @@ def language_model(
     text: str | None = None,
     prompt: str | None = None,
     max_tokens: int | None = None,
+    date: str | None = None,
 ) -> ReadyStudy:
     """Return the study of texts that trained a language model.
 
@@ -49,67 +49,102 @@ def language_model(
             adapter, or one in which a Trainer saved several.
         targets: Rows to explain, by id; not needed where experiments bring ``data`` of their own.
         text: What counts, a template with fields of a row such as ``"{completion}"``. If not given,
-            the field ``text``; or of a chat in the field ``messages`` the last message.
+            the last message of a conversation in the field ``messages``, or the field ``text``, or
+            ``completion`` where no row has a ``text``.
         prompt: What comes before and doesn't count, likewise. If not given, the field ``prompt`` of
-            the rows that have one.
+            the rows that have one. Where the fields of both are lists of messages, as TRL writes
+            them, the tokenizer's chat template joins them.
         max_tokens: Where to cut longer texts; if not given, all stay whole.
+        date: The day, such as ``"2024-07-26"``, for a chat template that writes today's date.
     """
     needed("transformers", "language")
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     folder = _config_folder(Path(weights))
     tokenizer: Any = AutoTokenizer.from_pretrained(_tokenizer_source(folder))
-
+    if not tokenizer.is_fast:
+        raise InputError(
+            "The tokenizer must be a fast one, which tells where each token is in the text. Found "
+            f"{type(tokenizer).__name__}, which is none. Write a study of your own.",
+            code="studies.slow_tokenizer",
+        )
+    rows = read_rows(texts)
+    template = text or _default_text(rows)
+    used = used_by(prompt, template) | {"messages", *ROW_ARGUMENTS}
+    used |= {"prompt"} if prompt is None else set()
     told: set[bool] = set()
-    used = used_by(prompt, text) | {"messages"} | ({"prompt"} if prompt is None else set())
-    used |= {"text"} if text is None else set()
 
-    def sample(row: Mapping[str, Any], *, is_asked: bool = False) -> dict[str, Tensor]:
-        is_chat = text is None and "messages" in row
+    def texts_of(row: Mapping[str, Any], *, is_asked: bool) -> tuple[str, str, bool]:
+        """Return what comes before, all of it, and whether a chat template wrote it."""
+        if text is None and "messages" in row:
+            messages = messages_in(row["messages"])
+            if messages is None:
+                raise InputError(
+                    "The field messages must be a list of objects with `role` and `content`. Found "
+                    f"{row['messages']!r:.80}.",
+                    code="studies.messages",
+                )
+            return *chat_texts(tokenizer, messages[:-1], messages[-1:], row, date), True
         if prompt is None and "prompt" not in row:
             _refuse_near_prompt([name for name in row if name not in used])
-        if is_chat:
-            before, whole = _chat(tokenizer, row["messages"])
-        else:
-            own = "{prompt}" if row.get("prompt") else ""  # ruff: ignore[missing-f-string-syntax]
-            before = filled_in(own if prompt is None else prompt, row)
-            after = filled_in(text or _TEXT, row)
-            whole = before + after
-            if _runs_on(before, after) and is_asked not in told:
-                told.add(is_asked)
-                joined = f"{before.split()[-1]}{after.split()[0]}"
-                print(
-                    f"Notice: a prompt and its text are joined as they are, into {joined[:80]!r}. "
-                    "If a space was between them in training, the text begins with it.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        own = "{prompt}" if row.get("prompt") else ""  # ruff: ignore[missing-f-string-syntax]
+        own = own if prompt is None else prompt
+        answer, asked = (messages_in(row.get(_only_field(part))) for part in (template, own))
+        if answer or asked:
+            return *chat_texts(tokenizer, asked or [], answer or [], row, date), True
+        before, after = filled_in(own, row), filled_in(template, row)
+        if _runs_on(before, after) and is_asked not in told:
+            told.add(is_asked)
+            joined = f"{before.split()[-1]}{after.split()[0]}"
+            print(
+                f"Notice: a prompt and its text are joined without a space, into {joined[:80]!r}. "
+                "If a space was between them in training, the text must begin with it.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return before, before + after, False
+
+    def sample(row: Mapping[str, Any], *, is_asked: bool = False) -> dict[str, Tensor]:
+        before, whole, is_chat = texts_of(row, is_asked=is_asked)
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
-            add_special_tokens=not is_chat,  # a chat's template has them
+            add_special_tokens=not is_chat,  # a chat's template writes them
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )
-        input_ids = torch.tensor(tokens["input_ids"], dtype=torch.long)
-        # Tokens that the tokenizer adds have no place in the text.
-        in_prompt = [
-            i for i, (_, end) in enumerate(tokens["offset_mapping"]) if 0 < end <= len(before)
-        ]
+        ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
+        if ids[:2] == [tokenizer.bos_token_id] * 2 and whole.startswith(tokenizer.bos_token):
+            ids, offsets = ids[1:], offsets[1:]  # the text has the one that the tokenizer adds
+        if context is not None and len(ids) > context:
+            raise InputError(
+                f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
+                f"in a text that begins with {whole[:40]!r}. If training cut its texts, give the "
+                f"length to study_arguments, such as max_tokens: {context}; or leave out the row.",
+                code="studies.context",
+            )
+        input_ids = torch.tensor(ids, dtype=torch.long)
+        # Tokens that the tokenizer adds have no characters of the text.
+        in_prompt = [i for i, (_, end) in enumerate(offsets) if 0 < end <= len(before)]
         labels = input_ids.clone()
         labels[: max(in_prompt, default=-1) + 1] = -100
         return {"input_ids": input_ids, "labels": labels}
 
-    rows = read_rows(texts)
-
     def encode(**row: Any) -> dict[str, Tensor]:
         if text is None and "messages" in row:
             return sample(row)
-        return encoder(
-            partial(sample, is_asked=True), rows[0], sorted(used_by(prompt, text or _TEXT))
-        )(**row)
+        names = sorted(used_by(prompt, template))
+        return encoder(partial(sample, is_asked=True), rows[0], names)(**row)
 
-    def target_rows() -> list[dict[str, Any]]:
+    def train_data() -> Rows:
+        samples = Rows(rows, sample)
+        if max_tokens is None:
+            # The longest text is the likeliest to exceed the context, and is refused at once.
+            lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
+            samples[lengths.index(max(lengths))]
+        return samples
+
+    def target_rows() -> RowFile:
         if targets is None:
             raise InputError(
                 "study_arguments: targets must name a file of rows where an experiment picks "
@@ -118,22 +153,41 @@ def language_model(
             )
         return read_rows(targets)
 
+    def as_read(sample: Mapping[str, Tensor]) -> str:
+        ids, n_before = sample["input_ids"].tolist(), int((sample["labels"] == -100).sum())
+        before, counted = (tokenizer.decode(part) for part in (ids[:n_before], ids[n_before:]))
+        return f"{before!r}, then what counts: {counted!r}"
+
+    config: Any = AutoConfig.from_pretrained(_base(folder) or folder)
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=(
             f"The tokens are those of the tokenizer of {weights}, which must be the model's: "
             "`weights` in study_arguments names the folder of both, and `max_tokens` cuts texts."
         ),
         make_model=lambda: _model(folder),
-        train_data=lambda: Rows(rows, sample, texts),
-        train_ids=lambda: ids_of(rows),
-        target_data=lambda: Rows(target_rows(), sample, str(targets)),
-        target_ids=lambda: ids_of(target_rows()),
+        train_data=train_data,
+        train_ids=rows.ids,
+        target_data=lambda: Rows(target_rows(), sample),
+        target_ids=lambda: target_rows().ids(),
         encode=encode,
         describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
+        as_read=as_read,
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )
+
+
+def _default_text(rows: RowFile) -> str:
+    """Return the template of what counts: the field ``text``, or TRL's ``completion``."""
+    fields = {name for row in rows for name in row}
+    return "{completion}" if "completion" in fields and "text" not in fields else "{text}"
+
+
+def _only_field(template: str) -> str:
+    """Return the field that a template consists of, ``text`` of ``"{text}"``; empty if of more."""
+    return next((name for name in used_by(template) if template == f"{{{name}}}"), "")
 
 
 def _refuse_near_prompt(names: Sequence[str]) -> None:
@@ -152,29 +206,6 @@ def _runs_on(before: str, after: str) -> bool:
     """Return whether two words would become one, in scripts that have capitals and spaces."""
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
-
-
-def _chat(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return a conversation up to its last message, and with it, as the model reads them."""
-    if not tokenizer.chat_template:
-        raise InputError(
-            "The field `messages` must be for a model of chats, whose tokenizer has a template of "
-            "them. Found a tokenizer without one. Write prompt and text into fields of their own, "
-            "or save the tokenizer of the training beside the weights.",
-            code="studies.chat_template",
-        )
-    before = tokenizer.apply_chat_template(
-        messages[:-1], tokenize=False, add_generation_prompt=True
-    )
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    if not whole.startswith(before):
-        raise InputError(
-            "A chat's template must write a conversation as it begins, whatever follows. Found "
-            f"{before[-40:]!r} before the last message, {whole[: len(before)][-40:]!r} with it. "
-            "Write prompt and text into fields of their own, in the model's form.",
-            code="studies.chat_template",
-        )
-    return before, whole
 
 
 def _config_folder(weights: Path) -> Path:

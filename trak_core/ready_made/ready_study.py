@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import sys
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
+from trak_core.data.rows import RowFile, shortened
 from trak_core.errors import InputError
-from trak_core.study.read_targets import parse_line, rows_of_table, shortened
 from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
 
@@ -23,7 +22,8 @@ from trak_core.study.study import Study
 class ReadyStudy:
     """The functions of a study (``trak_core.study.study`` says what each does).
 
-    ``to_change_samples`` says which of its arguments has the model get other samples.
+    ``to_change_samples`` says which of its arguments has the model get other samples. ``as_read``
+    returns what the model reads of a sample, for the user to compare with the training.
     """
 
     to_change_samples: str
@@ -34,6 +34,7 @@ class ReadyStudy:
     target_ids: Callable[[], Sequence[int | str]]
     encode: Callable[..., Any]
     describe: Callable[[Any], str]
+    as_read: Callable[[Any], str]
     train_columns: Callable[[], pd.DataFrame]
     target_columns: Callable[[], pd.DataFrame]
     token_texts: Callable[[Any], list[str]] | None = None
@@ -41,15 +42,10 @@ class ReadyStudy:
 
 
 class Rows:
-    """Samples that are made of rows as they are needed; errors name the place in their file."""
+    """Samples that are made of rows as they are needed; errors name the row's line."""
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        sample: Callable[[Mapping[str, Any]], Any],
-        file: str | None = None,
-    ) -> None:
-        self._rows, self._sample, self._file = rows, sample, file
+    def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._rows, self._sample = rows, sample
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -58,18 +54,8 @@ class Rows:
         try:
             return self._sample(self._rows[index])
         except InputError as error:
-            if self._file is None:
-                raise
-            place = _place(self._file, range(len(self))[index])
+            place = self._rows.place(range(len(self))[index])
             raise InputError(f"{place}: {error}", code=error.code) from error
-
-
-def _place(file: str, index: int) -> str:
-    """Return where a row stands; in a table, whose cells may have several lines, as a row."""
-    if Path(file).suffix != ".jsonl":
-        return f"{file}, row {index + 1}"
-    lines = enumerate(Path(file).read_text(encoding="utf-8-sig").split("\n"), 1)
-    return f"{file}, line {[number for number, line in lines if line.strip()][index]}"
 
 
 def encoder(
@@ -156,75 +142,10 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
     return function
 
 
-def _read_table(path: Path, delimiter: str) -> pd.DataFrame:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-        try:
-            # Else cells beyond the header's would move all others by a column.
-            table = pd.read_csv(path, sep=delimiter, keep_default_na=False, index_col=False)
-        except (pd.errors.ParserError, pd.errors.ParserWarning):
-            _check_cells(path, delimiter)
-            raise
-    # So pandas fills up a row that ends early.
-    last = table.iloc[:, -1]
-    if (last.isna() | last.eq("")).any():
-        _check_cells(path, delimiter)
-    return table
-
-
-def _check_cells(path: Path, delimiter: str) -> None:
-    """Refuse the first line that has other cells than the header."""
-    for _ in rows_of_table(path.read_text(encoding="utf-8-sig"), delimiter):
-        pass
-
-
-_READERS = {
-    ".csv": lambda path: _read_table(path, ","),
-    ".tsv": lambda path: _read_table(path, "\t"),
-    ".parquet": pd.read_parquet,
-}
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file, in order."""
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(
-            f"study_arguments: rows must be in a file. Found nothing at {path} (from "
-            f"{Path.cwd()}).",
-            code="studies.missing_rows",
-        )
-    try:
-        if file.suffix == ".jsonl":
-            lines = enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1)
-            rows: list[Any] = [parse_line(number, line) for number, line in lines if line.strip()]
-        elif file.suffix in _READERS:
-            rows = _READERS[file.suffix](file).to_dict("records")
-        else:
-            raise ValueError(f"its ending is {file.suffix or 'none'}")
-        if not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
-    except Exception as error:  # a damaged .parquet's are of any kind, and of several lines
-        words = " ".join(str(error).split()).removesuffix(".")
-        raise InputError(
-            f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
-            f"it failed: {words}.",
-            code="studies.rows",
-        ) from error
-    return rows
-
-
-def ids_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the field ``id`` of all rows; where one has none, 0, 1, 2 and so on."""
-    if all("id" in row for row in rows):
-        return [row["id"] for row in rows]
-    return list(range(len(rows)))
-
-
-def columns_from(rows: Sequence[Mapping[str, Any]], used: Container[str]) -> pd.DataFrame:
+def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
     """Return the rows' fields as columns: those that the model doesn't get, and are short."""
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
-    return short_columns({name: [row.get(name) for row in rows] for name in names})
+    return short_columns({name: rows.column(name) for name in names})
 
 
 def used_by(*templates: str | None) -> set[str]:
@@ -244,15 +165,42 @@ def field(row: Mapping[str, Any], name: str) -> Any:
     return row[name]
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
+def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
+    """Return the number of each class by its label in the rows; YAML may have made it a number."""
+    numbers = {str(name): number for number, name in enumerate(classes)}
+    if len(numbers) < len(classes):
+        raise InputError(
+            "study_arguments: classes must be different labels. Found "
+            f"{', '.join(map(str, classes))}. Put labels such as '01' or '1.10' into quotes, "
+            "because YAML reads others as numbers.",
+            code="studies.classes",
+        )
+    return numbers
+
+
+class _Template(Formatter):
+    """A template whose fields must be texts or numbers: a list would be written as Python's."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        value, first = super().get_field(field_name, args, kwargs)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise TypeError(f"a {type(value).__name__} in {field_name}: {value!r:.80}")
+        return value, first
 
 
 def filled_in(template: str, row: Mapping[str, Any]) -> str:
-    """Return a template such as ``"{prompt} {completion}"`` with a row's fields, none empty."""
-    row = {key: value for key, value in row.items() if not _is_missing(value)}
+    """Return a template such as ``"{prompt} {completion}"`` with a row's fields, none missing.
+
+    Numbers are written as the file has them. Values of other types are refused.
+    """
+    row = {key: value for key, value in row.items() if value is not None and value == value}
     try:
-        return template.format_map(row)
+        return _Template().vformat(template, (), row)
+    except TypeError as error:
+        raise InputError(
+            f"A field of the template {template!r} must hold a text or a number. Found {error}",
+            code="studies.value",
+        ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         missing = sorted(used_by(template) - row.keys())
         if missing:
@@ -264,9 +212,8 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
                 f"name the rows' own fields in study_arguments, as in text: '{own}'.",
                 code="studies.template",
             ) from error
-        has = f"with {', '.join(row)}: {str(row)[:80]}"
         raise InputError(
-            f"study_arguments: a row must have the fields of the template {template!r}. Found one "
-            f"{has}.",
+            f"study_arguments: a row must have the fields of the template {template!r}. Found "
+            f"{shortened(row)}.",
             code="studies.template",
         ) from error

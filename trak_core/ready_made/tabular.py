@@ -1,24 +1,22 @@
 """Study a model of tables: numbers in columns, and a class or a number to predict."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trak_core.data.rows import as_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
+    class_numbers,
     columns_from,
     encoder,
     field,
     function_at,
-    ids_of,
-    read_rows,
 )
-from trak_core.study.read_targets import shortened
 
 
 def tabular(
@@ -39,8 +37,8 @@ def tabular(
         targets: Rows to explain; the training rows, if there are none.
         columns: The model's inputs, in its order; if not given, all columns except ``label`` and
             ``id``. They must be numbers, as the model was trained on them.
-        classes: Labels in the order of the model's logits, for labels that are names; labels that
-            are numbers are taken as they are.
+        classes: Labels in the order of the model's logits, for labels that are names. Without it
+            labels are numbers: integers if all training labels are, else floats.
         scale: ``standard`` takes from each input the mean of the training rows and divides by their
             standard deviation (by n, as scikit-learn's ``StandardScaler``), where that isn't 0.
             Pages show inputs as the table has them.
@@ -57,44 +55,38 @@ def tabular(
     rows = read_rows(table)
     target_rows = read_rows(targets) if targets else rows
     names = list(columns or [name for name in rows[0] if name not in {label, "id"}])
-    numbers = {name: number for number, name in enumerate(classes or ())}
-    first = rows[0].get(label)
-    are_whole = isinstance(first, int) and not isinstance(first, bool)
+    numbers = class_numbers(classes or ())
+    labels = [as_number(row.get(label)) for row in rows]
+    are_whole = all(isinstance(value, int) for value in labels)
 
     def refused(row: Mapping[str, Any], column: str) -> InputError:
         return InputError(
             f"{label} must be a number or one of `classes`, and the model's inputs numbers: "
             f"{', '.join(names)}. Found {shortened({column: row[column]})}. Write what training "
-            "had for it, or delete the row if training did. `columns` in study_arguments names "
-            "the model's inputs.",
+            "had for it, without separators of thousands and with a decimal point, or delete the "
+            "row if training did. `columns` in study_arguments names the model's inputs.",
             code="studies.numbers",
         )
 
-    def number(row: Mapping[str, Any], column: str) -> float:
-        try:
-            value = float(field(row, column))
-        except (ValueError, TypeError) as error:
-            raise refused(row, column) from error
-        if scale and not math.isfinite(value):  # a number that is missing has no mean
+    def number(row: Mapping[str, Any], column: str) -> int | float:
+        value = as_number(field(row, column))
+        if value is None:
             raise refused(row, column)
         return value
 
     def measured(row: Mapping[str, Any]) -> tuple[Tensor, int | float]:
-        values = [number(row, name) for name in names]
-        of_row = field(row, label)
-        try:
-            if are_whole and isinstance(of_row, str):
-                of_row = int(of_row)  # a cell of a table to explain
-            answer = numbers[of_row] if classes else float(of_row)
-        except (ValueError, TypeError, KeyError) as error:
-            raise refused(row, label) from error
-        is_class = classes or (isinstance(of_row, int) and not isinstance(of_row, bool))
-        return torch.tensor(values, dtype=torch.float64), int(answer) if is_class else answer
+        values = [float(number(row, name)) for name in names]
+        if not classes:
+            answer = number(row, label)
+            return torch.tensor(values, dtype=torch.float64), answer if are_whole else float(answer)
+        if str(field(row, label)) not in numbers:
+            raise refused(row, label)
+        return torch.tensor(values, dtype=torch.float64), numbers[str(row[label])]
 
     # What each input is less of, and divided by.
     means, deviations = torch.zeros(len(names)), torch.ones(len(names))
     if scale:
-        inputs = torch.stack([values for values, _ in Rows(rows, measured, table)])
+        inputs = torch.stack([values for values, _ in Rows(rows, measured)])
         deviations, means = torch.std_mean(inputs, dim=0, correction=0)
         # The mean of equal numbers is one of them, up to rounding.
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
@@ -108,6 +100,11 @@ def tabular(
         values = (sample[0].double() * deviations + means).tolist()
         return ", ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=True))
 
+    def as_read(sample: tuple[Tensor, Tensor]) -> str:
+        values = zip(names, sample[0].tolist(), strict=True)
+        inputs = ", ".join(f"{name} {value:.6g}" for name, value in values)
+        return f"{inputs}; {label} {sample[1].item():.6g}"
+
     used = {label, *names}
     return ReadyStudy(
         to_change_samples=(
@@ -115,12 +112,13 @@ def tabular(
             "study_arguments names others, in the network's order."
         ),
         make_model=lambda: function_at(model, "model")(),
-        train_data=lambda: Rows(rows, sample, table),
-        train_ids=lambda: ids_of(rows),
-        target_data=lambda: Rows(target_rows, sample, targets or table),
-        target_ids=lambda: ids_of(target_rows),
+        train_data=lambda: Rows(rows, sample),
+        train_ids=rows.ids,
+        target_data=lambda: Rows(target_rows, sample),
+        target_ids=target_rows.ids,
         encode=encoder(sample, rows[0], (*names, label)),
         describe=describe,
+        as_read=as_read,
         class_names=(lambda: [str(name) for name in classes]) if classes else None,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),

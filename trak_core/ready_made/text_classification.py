@@ -1,24 +1,24 @@
 """Study a classifier of texts of Hugging Face's: weights, a file of texts with labels."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.data.rows import class_number, read_rows
+from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
+    class_numbers,
     columns_from,
     decoded_tokens,
     encoder,
     field,
     filled_in,
-    ids_of,
     needed,
-    read_rows,
     used_by,
 )
 
@@ -30,6 +30,7 @@ def text_classification(
     text: str = "{text}",
     label: str = "label",
     max_tokens: int = 128,
+    classes: Sequence[Any] | None = None,
 ) -> ReadyStudy:
     """Return the study of labelled texts that trained a classifier.
 
@@ -40,6 +41,12 @@ def text_classification(
         text: The text, a template with fields of a row.
         label: The field with the label: a class's number, or its name in the model's config.
         max_tokens: All texts are cut or padded to this length.
+        classes: The labels of the rows in the order of the model's logits, where they are neither
+            or could be both: ``[0, 1, 2]`` for the numbers of classes that are called "1" to "3".
+
+    Raises:
+        InputError: If a name of the model's classes is the number of another class, and there are
+            no ``classes``.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -50,26 +57,44 @@ def text_classification(
             code="studies.weights",
         )
     tokenizer: Any = AutoTokenizer.from_pretrained(weights)
+    if tokenizer.pad_token is None:
+        raise InputError(
+            "The tokenizer must have a pad token, with which short texts are filled up. Found none "
+            f"in {weights}. Save it with the one that training took: "
+            "`tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
+            code="studies.pad_token",
+        )
     config: Any = AutoConfig.from_pretrained(weights)
-    numbers = dict(config.label2id)
     # Names of classes that aren't numbered from 0 tell nothing of the logits.
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
     # Without names transformers calls the classes so.
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
+    # A saved config has them by the alphabet.
+    numbers: dict[str, int] = dict(sorted(config.label2id.items(), key=lambda pair: pair[1]))
+    if classes is not None:
+        numbers = class_numbers(classes)
+    elif any(class_number(name) not in {None, number} for name, number in numbers.items()):
+        raise InputError(
+            "study_arguments: classes must list the rows' labels in the order of the model's "
+            f"logits, because names of the model's classes could be numbers of others: "
+            f"{listed([*numbers])}. Give classes: {list(range(len(numbers)))} if labels are "
+            f"numbers, and classes: {[*numbers]} if they are names.",
+            code="studies.ambiguous_labels",
+        )
 
     def make_model() -> nn.Module:
         return AutoModelForSequenceClassification.from_config(config)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
         of_row = field(row, label)
-        number = numbers.get(str(of_row), of_row)
-        if isinstance(number, str) and number.isdecimal():
-            number = int(number)  # a cell of a table to explain
-        if isinstance(number, bool) or not isinstance(number, int):
+        number = numbers.get(str(of_row))
+        if number is None and classes is None:
+            number = class_number(of_row)
+        if number is None:
             raise InputError(
-                f"A label must be a class's number or one of the model's names, "
-                f"{', '.join(map(str, numbers))}. Found {of_row!r}.",
+                f"A label must be a class's number or one of {listed([*numbers])}. Found "
+                f"{of_row!r:.80}.",
                 code="studies.label",
             )
         tokens = tokenizer(
@@ -77,6 +102,12 @@ def text_classification(
         )
         inputs = {name: torch.tensor(values) for name, values in tokens.items()}
         return {**inputs, "labels": torch.tensor(number)}
+
+    def as_read(sample: Mapping[str, Tensor]) -> str:
+        counted = sample["input_ids"][sample["attention_mask"] == 1]
+        number = int(sample["labels"])
+        name = f", {names[number]}" if number < len(names) else ""
+        return f"{tokenizer.decode(counted)!r}, of class {number}{name}"
 
     rows = read_rows(texts)
     target_rows = read_rows(targets) if targets else rows
@@ -87,12 +118,13 @@ def text_classification(
             "`weights` in study_arguments names the folder of both, and `max_tokens` cuts texts."
         ),
         make_model=make_model,
-        train_data=lambda: Rows(rows, sample, texts),
-        train_ids=lambda: ids_of(rows),
-        target_data=lambda: Rows(target_rows, sample, targets or texts),
-        target_ids=lambda: ids_of(target_rows),
+        train_data=lambda: Rows(rows, sample),
+        train_ids=rows.ids,
+        target_data=lambda: Rows(target_rows, sample),
+        target_ids=target_rows.ids,
         encode=encoder(sample, rows[0], (*used_by(text), label)),
         describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
+        as_read=as_read,
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),

@@ -38,11 +38,10 @@ def columns_of(
     study is None where ``question``, the experiment's own file of targets, has lines.
     """
     if question is not None and question.suffix != ".py":
-        known, lines, _ = read_questions(question)
-        fields = dict.fromkeys(field for line in lines for field in line)
-        columns = {field: [line.get(field) for line in lines] for field in fields}
+        known, rows = read_questions(question)
+        columns = {name: rows.column(name) for name in rows[0]}
         # Rows stay where no field is short.
-        frame = pd.DataFrame(short_columns(columns), index=range(len(lines)))
+        frame = pd.DataFrame(short_columns(columns), index=range(len(rows)))
     else:
         asked = study if question is None else Study.load(question)
         assert asked is not None

@@ -1,0 +1,244 @@
+"""Conversations are written by the chat template, with all that a row gives it, or refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from refused import refused
+
+from trak_core.ready_made.conversations import messages_in
+from trak_core.ready_made.language_model import language_model
+from trak_core.ready_made.text_classification import text_classification
+
+transformers = pytest.importorskip("transformers", reason="with the extra `test`")
+few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
+ids, tokenizer, write = few_words.ids, few_words.tokenizer, few_words.write
+
+USER, ANSWER = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+# A template as chat models have it: each message by its role, and a header before the answer.
+ROLES = (
+    "{% for m in messages %}{{ 'asked ' if m.role == 'user' else 'said ' }}{{ m.content }} "
+    "{% endfor %}{% if add_generation_prompt %}said {% endif %}"
+)
+TOOLS = "{% for t in tools or [] %}{{ t.name }} {% endfor %}" + ROLES
+KWARGS = "{{ greeting | default('the') }} " + ROLES
+DATED = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ date_string }} " + ROLES
+)
+ALTERNATES = (
+    "{% if messages[0].role != 'user' %}{{ raise_exception('user comes first') }}{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def saved(template, **special):
+        small.gpt2().save_pretrained(tmp_path / "out")
+        made = tokenizer()
+        made.chat_template = template
+        made.add_special_tokens(special)
+        made.save_pretrained(tmp_path / "out")
+        return str(tmp_path / "out")
+
+    return saved
+
+
+def chat(*contents):
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+def as_read(row, weights, **arguments):
+    """Return the tokens of a row, and the part that counts."""
+    (sample,) = language_model(write(Path("rows.jsonl"), [row]), weights, **arguments).train_data()
+    counted = sample["labels"]
+    assert torch.equal(counted[counted != -100], sample["input_ids"][counted != -100])
+    return sample["input_ids"].tolist(), counted[counted != -100].tolist()
+
+
+TURNS = chat("what is blue", "sky")
+WRITTEN = ids("asked what is blue said sky"), ids("sky")
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments"),
+    [
+        ({"messages": TURNS}, {}),
+        ({"messages": json.dumps(TURNS)}, {}),
+        ({"messages": json.dumps(TURNS, indent=2)}, {}),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, {}),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, {"text": "{completion}"}),
+        ({"a": TURNS[:1], "b": TURNS[1:]}, {"prompt": "{a}", "text": "{b}"}),
+        ({"prompt": json.dumps(TURNS[:1]), "completion": json.dumps(TURNS[1:])}, {}),
+        ({"prompt": TURNS[:1], "text": TURNS[1:]}, {}),
+        ({"messages": [{**m, "tool_calls": None} for m in TURNS]}, {}),
+    ],
+)
+def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arguments):
+    """As messages, as TRL's prompt and completion, by names of fields, and as JSON in a cell."""
+    assert as_read(row, folder(ROLES), **arguments) == WRITTEN
+
+
+def test_all_but_the_last_message_is_the_prompt(folder):
+    longer = chat("what is blue", "sky", "what is green", "grass")
+    whole = ids("asked what is blue said sky asked what is green said grass")
+    assert as_read({"messages": longer}, folder(ROLES)) == (whole, ids("grass"))
+    row = {"prompt": longer[:3], "completion": longer[3:]}
+    assert as_read(row, folder(ROLES)) == (whole, ids("grass"))
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "first"),
+    [
+        (TOOLS, {"tools": [{"name": "sun"}, {"name": "red"}]}, "sun red"),
+        (TOOLS, {"tools": json.dumps([{"name": "sun"}])}, "sun"),
+        (TOOLS, {"tools": None}, ""),
+        (KWARGS, {"chat_template_kwargs": {"greeting": "red"}}, "red"),
+        (KWARGS, {"chat_template_kwargs": json.dumps({"greeting": "green"})}, "green"),
+        (KWARGS, {}, "the"),
+        (KWARGS, {"greeting": "red"}, "the"),  # a column of the user's own
+    ],
+)
+def test_a_row_s_arguments_reach_the_template(folder, template, more, first):
+    for row in ({"messages": TURNS}, {"prompt": TURNS[:1], "completion": TURNS[1:]}):
+        tokens, counted = as_read({**row, **more}, folder(template))
+        assert tokens == [*ids(first), *WRITTEN[0]]
+        assert counted == WRITTEN[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "roles"),
+    [
+        ([USER, ANSWER, USER], "user, assistant, user"),  # a "thanks"
+        ([USER], "user"),
+        ([ANSWER], "assistant"),
+        ([{"role": "system", "content": "x"}, USER], "system, user"),
+        ([USER, {"role": "tool", "content": "x"}], "user, tool"),
+    ],
+)
+def test_a_conversation_without_an_answer_is_refused(folder, messages, roles):
+    weights = folder(ROLES)
+    with refused("studies.chat_roles", roles, "rows.jsonl, line 1"):
+        as_read({"messages": messages}, weights)
+    with refused("studies.chat_roles", roles):
+        as_read({"prompt": messages[:-1], "completion": messages[-1:]}, weights)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "what is blue", "completion": TURNS[1:]},
+        {"prompt": TURNS[:1], "completion": "sky"},
+        {"completion": TURNS[1:]},
+    ],
+)
+def test_a_text_beside_messages_is_refused(folder, row):
+    with refused("studies.chat_roles"):
+        as_read(row, folder(ROLES))
+
+
+@pytest.mark.parametrize("value", ["[", "text", [], [1], [{"content": "x"}], {}, "[1]", None, 3])
+def test_what_is_no_list_of_messages_is_refused(folder, value):
+    with refused("studies.messages"):
+        as_read({"messages": value}, folder(ROLES))
+
+
+def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
+    with refused("studies.chat_template"):
+        weights = folder(ROLES)
+        made = transformers.AutoTokenizer.from_pretrained(weights)
+        made.chat_template = None
+        made.save_pretrained(weights)
+        (Path(weights) / "chat_template.jinja").unlink(missing_ok=True)
+        as_read({"messages": TURNS}, weights)
+    system = {"role": "system", "content": "x"}
+    with refused("studies.chat_template", "user comes first"):
+        as_read({"messages": [system, *TURNS]}, folder(ALTERNATES + ROLES))
+    other = ROLES.replace("said {% endif %}", "sun {% endif %}")
+    with refused("studies.chat_template", "'asked what is blue sun '"):
+        as_read({"messages": TURNS}, folder(other))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [DATED, "{{ strftime_now('%d %b %Y') }} " + ROLES, '{{ strftime_now( "%A" ) }} ' + ROLES],
+)
+def test_a_template_with_today_s_date_needs_one(folder, template):
+    weights = folder(template)
+    with refused("studies.chat_date", "date: '2024-07-26'"):
+        as_read({"messages": TURNS}, weights)
+    known = as_read({"messages": TURNS}, weights, date="2024-07-26")
+    assert known == as_read({"messages": TURNS}, weights, date="2024-07-26")
+    assert len(known[0]) > len(WRITTEN[0])
+
+
+def test_a_row_may_give_the_date_to_the_template(folder):
+    row = {"messages": TURNS, "chat_template_kwargs": {"date_string": "sun"}}
+    assert as_read(row, folder(DATED))[0] == [*ids("sun"), *WRITTEN[0]]
+
+
+@pytest.mark.parametrize("text", ["red sky is", "sky is", "red red sky"])
+def test_a_text_has_the_first_token_of_texts_once(folder, text):
+    """The tokenizer adds it, and rows that a template wrote before have it already."""
+    weights = folder(ROLES, bos_token="red")
+    core = json.loads((path := Path(weights) / "tokenizer.json").read_text())
+    red = ids("red")[0]
+    core["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "red", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"red": {"id": "red", "ids": [red], "tokens": ["red"]}},
+    }
+    path.write_text(json.dumps(core))
+    once = text if text.startswith("red") else f"red {text}"
+    assert as_read({"text": text}, weights)[0] == ids(once)
+    prompted = as_read({"prompt": f"{text} ", "text": "blue"}, weights)
+    assert prompted == ([*ids(once), *ids("blue")], ids("blue"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_text_beyond_the_model_s_context_is_refused_at_once(folder, place):
+    rows = [{"text": "sky"}] * 3
+    rows[place] = {"text": "sky " * (small.POSITIONS + 1)}
+    weights, file = folder(ROLES), write(Path("rows.jsonl"), rows)
+    with refused("studies.context", small.POSITIONS, f"rows.jsonl, line {place + 1}", "max_tokens"):
+        language_model(file, weights).train_data()
+    cut = language_model(file, weights, max_tokens=small.POSITIONS).train_data()
+    assert len(cut[place]["input_ids"]) == small.POSITIONS
+    with refused("studies.context"):
+        language_model(file, weights, max_tokens=small.POSITIONS + 1).train_data()[place]
+
+
+def test_tokenizers_that_cannot_serve_are_refused(folder, tmp_path):
+    weights, file = folder(ROLES), write(tmp_path / "rows.jsonl", [{"text": "sky", "label": 0}])
+    transformers.ByT5Tokenizer().save_pretrained(weights)
+    for leftover in ("tokenizer.json", "chat_template.jinja"):
+        (tmp_path / "out" / leftover).unlink(missing_ok=True)
+    with refused("studies.slow_tokenizer", "ByT5Tokenizer"):
+        language_model(file, weights)
+    made = tokenizer()
+    made.pad_token = None
+    made.save_pretrained(weights)
+    with refused("studies.pad_token", weights):
+        text_classification(file, weights)
+
+
+def test_messages_of_parquet_lose_what_it_fills_in():
+    filled = [{"role": "user", "content": None, "name": None}]
+    assert messages_in(filled) == [{"role": "user", "content": None}]
+
+
+def test_what_the_model_reads_is_shown_with_its_special_tokens(folder, tmp_path):
+    weights = folder(ROLES, eos_token="sun")
+    study = language_model(
+        write(tmp_path / "a.jsonl", [{"prompt": "what is ", "text": "red sun"}]), weights
+    )
+    assert study.as_read(study.train_data()[0]) == "'what is', then what counts: 'red sun'"
+    assert study.describe(study.train_data()[0]) == "what is red"

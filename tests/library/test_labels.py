@@ -1,0 +1,142 @@
+"""A label is a class's number or its name, and no label that could be both is read."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from refused import refused
+
+from trak_core.ready_made.image_folder import image_folder
+from trak_core.ready_made.tabular import tabular
+from trak_core.ready_made.text_classification import text_classification
+
+NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
+SUFFIXES = [".csv", ".tsv", ".jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+
+
+def rows_with(labels, suffix, **fields):
+    """Write rows with these labels; a table has their texts."""
+    name, rows = f"rows{suffix}", [{**fields, "label": label} for label in labels]
+    if suffix == ".jsonl":
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        Path(name).write_text(text)
+    else:
+        pd.DataFrame(rows).to_csv(name, index=False, sep="\t" if suffix == ".tsv" else ",")
+    return name
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="with the extra `test`")
+    few_words = pytest.importorskip("few_words")
+
+    def saved(names):
+        tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+        config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, **tokens)
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+        config.save_pretrained(tmp_path / "out")
+        few_words.tokenizer().save_pretrained(tmp_path / "out")
+        return "out"
+
+    return saved
+
+
+def numbers(study):
+    return [int(sample[-1] if isinstance(sample, tuple) else sample["labels"]) for sample in study]
+
+
+@pytest.mark.parametrize("names", [list("12345"), ["1", "0"], ["zero", "2", "one"], ["-", "0"]])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_classes_called_by_the_numbers_of_others_need_to_be_told_apart(classifier, names, suffix):
+    """Names were looked up first: 0, 1, 2 of classes "1", "2", "3" were 0, 0, 1."""
+    weights, n = classifier(names), len(names)
+    by_number = rows_with(range(n), suffix, text="sky")
+    with refused("studies.ambiguous_labels", str([*range(n)]), str(names)):
+        text_classification(by_number, weights)
+    study = text_classification(by_number, weights, classes=[*range(n)])
+    assert numbers(study.train_data()) == [*range(n)]
+    by_name = rows_with(names, suffix, text="sky")
+    assert numbers(text_classification(by_name, weights, classes=names).train_data()) == [*range(n)]
+
+
+@pytest.mark.parametrize(
+    "names", [["no", "yes"], ["0", "1"], ["LABEL_0", "LABEL_1"], ["1.0", "01"]]
+)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_names_that_no_number_is_may_stand_with_numbers(classifier, names, suffix):
+    file = rows_with([1, names[1], names[0], 0], suffix, text="sky")
+    assert numbers(text_classification(file, classifier(names)).train_data()) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "label", ["perhaps", "01", "1.0", "-1", "", ["no"], [0, 1], True, 1.0, None]
+)
+def test_what_is_neither_is_refused(classifier, label):
+    file = rows_with([label], ".jsonl", text="sky")
+    with refused("studies.label", "rows.jsonl, line 1"):
+        text_classification(file, classifier(["no", "yes"])).train_data()[0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["01", "02", "10"], ["01", "02", "10"]),
+        (["1.10", "1.1"], ["1.1", "1.10"]),
+        (["2", "0"], ["0", "1", "2"]),
+        (["TRUE", "FALSE"], ["FALSE", "TRUE"]),
+        (["1e3", "1000"], ["1000", "1e3"]),
+        (["1", "one"], ["1", "one"]),
+        (["nan", "NA"], ["NA", "nan"]),
+        (["-1", "1"], ["-1", "1"]),
+    ],
+)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_classes_of_images_keep_their_names(labels, classes, suffix):
+    Image.new("RGB", (2, 2)).save("1.png")
+    study = image_folder(rows_with(labels, suffix, path="1.png"), "net.py:net")
+    assert study.class_names() == classes
+    assert numbers(study.train_data()) == [classes.index(label) for label in labels]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_classes_of_a_table_are_compared_as_texts(suffix):
+    for labels in (["01", "1"], ["1.10", "1.1"], ["yes", "no"], ["TRUE", "1"]):
+        file = rows_with(labels, suffix, a=1, b=2)
+        study = tabular(file, "label", "net.py:net", classes=labels[::-1])
+        assert numbers(study.train_data()) == [1, 0]
+        with refused("studies.numbers", labels[0]):
+            tabular(file, "label", "net.py:net", classes=[labels[1], "x"]).train_data()[0]
+    with refused("studies.classes", "'01'"):
+        tabular(file, "label", "net.py:net", classes=[1.10, 1.1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "dtype"),
+    [([1, 2], torch.int64), ([1, 2.5], torch.float32), ([1.0, 2.0], torch.float32)],
+)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_labels_of_a_table_are_integers_if_all_are(labels, dtype, suffix):
+    texts = labels if suffix == ".jsonl" else [str(label) for label in labels]
+    samples = tabular(rows_with(texts, suffix, a=1, b="true"), "label", "net.py:net").train_data()
+    assert [label.dtype for _, label in samples] == [dtype] * 2
+    assert [label.item() for _, label in samples] == labels
+    assert samples[0][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("cell", ["1,234", "1.234,5", "12 kg", "", "nan", "-", "0x1F", "1_000"])
+def test_a_cell_that_is_no_number_is_named(cell):
+    for fields in ({"a": cell, "b": 2}, {"a": 1, "b": 2}):
+        label = 1 if cell in fields.values() else cell
+        study = tabular(rows_with([label], ".csv", **fields), "label", "net.py:net")
+        with refused("studies.numbers", "rows.csv, line 2", "separators of thousands"):
+            study.train_data()[0]

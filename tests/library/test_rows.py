@@ -1,0 +1,234 @@
+"""Files of rows: text stays as written, numbers are made where needed, wrong ids are refused."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+from refused import refused
+
+from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
+from trak_core.ready_made.ready_study import columns_from, filled_in
+from trak_core.study.read_targets import read_questions
+
+# What type guessing changes: zeros, decimals, exponents, truths, missing values, dates, spaces.
+AS_WRITTEN = [
+    *("007", "1.10", "12", "1.5", "1e3", "-0", "+1", "0x10", "1_000", "TRUE", "False", "yes", "no"),
+    *(
+        "nan",
+        "NA",
+        "null",
+        "None",
+        "",
+        " x ",
+        "2024-01-02",
+        "1,234",
+        "1;2",
+        'say "a"',
+        "two\nlines",
+    ),
+    *("\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{ARABIC-INDIC DIGIT THREE}", "x" * 200_000),
+]
+
+
+def table(path, rows):
+    """Write rows as pandas does, which quotes what must be quoted."""
+    frame = pd.DataFrame(rows)
+    frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    return path
+
+
+def lines(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_text_stays_as_written_in_every_use(tmp_path, suffix):
+    """As a row, as a question and in a template: a column of texts with any other text in it."""
+    write = lines if suffix == ".jsonl" else table
+    for other in ("1.5", "7", "text"):
+        rows = [{"answer": text, "other": other} for text in AS_WRITTEN]
+        file = write(tmp_path / f"rows{suffix}", rows)
+        assert [row["answer"] for row in read_rows(file)] == AS_WRITTEN
+        assert [row["answer"] for row in read_questions(file)[1]] == AS_WRITTEN
+        assert [filled_in("{answer}", row) for row in read_rows(file)] == AS_WRITTEN
+
+
+@pytest.mark.parametrize(
+    "text", ["1.10", "1.0", "12", "-0.0", "1e3", "1E-07", "0.30000000000000001"]
+)
+def test_a_number_in_json_is_written_as_the_file_has_it(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(f'{{"x": {text}, "y": [{text}]}}\n')
+    (row,) = read_rows(tmp_path / "a.jsonl")
+    assert filled_in("{x}|{y[0]}", row) == f"{text}|{text}"
+    assert row["x"] == json.loads(text) == as_number(row["x"])
+    assert json.loads(json.dumps(row)) == {"x": json.loads(text), "y": [json.loads(text)]}
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 2], {"role": "user"}, True, [{"role": "x", "content": "y"}], ["a"], {}, False]
+)
+def test_what_is_no_text_and_no_number_is_not_written_into_a_text(value):
+    for template in ("{answer}", "{id}: {answer}", "{answer!s}"):
+        with refused("studies.value", type(value).__name__, "answer"):
+            filled_in(template, {"id": 3, "answer": value})
+
+
+@pytest.mark.parametrize(
+    ("cells", "numbers"),
+    [
+        (["12", "-3", "0"], [12, -3, 0]),
+        (["1.5", "2", "-0.25"], [1.5, 2.0, -0.25]),
+        *((cells, cells) for cells in (["007", "12"], ["1.10", "1.1"], ["1e3"], ["1", ""], ["-0"])),
+        *((cells, cells) for cells in (["True"], ["9" * 30], ["1", "x"], ["nan"], ["inf"], [" 1"])),
+    ],
+)
+def test_a_table_s_columns_are_numbers_where_nothing_is_lost(tmp_path, cells, numbers):
+    file = table(tmp_path / "a.csv", {"value": cells, "last": "x"})
+    kept = read_rows(file).column("value")
+    assert kept == numbers
+    assert [type(value) for value in kept] == [type(value) for value in numbers]
+    assert [str(value) for value in kept] == cells or type(kept[0]) is float
+    shown = [value.strip() if isinstance(value, str) else value for value in kept]
+    assert columns_from(read_rows(file), set())["value"].tolist() == shown
+    written = lines(tmp_path / "a.jsonl", [{"value": cell} for cell in cells])
+    assert read_rows(written).column("value") == cells
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        *((text, float(text)) for text in ("1.5", "-2", "+.5", "3.", "1e3", " 7 ", "1E-3")),
+        *((value, value) for value in (3, -1.5)),
+        *((value, 1) for value in (True, "true", "TRUE", "True")),
+        *((value, None) for value in ("1,234", "1.234,5", "1_000", "0x10", "nan", "inf", "", "x")),
+        *((value, None) for value in (None, [1], float("nan"), float("inf"), "1e999", "1 000")),
+    ],
+)
+def test_a_number_is_made_of_what_can_say_one_alone(value, number):
+    assert as_number(value) == number
+
+
+@pytest.mark.parametrize("value", ["01", "-1", "1.0", "+1", " 1", "", "one", True, 1.0, None, [1]])
+def test_the_number_of_a_class_is_an_integer_written_as_one(value):
+    assert class_number(value) is None
+    assert [class_number(text) for text in ("0", "12", 3)] == [0, 12, 3]
+
+
+IDS = [
+    (["007", "008"], ["007", "008"]),
+    (["1.10", "1.1"], ["1.10", "1.1"]),
+    (["3", "10", "17"], [3, 10, 17]),
+    (["3", "10a"], ["3", "10a"]),
+    (["-5", "0"], [-5, 0]),
+    (["1e5", "2"], ["1e5", "2"]),
+    (["TRUE", "FALSE"], ["TRUE", "FALSE"]),
+    (["9" * 19, "1"], ["9" * 19, "1"]),
+]
+
+
+@pytest.mark.parametrize(("cells", "ids"), IDS)
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_ids_of_a_table_are_integers_only_where_each_is_written_as_one(
+    tmp_path, cells, ids, suffix
+):
+    file = table(tmp_path / f"rows{suffix}", {"id": cells, "text": "x"})
+    assert read_rows(file).ids() == ids == read_questions(file)[0]
+
+
+@pytest.mark.parametrize("place", [0, 1, 5])
+@pytest.mark.parametrize("own", [None, "missing", ""])
+def test_a_row_without_an_id_among_others_is_named(tmp_path, place, own):
+    """Ids by number would stand for other rows than the file's do."""
+    rows = [{"id": str(10 * i + 3), "text": "x"} for i in range(6)]
+    rows[place]["id"] = own
+    if own == "missing":
+        del rows[place]["id"]
+    file = lines(tmp_path / "rows.jsonl", rows)
+    with refused("data.missing_id", f"{file}, line {place + 1}"):
+        read_rows(file).ids()
+
+
+@pytest.mark.parametrize(
+    ("ids", "code"),
+    [
+        *((ids, "data.mixed_ids") for ids in ([1, "2"], ["1", 2], [1, 2.0], [1, True], [1.5, 2.5])),
+        *((ids, "data.mixed_ids") for ids in ([[1], [2]], [True, False], [1, {"a": 1}])),
+        *((ids, "data.repeated_id") for ids in ([1, 1], ["a", "b", "a"], [5, 3, 3])),
+    ],
+)
+def test_ids_of_other_types_and_repeated_ones_are_named(tmp_path, ids, code):
+    file = lines(tmp_path / "rows.jsonl", [{"id": own} for own in ids])
+    with refused(code, re.compile(rf"{file}, line \d")):
+        read_rows(file).ids()
+
+
+def test_rows_without_ids_are_numbered(tmp_path):
+    assert read_rows(lines(tmp_path / "a.jsonl", [{"a": 1}] * 3)).ids() == [0, 1, 2]
+
+
+def test_a_row_s_place_is_its_line(tmp_path):
+    (tmp_path / "a.csv").write_text('a,b\n\n1,"2\n3"\n4,5\n')
+    rows = read_rows(tmp_path / "a.csv")
+    assert [rows.place(i) for i in (0, 1)] == [f"{tmp_path}/a.csv, line {n}" for n in (3, 5)]
+    (tmp_path / "a.jsonl").write_text('\n{"a": 1}\n\n{"a": 2}\n')
+    rows = read_rows(tmp_path / "a.jsonl")
+    assert [rows.place(i) for i in (0, 1)] == [f"{tmp_path}/a.jsonl, line {n}" for n in (2, 4)]
+
+
+def test_files_that_hold_no_rows(tmp_path):
+    for name, text in {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}.items():
+        (tmp_path / name).write_text(text)
+        with refused("data.rows", tmp_path / name):
+            read_rows(str(tmp_path / name))
+    tables = {
+        # pandas takes the first of three cells for a row's name, if all rows have three.
+        "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, the header 2",
+        # And fills in what a row lacks.
+        "a,b\n1,2\n3\n": "line 3 has 1 cell, the header 2",
+        'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, the header 2",
+        'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
+        "a,b,a\n1,2,3\n": "the field 'a' stands twice",
+        "a;b\n1;2\n": "these seem to be by ';'",
+        "a|b\n1|2\n": r"these seem to be by '\|'",
+    }
+    for text, words in tables.items():
+        for name, written in (("a.csv", text), ("a.tsv", text.replace(",", "\t"))):
+            (tmp_path / name).write_text(written)
+            with refused("data.rows", tmp_path / name, re.compile(words)):
+                read_rows(str(tmp_path / name))
+    (tmp_path / "a.csv").write_text("a,b\n1,2,\n3,4,\n")  # as some programs end lines
+    assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    # The words of pyarrow, or of Python where there is none, are in one line.
+    with refused(
+        "data.rows", tmp_path / "a.parquet", re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
+    ):
+        read_rows(tmp_path / "a.parquet")
+    lines_with = {
+        '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
+        '{"a": NaN}': "NaN is no finite number",
+        '{"a": -Infinity}': "-Infinity is no finite number",
+        '{"a": 1e999}': "1e999 is no finite number",
+        '{"a": "\\ud83d"}': "half of a surrogate pair, which is no text",
+        '{"a": ' + "[" * 10**5: "it is nested too deep",
+        f'{{"a": {"1" * 5000}}}': "Exceeds the limit (4300 digits) for integer string conversion",
+    }
+    for line, reason in lines_with.items():
+        (tmp_path / "a.jsonl").write_text(f'{{"a": "\\ud83d\\ude00"}}\n\n{line}\n')
+        words = f"line 3: {reason}, in {line[:80]!r}"
+        with refused("data.rows", tmp_path / "a.jsonl", re.compile(re.escape(words))):
+            read_rows(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00", "b": {"c": [1.5]}}\n')
+    assert list(read_rows(tmp_path / "a.jsonl")) == [{"a": "\U0001f600", "b": {"c": [1.5]}}]
+    with refused("data.missing_rows", "no.csv"):
+        read_rows("no.csv")
+    assert parsed_json('{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize("second", ['{"a": 1}', '{"a": 1, "b": null}', '{"a": 1, "c": 2}'])
+def test_questions_have_the_same_fields(tmp_path, second):
+    (tmp_path / "asked.jsonl").write_text(f'{{"a": 1, "b": 2}}\n{second}\n')
+    with refused("data.fields", f"{tmp_path}/asked.jsonl, line 2"):
+        read_questions(tmp_path / "asked.jsonl")

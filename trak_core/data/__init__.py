@@ -1,0 +1,1 @@
+"""Read the files of rows that hold samples."""

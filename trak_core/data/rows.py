@@ -1,0 +1,296 @@
+"""Read rows of samples from .jsonl, .csv, .tsv and .parquet files: the only reader of them.
+
+Values stay as the file has them. A cell of .csv or .tsv is a text, and JSON and Parquet say which
+values are numbers. Where a number is needed, ``as_number`` makes it.
+"""
+
+import csv
+import io
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+
+LINES, PARQUET = ".jsonl", ".parquet"
+# The separators of cells in tables.
+TABLES = {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (LINES, *TABLES, PARQUET)
+_OTHER_SEPARATORS = (";", "\t", "|", ",")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_TRUTHS = {"true": 1, "false": 0}
+
+
+class _Written(float):
+    """A number of a JSON file whose text is what the file says: 1.10 and not 1.1."""
+
+    __slots__ = ("_text",)
+    _text: str
+
+    def __new__(cls, text: str) -> "_Written":
+        number = super().__new__(cls, text)
+        number._text = text
+        return number
+
+    def __str__(self) -> str:
+        return self._text
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile(Sequence[dict[str, Any]]):
+    """The rows of one file, in order, each a dict of its fields.
+
+    Attributes:
+        path: The file.
+        rows: Their fields.
+        numbers: The line, counted from 1, in which each row begins; of Parquet the number of the
+            row. None where the rows are those of a folder.
+    """
+
+    path: Path
+    rows: list[dict[str, Any]]
+    numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the fields of a row."""
+        return self.rows[index]
+
+    def place(self, index: int) -> str:
+        """Return the file and the line of a row, for messages."""
+        if not self.numbers:
+            return f"{self.path}, {self.rows[index].get('id', index)}"
+        noun = "row" if self.path.suffix == PARQUET else "line"
+        return f"{self.path}, {noun} {self.numbers[index]}"
+
+    def column(self, name: str) -> list[Any]:
+        """Return the field ``name`` of each row; None where a row has none.
+
+        Cells of a table become numbers if this loses nothing: if every cell is the shortest text of
+        an integer, or every cell that of an integer or a float. ``007`` and ``1.10`` are no such
+        texts.
+        """
+        values = [row.get(name) for row in self.rows]
+        values = self._integers(values)
+        if self.path.suffix not in TABLES or isinstance(values[0], int):
+            return values
+        numbers = [as_number(value) for value in values]
+        exact = [
+            float(x) for x in numbers if isinstance(x, float) or (x is not None and abs(x) < 2**53)
+        ]
+        is_kept = [str(number) for number in numbers] == values and len(exact) == len(values)
+        return exact if is_kept else values
+
+    def _integers(self, values: list[Any]) -> list[Any]:
+        is_written = self.path.suffix in TABLES and all(map(_is_whole, values))
+        return [int(value) for value in values] if is_written else values
+
+    def ids(self) -> list[int] | list[str]:
+        """Return the field ``id`` of each row; 0, 1, 2, ... where no row has that field.
+
+        Ids of a table are integers if every cell is the shortest text of one.
+
+        Raises:
+            InputError: If some rows have an id and others don't, if some ids are integers and
+                others texts, or if an id stands twice. The message names the line.
+        """
+        if not any("id" in row for row in self.rows):
+            return list(range(len(self.rows)))
+        ids = self._integers([row.get("id") for row in self.rows])
+        first: dict[Any, int] = {}
+        for index, value in enumerate(ids):
+            if value is None or value == "":
+                raise InputError(
+                    f"{self.place(index)}: every row must have an `id`, or no row may have one. "
+                    "Found none here.",
+                    code="data.missing_id",
+                )
+            if type(value) is not type(ids[0]) or type(value) not in {int, str}:
+                raise InputError(
+                    f"{self.place(index)}: ids must all be integers or all be texts. Found "
+                    f"{value!r}; the first is {ids[0]!r}.",
+                    code="data.mixed_ids",
+                )
+            if value in first:
+                raise InputError(
+                    f"{self.place(index)}: every row must have an id of its own. Found {value!r}, "
+                    f"which {self.place(first[value])} has too.",
+                    code="data.repeated_id",
+                )
+            first[value] = index
+        return ids
+
+
+def read_rows(path: str | Path) -> RowFile:
+    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file.
+
+    A line of ``.jsonl`` is a JSON object. The first line of a table names its fields, and each
+    other row has as many cells. Text is UTF-8. Empty lines are skipped.
+
+    Raises:
+        InputError: If there is no file, if it has no rows, or if a line can't be read.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(
+            f"Rows must be in a file. Found nothing at {path} (from {Path.cwd()}).",
+            code="data.missing_rows",
+        )
+    try:
+        if file.suffix not in SUFFIXES:
+            raise ValueError(f"its ending is {file.suffix or 'none'}")
+        if file.suffix == PARQUET:
+            from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
+
+            # pandas would make floats of integers where one is missing.
+            rows: list[Any] = parquet.read_table(file).to_pylist()
+            numbers: Sequence[int] = range(1, len(rows) + 1)
+        else:
+            numbered = dict(_numbered_rows(file))
+            rows, numbers = list(numbered.values()), list(numbered)
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
+    except Exception as error:  # those of a damaged .parquet are of any kind, and of several lines
+        words = " ".join(str(error).split()).removesuffix(".")
+        raise InputError(
+            f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
+            f"it failed: {words}.",
+            code="data.rows",
+        ) from error
+    return RowFile(file, rows, numbers)
+
+
+def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin UTF-8 with a mark
+    if file.suffix in TABLES:
+        yield from _rows_of_table(text, TABLES[file.suffix], file.suffix)
+        return
+    # Not splitlines(): JSON's texts may hold other ends of lines.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, parsed_json(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+
+
+def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the fields of a table's rows, with the number of the line where each begins.
+
+    A ``ValueError`` names that line if a row has other cells than the header or wrong quotes, or
+    the header a name twice.
+    """
+    csv.field_size_limit(sys.maxsize)  # 131,072 characters otherwise, which a text may exceed
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    header, number = list[str](), 1
+    try:
+        for cells in reader:
+            if cells and not header:
+                header = _checked_header(cells, separator, suffix)
+            elif cells:
+                # Some programs end every row with a separator.
+                if len(cells) == len(header) + 1 and not cells[-1]:
+                    cells.pop()
+                if len(cells) != len(header):
+                    n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+                    raise ValueError(f"line {number} has {n}, the header {len(header)}")
+                yield number, dict(zip(header, cells, strict=True))
+            # Quoted cells may have several lines.
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error
+
+
+def _checked_header(cells: list[str], separator: str, suffix: str) -> list[str]:
+    _unique([(cell, None) for cell in cells])
+    other = next((s for s in _OTHER_SEPARATORS if s != separator and s in cells[0]), None)
+    if len(cells) == 1 and other:
+        raise ValueError(
+            f"the header is one cell, {cells[0][:80]!r}; cells of {suffix} must be separated by "
+            f"{separator!r}, and these seem to be by {other!r}"
+        )
+    return cells
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the field {twice!r} stands twice")
+    return fields
+
+
+def _finite(text: str) -> float:
+    number = _Written(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def parsed_json(line: str) -> Any:
+    """Return the JSON of a line, which must be able to say one thing only.
+
+    A ``ValueError`` says why it can't: if it is no JSON, has a field twice, a number that is not
+    finite or half of a surrogate pair, or is nested too deep. The text of a number stays as
+    written: ``str`` of the 1.10 in a line is "1.10".
+    """
+    try:
+        value = json.loads(
+            line, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite
+        )
+        if "\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        reason = "half of a surrogate pair, which is no text"
+    except RecursionError:
+        reason = "it is nested too deep"
+    except ValueError as error:
+        reason = str(error).split(":")[0]
+    raise ValueError(f"{reason}, in {line[:80]!r}")
+
+
+def as_number(value: Any) -> int | float | None:
+    """Return the finite number that a value is, or that a text says; None for anything else.
+
+    A text is a decimal number as Python and C write it, or true or false, which are 1 and 0, in any
+    case. Separators of thousands and decimal commas are not read.
+    """
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    text = value.strip() if isinstance(value, str) else ""
+    if not _NUMBER.fullmatch(text):
+        return _TRUTHS.get(text.lower())
+    number = float(text)
+    is_whole = text.lstrip("+-").isdigit()
+    return (int(text) if is_whole else number) if math.isfinite(number) else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Return whether a text is the shortest one of an integer of 64 bits."""
+    is_short = isinstance(value, str) and _WHOLE.fullmatch(value) is not None
+    return is_short and -(2**63) <= int(value) < 2**63
+
+
+def class_number(value: Any) -> int | None:
+    """Return the class whose number a label is: an integer from 0, or the shortest text of one."""
+    if _is_whole(value):
+        value = int(value)
+    return value if type(value) is int and value >= 0 else None
+
+
+def shortened(row: Mapping[str, Any]) -> str:
+    """Return a row as JSON, or its first 80 characters."""
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:80]}..."
