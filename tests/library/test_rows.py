@@ -8,7 +8,9 @@ import pytest
 from refused import refused
 
 from trak_core.data.rows import as_number, class_number, parsed_json, read_rows
+from trak_core.errors import InputError
 from trak_core.ready_made.ready_study import columns_from, filled_in
+from trak_core.study.dataset_split import checked_ids
 from trak_core.study.read_targets import read_questions
 
 # What type guessing changes: zeros, decimals, exponents, truths, missing values, dates, spaces.
@@ -162,6 +164,18 @@ def test_ids_of_other_types_and_repeated_ones_are_named(tmp_path, ids, code):
     file = lines(tmp_path / "rows.jsonl", [{"id": own} for own in ids])
     with refused(code, re.compile(rf"{file}, line \d")):
         read_rows(file).ids()
+
+
+def test_an_id_that_pandas_reads_as_missing_is_refused():
+    """Others that it takes for missing in files of text keep their names in HDF5."""
+    names = ["NaN", "NA", "null", "None", "-", "Nan", "inf"]
+    with pd.HDFStore("a.h5", "w", driver="H5FD_CORE", driver_core_backing_store=0) as store:
+        store["a"] = pd.DataFrame({"x": range(8)}, index=[*names, "nan"])
+        assert store["a"].index[:7].tolist() == names
+        assert pd.isna(store["a"].index[7])
+    assert checked_ids(names, 7, "ids()") == names
+    with pytest.raises(InputError, match="Found 'nan'"):
+        checked_ids([*names, "nan"], 8, "ids()")
 
 
 def test_rows_without_ids_are_numbered(tmp_path):

@@ -180,7 +180,9 @@ def test_a_model_that_does_not_fit_is_named_as_the_config_does(study):
     study.config |= {"experiments": {"asked": {"targets": [0]}}}
     output = study.fail("-n")
     before, told = output.split("Error: ")
-    assert before.endswith("a notice\n")
+    assert before.endswith(
+        "a notice\nThe first training sample, 0, as the model reads it: a 1, b 2; label 0\n"
+    )
     assert "Does `model: net.py:net` in study_arguments build the model that was saved?" in told
     built_by = {"study": "results/language_model_study_01234567.py", "study_arguments": {}}
     assert builder_of(built_by) == "the first of `checkpoints`"

@@ -68,13 +68,13 @@ _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
 _STUDIES = Path(__file__).parents[1] / "ready_made"
 _FUNCTIONS = (
     *("make_model", "train_data", "target_data", "train_ids", "target_ids", "encode", "describe"),
-    *("train_columns", "target_columns", "class_names"),
+    *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
 # Arguments that the pipeline gives itself, by place and by name; functions that get no others.
-_BY_CALL = {"draw": 2, "describe": 1, "token_texts": 1}
+_BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _GIVEN = {"train": ("seed", "data")}
-_WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe"}
+_WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:

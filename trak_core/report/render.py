@@ -322,11 +322,16 @@ def rendered(template: str, **shown: Any) -> str:
 
 
 def report(
-    results: Results, examples: Sequence[Examples], shared: Sequence[Shared], study: str
+    results: Results,
+    examples: Sequence[Examples],
+    shared: Sequence[Shared],
+    study: str,
+    first: tuple[int | str, str],
 ) -> str:
     """Return the report of a ``study`` as one HTML document, with each experiment's examples.
 
-    ``shared`` are training samples of several experiments, which the examples show too.
+    ``shared`` are training samples of several experiments, which the examples show too. ``first``
+    is the id of the first training sample, and what the model reads of it, which may be empty.
     """
     return rendered(
         "report",
@@ -337,6 +342,7 @@ def report(
         shared=shared,
         each=EACH,
         study=study,
+        first=first,
     )
 
 

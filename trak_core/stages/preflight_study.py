@@ -356,6 +356,8 @@ def preflight_study(
             labels = _check_split(split, model, output, n_classes)
             if name == TRAIN:
                 _check_known_groups(group_by, model_output, output, labels)
+            if name == TRAIN and (read := study.first_as_read(split)):
+                print(f"The first training sample, {split.ids[0]}, as the model reads it: {read}")
             if study.has("describe"):
                 with users_code(f"reading sample {split.ids[0]}"):
                     sample = split.samples[0]

@@ -115,7 +115,9 @@ def write_report(
     targets = (_targets(study, file, config) for file in experiments)
     shared = side_by_side(experiments)
     also = [sample.id for sample in shared]
-    examples = find_examples(study, experiments, study.split(TRAIN, None), targets, also=also)
-    page = report_page(results, examples, shared, study.name)
+    train = study.split(TRAIN, None)
+    examples = find_examples(study, experiments, train, targets, also=also)
+    first = train.ids[0], study.first_as_read(train)
+    page = report_page(results, examples, shared, study.name, first)
     with written_whole(report) as partial:
         partial.write_text(page, encoding="utf-8")

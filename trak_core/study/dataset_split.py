@@ -136,9 +136,10 @@ def _is_number(sample_id: Any) -> bool:
 
 def _is_name(sample_id: Any) -> bool:
     # HDF5 fills up fixed-length strings with NUL, which isn't printable; lone surrogates have no
-    # UTF-8.
+    # UTF-8; pandas reads nan in an index as a missing value.
     return (
         type(sample_id) is str
+        and sample_id != "nan"
         and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID
         and sample_id.isprintable()
     )
@@ -156,7 +157,7 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
             f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
-            f"of printable text only. Found {', '.join(repr(i) for i in bad[:3])}."
+            f"of printable text only, other than nan. Found {', '.join(repr(i) for i in bad[:3])}."
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:

@@ -11,6 +11,7 @@ Its functions take no arguments unless said otherwise:
     encode(**line)           optional: makes a sample of a line of an experiment's own `data`
     draw(axes, sample)       optional: draws one sample into matplotlib axes
     describe(sample)         optional: returns one sample as a text to read
+    as_read(sample)          optional: returns what the model reads of one sample, as a text
     token_texts(sample)      optional: returns what stands for each of its tokens, a list of texts
     class_names()            optional: names of the classes, in the order of the labels 0, 1, 2, ...
 
@@ -55,6 +56,9 @@ class _InWords(dict[int, int | None]):
 # Soft hyphens and zero-width joiners stand within words, and say only how these look.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 
+
+# Characters of a text that are shown from its beginning, and from its end.
+_SHOWN = 400
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -204,17 +208,30 @@ class Study:
             )
         return model
 
-    def describe(self, sample_id: int | str, sample: Any) -> str:
-        """Return the study's own words for a sample, as they are; they must be a str."""
-        function = self.function("describe")
-        with users_code(f"{self.path}: describe() of sample {sample_id}"):
+    def describe(self, sample_id: int | str, sample: Any, by: str = "describe") -> str:
+        """Return the text of a sample that the study's ``describe`` or ``as_read`` returns."""
+        function = self.function(by)
+        with users_code(f"{self.path}: {by}() of sample {sample_id}"):
             text = function(sample)
         if not isinstance(text, str):
             raise InputError(
-                f"{self.path}: describe() must return a str, the sample as a text to read. Found "
+                f"{self.path}: {by}() must return a str, the sample as a text to read. Found "
                 f"{type(text).__name__} for sample {sample_id}."
             )
         return text
+
+    def first_as_read(self, split: Split) -> str:
+        """Return what the model reads of the first sample; empty if the study doesn't say it.
+
+        Of a long text the beginning and the end are returned, as for a person to compare with what
+        training read.
+        """
+        if not self.has("as_read"):
+            return ""
+        with users_code(f"reading sample {split.ids[0]}"):
+            sample = split.samples[0]
+        text = self.describe(split.ids[0], sample, "as_read")
+        return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
 
     def words(self, split: Split) -> Iterator[list[str]]:
         """Yield the words of each sample's text, as ``describe`` says it, whatever their case.
