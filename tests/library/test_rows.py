@@ -169,10 +169,6 @@ def test_ids_of_other_types_and_repeated_ones_are_named(tmp_path, ids, code):
 def test_an_id_that_pandas_reads_as_missing_is_refused():
     """Others that it takes for missing in files of text keep their names in HDF5."""
     names = ["NaN", "NA", "null", "None", "-", "Nan", "inf"]
-    with pd.HDFStore("a.h5", "w", driver="H5FD_CORE", driver_core_backing_store=0) as store:
-        store["a"] = pd.DataFrame({"x": range(8)}, index=[*names, "nan"])
-        assert store["a"].index[:7].tolist() == names
-        assert pd.isna(store["a"].index[7])
     assert checked_ids(names, 7, "ids()") == names
     with pytest.raises(InputError, match="Found 'nan'"):
         checked_ids([*names, "nan"], 8, "ids()")
