@@ -304,7 +304,7 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(
     long = " ".join(["sky"] * 500)
     write(tmp_path / "odd.jsonl", [{"text": long}, {"text": ""}, {"text": "sky"}, *QUESTION])
     run = trak_core.open("results")
-    with refused("queries.not_taken", "IndexError", 500):
+    with refused("studies.context", 500):
         run.ask(long)
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--file", "odd.jsonl"])

@@ -122,7 +122,7 @@ def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
     with refused("studies.scale", "'minmax'"):
         tabular("train.csv", **given, scale="minmax")
     rows.assign(share=[1.0, np.inf, *columns["share"][2:]]).to_csv("train.csv", index=False)
-    with refused("studies.numbers", re.compile(r"^train.csv, row 2(?=: )"), re.compile(r"\{.*\}")):
+    with refused("studies.numbers", re.compile(r"^train.csv, line 3(?=: )"), re.compile(r"\{.*\}")):
         tabular("train.csv", **given, scale="standard")
 
 

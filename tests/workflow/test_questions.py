@@ -117,13 +117,13 @@ def test_questions_in_python_and_in_a_table(study):
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [
-        ("", "asked.jsonl", "there must be questions. Found none"),
-        ("{}\n[]\n", "asked.jsonl", "every line must fill the same fields"),
+        ("", "asked.jsonl", "Reading it failed: it has no rows"),
+        ("{}\n[]\n", "asked.jsonl", "a line is not a JSON object"),
         ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
         ('{"a": 1, "a": 2}\n', "asked.jsonl", "failed: line 1: the field 'a' stands twice, in"),
-        ('{"a": null}\n', "asked.jsonl", "the same fields, none with null"),
-        ('{"patient": 1}\n', "asked.jsonl", 'asked.jsonl, {"patient": 1}, must end without'),
-        ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "Found repeated ids: 1."),
+        ('{"a": null}\n', "asked.jsonl", "the same fields for the study's encode(), and none may be null"),
+        ('{"patient": 1}\n', "asked.jsonl", 'asked.jsonl, line 1, {"patient": 1}, must end without'),
+        ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "line 2: every row must have an id of its own. Found 1"),
         ("id\tpatient\n1\n", "asked.tsv", "failed: line 2 has 1 cell, the header 2"),
         ('a\tb\n1\t"2\n3"\n4\t5\t6\n', "asked.tsv", "failed: line 4 has 3 cells, the header 2"),
         ("a\ta\n1\t2\n", "asked.tsv", "failed: the field 'a' stands twice"),
