@@ -3,19 +3,21 @@
 Small networks are trained here on data of each kind; then their data or weights come otherwise.
 """
 
-import json
 from collections import Counter
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from linear_study import with_two_checkpoints
 from pipeline import run_exact_stages
 from report_page import Page
 from reported import draw, write
 from sklearn.metrics import r2_score
-from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from trak_core.model_outputs.about_outputs import about_output
+from trak_core.report.fit import Fit, fit_of
+from trak_core.study.dataset_split import Split
 
 STUDY = """
 import torch
@@ -64,10 +66,11 @@ own_share = ModelOutput(
 )
 
 
-def first(y):
+def first(y, label):
     return y.flatten()[0]
 """
 N = 160
+BAD = "The models predict their training samples badly"
 
 
 def regression(random):
@@ -127,7 +130,6 @@ def pixels(random):
     return x, labels
 
 
-# Data, loss, and how many tokens ahead a row of logits predicts.
 DATA = {
     "regression": regression,
     "image_classification": classes,
@@ -237,7 +239,7 @@ def expected(kind, net, x, y):
     if kind == "regression":
         return r2_score(labels, logits.squeeze(1)), 0.0
     said = (logits > 0).long() if kind == "multi_label" else logits.argmax(-1)
-    pairs = [p for p in zip(said.flatten().tolist(), labels.flatten().tolist(), strict=True)]
+    pairs = zip(said.flatten().tolist(), labels.flatten().tolist(), strict=True)
     pairs = [(a, b) for a, b in pairs if b != -100]
     guess = Counter(b for _, b in pairs).most_common(1)[0][1] / len(pairs)
     return sum(a == b for a, b in pairs) / len(pairs), guess
@@ -256,11 +258,11 @@ def scored(folder, kind, data, net, **settings):
 
 
 def told(folder, kind, data, net, **settings):
-    """What the report says of the fit; whether it warns; and what it did not find."""
+    """What the report says; and whether it warns of a bad fit."""
     study, output = scored(folder, kind, data, net, **settings)
     about = {"experiments": {"mine": {"targets": [0, 1, 2]}}, "model_output": output}
     page = Page(write(folder / "results", study=study, exact=True, asked=about))
-    return page.text, "The models predict their training samples badly" in page.headings
+    return page.text, BAD in page.headings
 
 
 @pytest.mark.parametrize(("kind", "spoiled"), CASES)
@@ -269,7 +271,8 @@ def test_the_fit_of_each_kind_is_told_and_a_bad_one_warned_of(
 ):
     x, y, net = trained[kind]
     if spoiled == "random weights":
-        torch.manual_seed(4)
+        # With other seeds some of these small networks are right by luck.
+        torch.manual_seed(5 if kind == "image_classification" else 4)
         net = net_of(kind)
     elif spoiled:
         x, y = SPOILED[kind][spoiled](x, y)
@@ -277,9 +280,101 @@ def test_the_fit_of_each_kind_is_told_and_a_bad_one_warned_of(
     text, warns = told(tmp_path, kind, (x, y), net)
     assert warns == bool(spoiled), (value, guess)
     if kind == "regression":
-        sentence = f"The models predict the labels of their training samples with an R2 of {value:.3g};"
+        sentence = (
+            f"The models predict the labels of their training samples with an R2 of {value:.3g};"
+        )
     else:
         sentence = f"The models predict {100 * value:.3g} % of the "
-        assert f" would be right for {100 * guess:.3g} %." in text
+        assert f" the most frequent one alone is right for {100 * guess:.3g} %." in text
     assert sentence in text
     assert sentence in capsys.readouterr().out
+
+
+def test_labels_of_regression_that_are_all_the_same_leave_it_unknown(trained, tmp_path):
+    x, y, net = trained["regression"]
+    text, warns = told(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
+    assert "All training samples have the label 7.5: how well the models predict" in text
+    assert not warns
+    assert "no better than a constant guess" not in text
+
+
+@pytest.mark.parametrize("output", ["loss", "study.py:first", "study.py:own_share"])
+def test_of_outputs_whose_predictions_are_no_labels_nothing_is_told(output, trained, tmp_path):
+    x, y, net = trained["regression"]
+    data = (x,) if output == "loss" else (x, y / 1000)
+    output = output.replace("study.py", str(tmp_path / "study.py"))
+    text, warns = told(tmp_path, "regression", data, net, model_output=output)
+    assert "their training samples" not in text
+    assert not warns
+    assert "no better than a constant guess" not in text
+
+
+def part_table(label, prediction):
+    return pd.DataFrame({"id": range(len(label)), "label": label, "prediction": prediction})
+
+
+OWN = {"function": "own.py:f", "label": "kind", "prediction": "guessed"}
+NO_SAMPLES = Split([], [])
+
+
+@pytest.mark.parametrize(
+    ("about", "label", "prediction", "value"),
+    [
+        (OWN, [0, 1, 1, 2] * 9, [0, 1, 1, 1] * 9, 0.75),
+        (OWN, [0, 1, 1, 2] * 9, [0.0, 1, 1, 1] * 9, None),
+        ({"function": "own.py:f"}, [0, 1, 1, 2] * 9, [0, 1, 1, 1] * 9, None),
+        ("image_classification", [3, 3, 3, 3], [3, 3, 3, 3], 1),
+        ("clip", [1, 1, 1], [0.0, 0, 1], None),
+    ],
+)
+def test_classes_of_an_own_output_count_where_the_config_has_a_word_for_them(
+    about, label, prediction, value
+):
+    fit = fit_of(part_table(label, prediction), about_output(about), NO_SAMPLES)
+    assert (fit and (fit.value, fit.is_doubtful)) == (None if value is None else (value, False))
+
+
+@pytest.mark.parametrize(
+    ("n_right", "is_doubtful"), [(600, True), (610, True), (700, False), (400, True), (1000, False)]
+)
+def test_chance_does_not_pass_for_a_fit(n_right, is_doubtful):
+    """Of 1000 samples 600 are of the commonest class; models are right on any, by chance."""
+    label = (np.arange(1000) >= 600).astype(int)
+    is_right = np.random.default_rng(0).permutation(1000) < n_right
+    fit = fit_of(
+        part_table(label, np.where(is_right, label, 1 - label)),
+        about_output("image_classification"),
+        NO_SAMPLES,
+    )
+    assert fit == Fit(fit.measure, n_right / 1000, 0.6, is_doubtful)
+
+
+def test_of_many_texts_a_part_is_read(tmp_path):
+    """The guess is theirs; the share of right tokens is of all."""
+    read = []
+
+    class Texts:
+        def __len__(self):
+            return 5000
+
+        def __getitem__(self, i):
+            read.append(i)
+            tokens = torch.full((5,), i % 4 % 3)  # half of the texts are of 0, the others 1 and 2
+            return tokens, tokens
+
+    texts = Split(Texts(), list(range(5000)))
+    about = about_output("language_modelling")
+    fit = fit_of(part_table([4] * 5000, [2.0, 4.0] * 2500), about, texts)
+    assert len(read) == len(set(read)) == 256
+    assert fit.value == 0.75
+    assert abs(fit.guess - 0.5) < 0.1
+    assert max(read) > 4000
+    again = fit_of(part_table([4] * 5000, [2.0, 4.0] * 2500), about, texts)
+    assert again == fit
+
+
+def test_the_page_of_answers_warns_too(trained, tmp_path):
+    x, y, net = trained["language_modelling"]
+    study, _ = scored(tmp_path, "language_modelling", other_ids(x, y), net)
+    _, answer, _ = draw(tmp_path / "results", tmp_path, study)
+    assert BAD in Page(answer.read_text()).text

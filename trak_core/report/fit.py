@@ -64,8 +64,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 def _of_parts(gains: np.ndarray, value: float, guess: float, parts: str, least: float = 0) -> Fit:
     measure = (
-        f"The models predict {100 * value:.3g} % of the {parts} of their training samples; always "
-        f"the most frequent of the {parts} would be right for {100 * guess:.3g} %."
+        f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
+        f"most frequent one alone is right for {100 * guess:.3g} %."
     )
     is_doubtful = value < least or (value < 1 and not _is_clear(gains))
     return Fit(measure, float(value), float(guess), bool(is_doubtful))
@@ -82,7 +82,7 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     value = float(1 - errors.sum() / spread.sum())
     measure = (
         f"The models predict the labels of their training samples with an R2 of {value:.3g}; "
-        "always the mean label has 0."
+        "the mean label alone has 0."
     )
     return Fit(measure, value, 0.0, is_doubtful=value < 1 and not _is_clear(spread - errors))
 
