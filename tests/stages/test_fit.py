@@ -349,6 +349,17 @@ def test_chance_does_not_pass_for_a_fit(n_right, is_doubtful):
     assert fit == Fit(fit.measure, n_right / 1000, 0.6, is_doubtful)
 
 
+def test_one_large_label_or_long_text_is_no_reason_to_doubt():
+    """The models fit it and the others; most of the gain is its own."""
+    label = np.array([1e6, *range(20)], dtype=np.float32)
+    fit = fit_of(part_table(label, label * 0.99), about_output("regression"), NO_SAMPLES)
+    assert not fit.is_doubtful
+    texts = Split([(torch.arange(n), torch.arange(n)) for n in (400, 5, 5)], [0, 1, 2])
+    about = about_output("language_modelling")
+    assert not fit_of(part_table([399, 4, 4], [200.0, 1, 1]), about, texts).is_doubtful
+    assert fit_of(part_table([399, 4, 4], [1.0, 0, 0]), about, texts).is_doubtful
+
+
 def test_of_many_texts_a_part_is_read(tmp_path):
     """The guess is theirs; the share of right tokens is of all."""
     read = []

@@ -26,8 +26,8 @@ class Fit:
         value: The part of the labels that are predicted right, or R2; None where all labels of a
             regression are the same.
         guess: The part that has the most frequent label; 0, the R2 of the mean label.
-        is_doubtful: Whether the models are not clearly better than the guess (the sum of what they
-            gain on each sample must be above 0 by two standard errors), or get most classes wrong.
+        is_doubtful: Whether the models are not better than the guess (for classes and parts: by two
+            standard errors, because chance alone may be right), or get most classes wrong.
     """
 
     measure: str
@@ -48,26 +48,28 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     if about.is_own and not is_own_class:
         return None  # such a prediction may be anything
     if about.labels_are_classes or is_own_class:
-        right = (labels == predictions).astype(float)
         values, counts = np.unique(labels, return_counts=True)
-        is_guessed = labels == values[counts.argmax()]
-        return _of_parts(right - is_guessed, right.mean(), is_guessed.mean(), "labels", _FEW_RIGHT)
+        right, guessed = labels == predictions, labels == values[counts.argmax()]
+        # Only samples on which the two differ tell them apart.
+        error = np.sqrt((right != guessed).sum()) / len(labels)
+        return _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
     if about.counts_parts:
         rows = np.random.default_rng(0).permutation(len(labels))[:_MOST_READ]
-        counted = _counted_parts(train.take(columns["id"].iloc[rows].tolist()), about.load())
-        (commonest, count), *_ = sum(counted, Counter[int]()).most_common(1)
-        guessed = np.array([parts[commonest] for parts in counted])
-        value, n_counted = predictions.sum() / labels.sum(), sum(parts.total() for parts in counted)
-        return _of_parts(predictions[rows] - guessed, value, count / n_counted, about.label)
+        counts = _counted_parts(train.take(columns["id"].iloc[rows].tolist()), about.load())
+        guess = max(counts.values()) / counts.total()
+        error = np.sqrt(guess * (1 - guess) / counts.total())
+        return _of_parts(predictions.sum() / labels.sum(), guess, error, about.label)
     return _of_numbers(labels.astype(float), predictions.astype(float)) if about.label else None
 
 
-def _of_parts(gains: np.ndarray, value: float, guess: float, parts: str, least: float = 0) -> Fit:
+def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
+    """Return it from the shares that are right, and the standard error of their difference."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
         f"most frequent one alone is right for {100 * guess:.3g} %."
     )
-    is_doubtful = value < least or (value < 1 and not _is_clear(gains))
+    is_better = value > guess and value - guess >= 2 * error
+    is_doubtful = value < 1 and (value < least or not is_better)
     return Fit(measure, float(value), float(guess), bool(is_doubtful))
 
 
@@ -78,27 +80,22 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
             "labels is unknown."
         )
         return Fit(measure, None, 0.0, is_doubtful=False)
-    errors, spread = (labels - predictions) ** 2, (labels - labels.mean()) ** 2
-    value = float(1 - errors.sum() / spread.sum())
+    value = float(
+        1 - np.square(labels - predictions).sum() / np.square(labels - labels.mean()).sum()
+    )
     measure = (
         f"The models predict the labels of their training samples with an R2 of {value:.3g}; "
         "the mean label alone has 0."
     )
-    return Fit(measure, value, 0.0, is_doubtful=value < 1 and not _is_clear(spread - errors))
+    return Fit(measure, value, 0.0, is_doubtful=value <= 0)
 
 
-def _is_clear(gains: np.ndarray) -> bool:
-    """Return whether gains over the guess have a sum above 0 that chance hardly explains."""
-    total = gains.sum()
-    return bool(total > 0 and total >= 2 * np.sqrt(np.square(gains).sum()))
-
-
-def _counted_parts(split: Split, output: ModelOutput) -> list[Counter[int]]:
-    """Return how often each value is among the parts of a sample's label that count."""
-    counted = []
+def _counted_parts(split: Split, output: ModelOutput) -> Counter[int]:
+    """Return how often each value is among the parts of labels that count."""
+    counted = Counter[int]()
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]
         labels = labels[1:] if output.predicts_next else labels
         counts = labels[labels != IGNORED].long().bincount()
-        counted.append(Counter({i: counts[i].item() for i in counts.nonzero().flatten().tolist()}))
+        counted.update({i: counts[i].item() for i in counts.nonzero().flatten().tolist()})
     return counted

@@ -25,8 +25,8 @@ from trak_core.artifacts import (
     ArtifactKind,
     open_artifact,
 )
-from trak_core.report.fit import fit_of
 from trak_core.model_outputs.about_outputs import About, about_output
+from trak_core.report.fit import fit_of
 from trak_core.scoring.suggest_damping import Foretold, Suggestion, suggest_damping
 from trak_core.spec import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
