@@ -1,6 +1,5 @@
 """How well models predict the samples that they were trained on, compared with a constant guess."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +55,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     if about.counts_parts:
         rows = np.random.default_rng(0).permutation(len(labels))[:_MOST_READ]
         counts = _counted_parts(train.take(columns["id"].iloc[rows].tolist()), about.load())
-        guess = max(counts.values()) / counts.total()
-        error = np.sqrt(guess * (1 - guess) / counts.total())
+        guess = counts.max() / counts.sum()
+        error = np.sqrt(guess * (1 - guess) / counts.sum())
         return _of_parts(predictions.sum() / labels.sum(), guess, error, about.label)
     return _of_numbers(labels.astype(float), predictions.astype(float)) if about.label else None
 
@@ -90,12 +89,13 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     return Fit(measure, value, 0.0, is_doubtful=value <= 0)
 
 
-def _counted_parts(split: Split, output: ModelOutput) -> Counter[int]:
-    """Return how often each value is among the parts of labels that count."""
-    counted = Counter[int]()
+def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:
+    """Return how often each value from 0 on is among the parts of labels that count."""
+    counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]
         labels = labels[1:] if output.predicts_next else labels
-        counts = labels[labels != IGNORED].long().bincount()
-        counted.update({i: counts[i].item() for i in counts.nonzero().flatten().tolist()})
-    return counted
+        own = labels[labels != IGNORED].long().bincount(minlength=len(counts)).numpy()
+        own[: len(counts)] += counts
+        counts = own
+    return counts
