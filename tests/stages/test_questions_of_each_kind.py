@@ -306,6 +306,9 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(
     run = trak_core.open("results")
     with refused("studies.context", 500):
         run.ask(long)
+    tokens = torch.ones(500, dtype=torch.long)
+    with refused("queries.not_taken", "IndexError", 500):
+        run.ask({"input_ids": tokens, "labels": tokens})
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--file", "odd.jsonl"])
     told = capsys.readouterr()

@@ -172,7 +172,7 @@ def test_scores_of_an_earlier_version_are_refused(results, tmp_path):
     (tmp_path / "results/scores").mkdir(parents=True)
     shutil.copy(old, tmp_path / "results/scores/mine.h5")
     with pytest.raises(ArtifactError, match=r"mine\.h5: .*'targets'.*rule average_scores"):
-        write(tmp_path / "results")
+        write(tmp_path / "results", study=study_with(tmp_path, ""))
 
 
 def artifact(path, kind, spec=(), attributes=(), **tables):

@@ -18,6 +18,7 @@ from trak_core.report.describe_samples import EACH, Examples, readable, targets_
 from trak_core.report.read_results import (
     File,
     n_trained_on,
+    output_of,
     read_experiment,
     read_timings,
     side_by_side,
@@ -230,7 +231,14 @@ def test_numbers_below_a_chart_of_groups_stand_apart(monkeypatch, low, high):
 
 def warned(**numbers):
     """The section with the warnings."""
-    page = Page(rendered("warnings", warnings=study_warnings(results_of(**numbers))))
+    results = results_of(**numbers)
+    (experiment,) = results.experiments
+    given = {
+        "results": results,
+        "output": output_of(experiment),
+        "fit": experiment.attributes["fit"],
+    }
+    page = Page(rendered("warnings", warnings=study_warnings(results), **given))
     assert page.closed_in_order
     return page
 
@@ -241,18 +249,32 @@ def titles(**numbers):
 
 def test_nothing_to_warn_of():
     assert titles(lists=["drop"]) == titles(lists=["suspects"], n_targets=100) == []
-    of_numbers = {"saturated": 1.0, "right": 0.0, "model_output": "regression"}  # small residuals
+    of_numbers = {"saturated": 1.0, "model_output": "regression"}  # small residuals
     assert titles() == titles(**of_numbers) == []
-    assert (
-        "None. These were looked for, and not found: models that predict fewer than 50 %"
-        in warned().text
-    )
+
+
+LOOKED_FOR = {
+    "no better than a constant guess": {"has_fit": False},
+    "or fewer than half of their classes": {"model_output": "language_modelling"},
+    "a list of suspects": {"lists": ["drop"]},
+    "a loss weight below": {"model_output": "regression"},
+}
+
+
+@pytest.mark.parametrize("words", LOOKED_FOR)
+def test_only_what_was_looked_for_is_not_found(words):
+    everything = {"lists": ["suspects"], "n_targets": 100}
+    begun = "None. These were looked for, and not found: "
+    assert words in warned(**everything).text.partition(begun)[2]
+    other = warned(**everything | LOOKED_FOR[words]).text
+    assert begun in other
+    assert words not in other
 
 
 @pytest.mark.parametrize(
     ("change", "title", "also_of_scores"),
     [
-        ({"right": 0.49}, "The models get most training labels wrong", True),
+        ({"right": 0.49}, "The models predict their training samples badly", True),
         ({"n_checkpoints": 4}, "Few checkpoints", True),
         ({"saturated": 0.51}, "Saturated loss weights", True),
         ({"smallest": 0.9e-3}, "Near-singular matrices", False),

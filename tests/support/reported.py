@@ -12,6 +12,7 @@ import torch
 from pipeline import run_exact_stages, run_stages
 from report_page import Page
 
+from trak_core.report.fit import Fit
 from trak_core.report.read_results import File, Results
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
@@ -178,6 +179,7 @@ def results_of(
     n_checkpoints=10,
     saturated=0.0,
     right=1.0,
+    has_fit=True,
     sd=0.1,
     smallest=1.0,
     power=1.0,
@@ -205,7 +207,8 @@ def results_of(
     targets = pd.DataFrame([
         {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
     ])
-    attributes = {"saturated": saturated, "right": right, "n_trained_on": n_trained_on}
+    fit = Fit("", right, 0.1, is_doubtful=right < 0.5) if has_fit else None
+    attributes = {"saturated": saturated, "fit": fit, "n_trained_on": n_trained_on}
     experiment = file(spec, {"targets": targets}, n_train=n_train, **attributes)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)

@@ -28,6 +28,8 @@ class About:
         place: Where the model output is: a module of this package, and a name in it. Empty for a
             function of the user's own, which is loaded with the study.
         labels_are_classes: Whether a sample has one label out of a few.
+        counts_parts: Whether a table's column ``label`` says how many parts of a label count, and
+            ``prediction`` how many of them the model gets right.
         weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
             0 and 1, and nearly 0 for samples that a model is sure of. Else its unit has no bound.
         weighs_by_curvature: Whether training samples weigh by the curvature of their loss, unless
@@ -48,6 +50,7 @@ class About:
     raises: str = ""
     place: str
     labels_are_classes: bool = False
+    counts_parts: bool = False
     weight_is_probability: bool
     weighs_by_curvature: bool = False
     has_loss_hessian: bool = False
@@ -98,6 +101,7 @@ _TOKENS = About(
     prediction="right",
     columns="label: how many tokens count; prediction: how many of them the model gets right",
     place="language_modelling.LANGUAGE_MODELLING",
+    counts_parts=True,
     weight_is_probability=True,
     has_loss_hessian=True,
 )
@@ -122,6 +126,7 @@ TABLE: dict[str, About] = {
         prediction="right",
         columns="label: how many labels count; prediction: how many of them the model gets right",
         place="supervised.MULTI_LABEL",
+        counts_parts=True,
         weight_is_probability=True,
         has_loss_hessian=True,
     ),
@@ -143,6 +148,7 @@ TABLE: dict[str, About] = {
         prediction="right",
         columns="label: how many pixels count; prediction: how many of them the model gets right",
         place="supervised.SEGMENTATION",
+        counts_parts=True,
         weight_is_probability=True,
         has_loss_hessian=True,
     ),

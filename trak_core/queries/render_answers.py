@@ -11,7 +11,7 @@ from trak_core.queries.held_run import HeldRun
 from trak_core.queries.question_and_answer import Answer
 from trak_core.report.describe_samples import Picture, are_drawn, contents_digest, show_sample
 from trak_core.report.explore_data import Tokens, explore
-from trak_core.report.read_results import File, with_class_names
+from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of
 from trak_core.spec import EXACT
@@ -42,7 +42,6 @@ def asked_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
 def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     """Return answers as what a page shows of an experiment's scores."""
     spec, words = held.specs.self_influence, held.specs.output_words
-    labels, predictions = (held.columns[name].to_numpy() for name in ("label", "prediction"))
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
     targets = pd.DataFrame([dict(answer.target) for answer in answers])
@@ -54,7 +53,7 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
     file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
     file_spec["projection"] = held.projection if held.specs.is_projected else {"kind": EXACT}
-    return File(
+    file = File(
         name="",
         content_hash="",
         provenance={},
@@ -69,11 +68,11 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
             "unit": unit_of(spec),
             "output_words": None if words is None else json.dumps(words),
             "n_train": len(held.train.ids),
-            "right": float(np.mean(labels == predictions)),
             "most_harmful": [],
             "n_harmful": 0,
         },
     )
+    return with_fit(file, held.columns.reset_index(), held.train)
 
 
 def _tokens(answers: Sequence[Answer]) -> Tokens | None:

@@ -26,8 +26,10 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.model_outputs.about_outputs import About, about_output
+from trak_core.report.fit import fit_of
 from trak_core.scoring.suggest_damping import Foretold, Suggestion, suggest_damping
 from trak_core.spec import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
+from trak_core.study.dataset_split import Split
 from trak_core.system.job import PEAK
 
 # A smaller loss weight is near 0.
@@ -136,10 +138,13 @@ def _file(
     return File(name, artifact.content_hash, artifact.provenance, artifact.spec, tables, attributes)
 
 
-def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
+def read_experiment(
+    path: Path, results: Path, n_shown: int, each: int, train_split: Split | None = None
+) -> File:
     """Return an experiment's final scores: all targets, and the strongest influences on some.
 
-    Influences are those on the first ``n_shown`` targets, ``each`` of either sign.
+    Influences are those on the first ``n_shown`` targets, ``each`` of either sign. With the
+    training samples how well models predict them is known too.
 
     Returns:
         Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those),
@@ -150,7 +155,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``n_trained_on``, how many targets are training samples, as far as ids
         tell; ``saturated``, the part of the training samples with a loss weight
-        near 0 at the ends of runs; ``right``, the part whose prediction is the label;
+        near 0 at the ends of runs; ``fit``, see ``with_fit``;
         ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
         of up to 100 that harm targets most; and ``n_harmful``, how many harm more than they help.
     """
@@ -167,7 +172,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
             most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
             n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
-        return _file(
+        experiment = _file(
             file,
             results,
             {
@@ -184,11 +189,17 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             n_train=len(train),
             n_trained_on=n_trained_on(targets, train),
             saturated=float(np.mean(small)),
-            right=float(np.mean(train["label"].to_numpy() == train["prediction"].to_numpy())),
             influential=influences["train_id"].unique().tolist(),
             most_harmful=most_harmful,
             n_harmful=n_harmful,
         )
+        return experiment if train_split is None else with_fit(experiment, train, train_split)
+
+
+def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
+    """Return an experiment's scores with the attribute ``fit``, that of ``fit_of``."""
+    fit = fit_of(columns, output_of(experiment), train)
+    return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
 
 def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:

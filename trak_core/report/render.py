@@ -39,7 +39,7 @@ from trak_core.spec import EXACT, GAUSS_NEWTON, Combine
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
 # digit, since features are float32, right to 6e-8.
 LIMITS = {
-    **{"right": 0.5, "checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
+    **{"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
     "targets": ENOUGH_TARGETS,
 }
 # Fewer targets than this hardly tell how far targets differ.
@@ -79,10 +79,8 @@ def score_warnings(experiment: File) -> list[StudyWarning]:
 
 def _predictions(scores: File) -> list[StudyWarning]:
     """Look whether the models know their own training data."""
-    right = scores.attributes["right"]
-    if right >= LIMITS["right"] or not output_of(scores).labels_are_classes:
-        return []
-    return [StudyWarning("wrong_predictions", {"right": right})]
+    fit = scores.attributes.get("fit")
+    return [StudyWarning("no_fit", {"fit": fit})] if fit and fit.is_doubtful else []
 
 
 def _lds(results: Results) -> list[StudyWarning]:
@@ -337,6 +335,7 @@ def report(
         "report",
         results=results,
         output=output_of(results.experiments[0]),
+        fit=results.experiments[0].attributes["fit"],
         warnings=study_warnings(results),
         examples=examples,
         shared=shared,

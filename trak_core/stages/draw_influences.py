@@ -194,7 +194,7 @@ def draw_influences(
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE)
+    experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE, train)
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = targets_of_mean(experiment)
@@ -270,7 +270,7 @@ def show_list(
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
-    files = [read_experiment(path, path.parents[1], 0, 0) for path in scores]
+    files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
     few = [targets for file in files if few_targets(targets := file.tables["targets"])]
     markup = listed_samples(
         kind=kind,

@@ -82,10 +82,15 @@ def write_report(
     show samples.
     """
     folder = report.parent
+    study = Study.load(study_file)
+    train = study.split(TRAIN, None)
+    # The fit is the same in all experiments.
     experiments = [
-        read_experiment(path, folder, n_shown, EACH)
-        for path, n_shown in zip(scores, targets_shown(len(scores)), strict=True)
+        read_experiment(path, folder, n_shown, EACH, None if i else train)
+        for i, (path, n_shown) in enumerate(zip(scores, targets_shown(len(scores)), strict=True))
     ]
+    if fit := experiments[0].attributes["fit"]:
+        print(fit.measure)
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
     known |= {POOL, *config.get("lists", ())}
@@ -106,7 +111,6 @@ def write_report(
         distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)
-    study = Study.load(study_file)
     names = study.class_names()
     experiments = [with_class_names(file, names) for file in experiments]
     own = [with_class_names(file, names) for file in results.self_influence]
@@ -115,7 +119,6 @@ def write_report(
     targets = (_targets(study, file, config) for file in experiments)
     shared = side_by_side(experiments)
     also = [sample.id for sample in shared]
-    train = study.split(TRAIN, None)
     examples = find_examples(study, experiments, train, targets, also=also)
     first = train.ids[0], study.first_as_read(train)
     page = report_page(results, examples, shared, study.name, first)

@@ -203,6 +203,8 @@ def name_results():
         # One on this disk is another run's if this one's is in a store.
         is_here = written.exists() and not stored
         page = written.read_text(encoding="utf-8") if is_here else ""
+        for measure in re.findall('<p class="fit">(.*?)</p>', page):
+            logger.info(unescape(measure))
         titles = "; ".join(re.findall('<div class="warning">\n<h3>(.*?)</h3>', page))
         if titles:
             logger.warning(f"The report warns: {unescape(titles)}.")

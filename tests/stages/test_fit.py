@@ -1,0 +1,391 @@
+"""How well models predict their training samples: stated of each kind, warned of where badly.
+
+Small networks are trained here on data of each kind; then their data or weights come otherwise.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pipeline import run_exact_stages
+from report_page import Page
+from reported import draw, write
+from sklearn.metrics import r2_score
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from trak_core.model_outputs.about_outputs import about_output
+from trak_core.report.fit import Fit, fit_of
+from trak_core.study.dataset_split import Split
+
+STUDY = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.supervised import CLASSIFICATION
+
+
+class Copies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+
+    def forward(self, source, labels):
+        return self.net(source)
+
+
+NETS = {
+    "regression": lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)),
+    "image_classification": lambda: nn.Linear(2, 3),
+    "two_classes": lambda: nn.Linear(2, 2),
+    "language_modelling": lambda: nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8)),
+    "masked_language_modelling": lambda: nn.Sequential(
+        nn.Embedding(9, 8), nn.Flatten(), nn.Linear(48, 48), nn.Unflatten(1, (6, 8))
+    ),
+    "sequence_to_sequence": Copies,
+    "multi_label": lambda: nn.Linear(3, 4),
+    "segmentation": lambda: nn.Conv2d(1, 2, 1),
+}
+make_model = NETS[KIND]
+samples = TensorDataset(*torch.load(FILE))
+
+
+def train_data():
+    return samples
+
+
+def target_data():
+    return torch.utils.data.Subset(samples, range(3))
+
+
+own_class = ModelOutput(CLASSIFICATION.value, prediction=CLASSIFICATION.prediction)
+own_share = ModelOutput(
+    lambda y, label: -(y - label).square().mean(), prediction=lambda y, label: (y > 0).float().sum()
+)
+
+
+def first(y, label):
+    return y.flatten()[0]
+"""
+N = 160
+BAD = "The models predict their training samples badly"
+
+
+def regression(random):
+    x = torch.randn(N, 2, generator=random)
+    return x, 3 * x[:, :1].squeeze(1) - x[:, 1].sin() + 2
+
+
+def classes(random):
+    labels = torch.arange(N) % 3 * (torch.arange(N) < 120)  # half are of class 0
+    return torch.randn(N, 2, generator=random) + 4 * torch.eye(3)[labels][:, :2], labels
+
+
+def two_classes(random):
+    labels = torch.arange(N) % 2
+    return torch.randn(N, 2, generator=random) + 4 * labels[:, None], labels
+
+
+def sentences(random):
+    """After an odd token comes a 0, mostly; after an even one the next."""
+    tokens = torch.randint(8, (N, 10), generator=random)
+    for i in range(1, 10):
+        after = torch.where(tokens[:, i - 1] % 2 == 1, 0, tokens[:, i - 1] + 1)
+        keeps = torch.rand(N, generator=random) < 0.8
+        tokens[:, i] = torch.where(keeps, after, tokens[:, i])
+    labels = tokens.clone()
+    labels[:, :2] = -100
+    labels[::3, 7:] = -100
+    return tokens, labels
+
+
+def masked(random):
+    """The fourth token is hidden; it is the second one."""
+    tokens = torch.randint(8, (N, 6), generator=random) * torch.randint(2, (N, 1))
+    tokens[:, 3] = tokens[:, 1]
+    labels = torch.full_like(tokens, -100)
+    labels[:, 3] = tokens[:, 3]
+    tokens[:, 3] = 8
+    return tokens, labels
+
+
+def copied(random):
+    tokens = torch.randint(8, (N, 5), generator=random) * torch.randint(2, (N, 5))
+    return tokens, (tokens + 1) % 8
+
+
+def signs(random):
+    x = torch.randn(N, 3, generator=random)
+    labels = (torch.cat([x, x[:, :1] + x[:, 1:2]], dim=1) > 0.4).long()
+    labels[::4, 2] = -100
+    return x, labels
+
+
+def pixels(random):
+    x = torch.randn(N, 1, 4, 4, generator=random)
+    labels = (x[:, 0] > 0.3).long()
+    labels[:, 0] = -100
+    return x, labels
+
+
+DATA = {
+    "regression": regression,
+    "image_classification": classes,
+    "two_classes": two_classes,
+    "language_modelling": sentences,
+    "masked_language_modelling": masked,
+    "sequence_to_sequence": copied,
+    "multi_label": signs,
+    "segmentation": pixels,
+}
+
+
+def logits_and_labels(kind, model, x, y):
+    """What the model says of each part of a label, classes last; and these parts, -100 for none."""
+    logits = model(x, y) if kind == "sequence_to_sequence" else model(x)
+    if kind == "language_modelling":
+        return logits[:, :-1], y[:, 1:]
+    return (logits.movedim(1, -1) if kind == "segmentation" else logits), y
+
+
+def loss_of(kind, model, x, y):
+    logits, labels = logits_and_labels(kind, model, x, y)
+    if kind == "regression":
+        return mse_loss(logits.squeeze(1), labels)
+    if kind == "multi_label":
+        return binary_cross_entropy_with_logits(logits, labels.float(), (labels >= 0).float())
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def net_of(kind):
+    names = {"FILE": None, "KIND": kind}
+    exec(STUDY.replace("samples = TensorDataset(*torch.load(FILE))", ""), names)
+    return names["make_model"]()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Each kind's data and trained network."""
+    made = {}
+    for kind, data in DATA.items():
+        torch.manual_seed(0)
+        x, y = data(torch.Generator().manual_seed(0))
+        net = net_of(kind)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss_of(kind, net, x, y).backward()
+            optimizer.step()
+        made[kind] = x, y, net
+    return made
+
+
+def shuffled(x, y):
+    return x, y[torch.randperm(N, generator=torch.Generator().manual_seed(5))]
+
+
+def other_ids(x, y):
+    """Texts cut by a tokenizer whose ids stand in another order."""
+    ids = torch.tensor([5, 2, 7, 1, 6, 0, 3, 4])
+    return ids[x], torch.where(y < 0, y, ids[y.clamp(min=0)])
+
+
+SPOILED = {
+    "regression": {
+        "columns permuted": lambda x, y: (x.flip(1), y),
+        "label in other units": lambda x, y: (x, y / 1000),
+        "label in larger units": lambda x, y: (x, y * 60),
+        "label shifted": lambda x, y: (x, y + 10),
+        "label of the other sign": lambda x, y: (x, -y),
+        "columns not scaled": lambda x, y: (x * 3 + 4, y),
+        "labels of other samples": shuffled,
+    },
+    "image_classification": {
+        "labels of other samples": shuffled,
+        "classes in another order": lambda x, y: (x, (y + 1) % 3),
+        "inputs not scaled": lambda x, y: (-30 * x - 100, y),
+    },
+    "two_classes": {
+        "labels of other samples": shuffled,
+        "classes in another order": lambda x, y: (x, 1 - y),
+        "inputs not centred": lambda x, y: (x + 100, y),
+    },
+    "language_modelling": {"other ids": other_ids},
+    "sequence_to_sequence": {"other ids": other_ids, "labels of other samples": shuffled},
+    "masked_language_modelling": {"labels of other samples": shuffled},
+    "multi_label": {
+        "labels of other samples": shuffled,
+        "labels in another order": lambda x, y: (x, y.flip(1)),
+        "1 for 0": lambda x, y: (x, torch.where(y < 0, y, 1 - y)),
+    },
+    "segmentation": {
+        "pictures turned": lambda x, y: (x.flip(3), y),
+        "classes in another order": lambda x, y: (x, torch.where(y < 0, y, 1 - y)),
+        "labels of other samples": shuffled,
+    },
+}
+CASES = [
+    *((kind, name) for kind in DATA for name in ("", "random weights")),
+    *((kind, name) for kind, ways in SPOILED.items() for name in ways),
+]
+
+
+def expected(kind, net, x, y):
+    """How good the models are, and a constant guess, by other ways."""
+    with torch.no_grad():
+        logits, labels = logits_and_labels(kind, net, x, y)
+    if kind == "regression":
+        return r2_score(labels, logits.squeeze(1)), 0.0
+    said = (logits > 0).long() if kind == "multi_label" else logits.argmax(-1)
+    pairs = zip(said.flatten().tolist(), labels.flatten().tolist(), strict=True)
+    pairs = [(a, b) for a, b in pairs if b != -100]
+    guess = Counter(b for _, b in pairs).most_common(1)[0][1] / len(pairs)
+    return sum(a == b for a, b in pairs) / len(pairs), guess
+
+
+def scored(folder, kind, data, net, **settings):
+    """Write a study and scores of it."""
+    torch.save(data, folder / "data.pt")
+    torch.save(net.state_dict(), folder / "c0.pt")
+    study = folder / "study.py"
+    names = f"KIND, FILE = {kind!r}, {str(folder / 'data.pt')!r}\n"
+    study.write_text(names + STUDY)
+    given = {"model_output": kind.replace("two_classes", "image_classification"), **settings}
+    run_exact_stages(folder / "results", study, {"c0": folder / "c0.pt"}, [0, 1, 2], **given)
+    return study, given["model_output"]
+
+
+def told(folder, kind, data, net, **settings):
+    """What the report says; and whether it warns of a bad fit."""
+    study, output = scored(folder, kind, data, net, **settings)
+    about = {"experiments": {"mine": {"targets": [0, 1, 2]}}, "model_output": output}
+    page = Page(write(folder / "results", study=study, exact=True, asked=about))
+    return page.text, BAD in page.headings
+
+
+@pytest.mark.parametrize(("kind", "spoiled"), CASES)
+def test_the_fit_of_each_kind_is_told_and_a_bad_one_warned_of(
+    kind, spoiled, trained, tmp_path, capsys
+):
+    x, y, net = trained[kind]
+    if spoiled == "random weights":
+        # With other seeds some of these small networks are right by luck.
+        torch.manual_seed(5 if kind == "image_classification" else 4)
+        net = net_of(kind)
+    elif spoiled:
+        x, y = SPOILED[kind][spoiled](x, y)
+    value, guess = expected(kind, net, x, y)
+    text, warns = told(tmp_path, kind, (x, y), net)
+    assert warns == bool(spoiled), (value, guess)
+    if kind == "regression":
+        sentence = (
+            f"The models predict the labels of their training samples with an R2 of {value:.3g};"
+        )
+    else:
+        sentence = f"The models predict {100 * value:.3g} % of the "
+        assert f" the most frequent one alone is right for {100 * guess:.3g} %." in text
+    assert sentence in text
+    assert sentence in capsys.readouterr().out
+
+
+def test_labels_of_regression_that_are_all_the_same_leave_it_unknown(trained, tmp_path):
+    x, y, net = trained["regression"]
+    text, warns = told(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
+    assert "All training samples have the label 7.5: how well the models predict" in text
+    assert not warns
+    assert "no better than a constant guess" not in text
+
+
+@pytest.mark.parametrize("output", ["loss", "study.py:first", "study.py:own_share"])
+def test_of_outputs_whose_predictions_are_no_labels_nothing_is_told(output, trained, tmp_path):
+    x, y, net = trained["regression"]
+    data = (x,) if output == "loss" else (x, y / 1000)
+    output = output.replace("study.py", str(tmp_path / "study.py"))
+    text, warns = told(tmp_path, "regression", data, net, model_output=output)
+    assert "their training samples" not in text
+    assert not warns
+    assert "no better than a constant guess" not in text
+
+
+def part_table(label, prediction):
+    return pd.DataFrame({"id": range(len(label)), "label": label, "prediction": prediction})
+
+
+OWN = {"function": "own.py:f", "label": "kind", "prediction": "guessed"}
+NO_SAMPLES = Split([], [])
+
+
+@pytest.mark.parametrize(
+    ("about", "label", "prediction", "value"),
+    [
+        (OWN, [0, 1, 1, 2] * 9, [0, 1, 1, 1] * 9, 0.75),
+        (OWN, [0, 1, 1, 2] * 9, [0.0, 1, 1, 1] * 9, None),
+        ({"function": "own.py:f"}, [0, 1, 1, 2] * 9, [0, 1, 1, 1] * 9, None),
+        ("image_classification", [3, 3, 3, 3], [3, 3, 3, 3], 1),
+        ("clip", [1, 1, 1], [0.0, 0, 1], None),
+    ],
+)
+def test_classes_of_an_own_output_count_where_the_config_has_a_word_for_them(
+    about, label, prediction, value
+):
+    fit = fit_of(part_table(label, prediction), about_output(about), NO_SAMPLES)
+    assert (fit and (fit.value, fit.is_doubtful)) == (None if value is None else (value, False))
+
+
+@pytest.mark.parametrize(
+    ("n_right", "is_doubtful"), [(600, True), (610, True), (700, False), (400, True), (1000, False)]
+)
+def test_chance_does_not_pass_for_a_fit(n_right, is_doubtful):
+    """Of 1000 samples 600 are of the commonest class; models are right on any, by chance."""
+    label = (np.arange(1000) >= 600).astype(int)
+    is_right = np.random.default_rng(0).permutation(1000) < n_right
+    fit = fit_of(
+        part_table(label, np.where(is_right, label, 1 - label)),
+        about_output("image_classification"),
+        NO_SAMPLES,
+    )
+    assert fit == Fit(fit.measure, n_right / 1000, 0.6, is_doubtful)
+
+
+def test_one_large_label_or_long_text_is_no_reason_to_doubt():
+    """The models fit it and the others; most of the gain is its own."""
+    label = np.array([1e6, *range(20)], dtype=np.float32)
+    fit = fit_of(part_table(label, label * 0.99), about_output("regression"), NO_SAMPLES)
+    assert not fit.is_doubtful
+    texts = Split([(torch.arange(n), torch.arange(n)) for n in (400, 5, 5)], [0, 1, 2])
+    about = about_output("language_modelling")
+    assert not fit_of(part_table([399, 4, 4], [200.0, 1, 1]), about, texts).is_doubtful
+    assert fit_of(part_table([399, 4, 4], [1.0, 0, 0]), about, texts).is_doubtful
+
+
+def test_of_many_texts_a_part_is_read(tmp_path):
+    """The guess is theirs; the share of right tokens is of all."""
+    read = []
+
+    class Texts:
+        def __len__(self):
+            return 5000
+
+        def __getitem__(self, i):
+            read.append(i)
+            tokens = torch.full((5,), i % 4 % 3)  # half of the texts are of 0, the others 1 and 2
+            return tokens, tokens
+
+    texts = Split(Texts(), list(range(5000)))
+    about = about_output("language_modelling")
+    fit = fit_of(part_table([4] * 5000, [2.0, 4.0] * 2500), about, texts)
+    assert len(read) == len(set(read)) == 256
+    assert fit.value == 0.75
+    assert abs(fit.guess - 0.5) < 0.1
+    assert max(read) > 4000
+    again = fit_of(part_table([4] * 5000, [2.0, 4.0] * 2500), about, texts)
+    assert again == fit
+
+
+def test_the_page_of_answers_warns_too(trained, tmp_path):
+    x, y, net = trained["language_modelling"]
+    study, _ = scored(tmp_path, "language_modelling", other_ids(x, y), net)
+    _, answer, _ = draw(tmp_path / "results", tmp_path, study)
+    assert BAD in Page(answer.read_text()).text
