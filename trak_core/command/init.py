@@ -105,10 +105,9 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
         told = "; ".join(line.removeprefix("found: ") for line in report)
         findings = told or findings
         level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
-    others = [str(path) for path in inside[1:]]
-    looked = f" and {_DEPTH} folders deep in it, at {listed(others)}" if others else ""
+    others = f" and {_DEPTH} folders deep in it, at {listed(inside[1:])}" if inside[1:] else ""
     raise InputError(
-        f"{folder} must hold a study: {_NEEDED}. Looked at it{looked}. Found {findings}. Put "
+        f"{folder} must hold a study: {_NEEDED}. Looked at it{others}. Found {findings}. Put "
         "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
         code="command.no_study",
     )
@@ -201,9 +200,8 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     train = (trained or sorted(others, key=lambda path: -path.stat().st_size))[0]
     target = explained[0] if explained else None
     report.append(f"chose: {train} as training data, {target or 'some of it'} to explain")
-    unused = [str(path) for path in paths if path not in {train, target}]
-    if unused:
-        report.append(f"could not tell what else is for: {', '.join(unused)}")
+    if unused := [path for path in paths if path not in {train, target}]:
+        report.append(f"could not tell what else is for: {listed(unused)}")
     return train, target
 
 
@@ -226,8 +224,8 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     if kind == "None":
         report.append(f"could not tell: what model {first} holds; took it for a language model")
     alike = [path for path in (adapters or weights) if _is_alike(_json(files[path]), said)]
-    other = [str(path) for path in weights if path not in alike]
-    report += [f"left out: {', '.join(other)}: not of the same model"] if other else []
+    if other := [path for path in weights if path not in alike]:
+        report.append(f"left out: {listed(other)}: not of the same model as {first}")
     bare = [path for path in alike if not [*path.glob("checkpoint-*")]]
     _refuse_here(bare, "Weights", code="command.weights_here")
     train, target = _split(rows, report)
@@ -284,8 +282,7 @@ def _text_fields(rows: Sequence[dict[str, Any]], classifies: bool, report: list[
         return lines
     texts = [name for name in row if isinstance(row[name], str) and name not in {"id", label}]
     if pair and not classifies:
-        others = [name for name in texts if name not in pair]
-        if others:
+        if others := [name for name in texts if name not in pair]:
             report.append(f"could not tell: where training had {', '.join(others)}; took none")
         ends = [str(row.get(pair[0]) or "")[-1:] + str(row.get(pair[1]) or "")[:1] for row in rows]
         note = _AROUND
@@ -330,10 +327,8 @@ def _of_network(
     if images:
         explained = target or train
         _refuse_here((train, explained), "Images", code="command.images_here")
-        inner = (
-            path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
-        )
-        relative = [path.relative_to(explained) for path in inner]
+        inner = sorted(explained.glob("*/**/*"))
+        relative = [p.relative_to(explained) for p in inner if p.suffix.lower() in _IMAGES]
         asked = _targets([path.as_posix() for path in relative], [i.parts[0] for i in relative])
         checkpoints = chosen(states, sum(map(_may_hold, train.iterdir())), report)
         name, *others = {timm.get(path.parent) for path in checkpoints}
@@ -341,16 +336,14 @@ def _of_network(
         if name is None or others:
             network = own_network(code, report, of_images=True)
         arguments = [("images", str(train), ""), *given, network, own_transform(code, report)]
-        text = _text("image_folder", arguments, [], checkpoints, [asked])
-        return text, [*report, "chose: image_folder"]
+        report.append("chose: image_folder")
+        return _text("image_folder", arguments, [], checkpoints, [asked]), report
     trained, explained = read_rows(str(train)), read_rows(str(target or train))
     row = trained[0]
     label = _label_of(row) or _last(row)
     report.append(f"could not tell: whether {label} is what the network predicts")
     own = {"id", *_NUMBERED} - {label}
-    cells: dict[str, list[Any]] = {
-        name: [row.get(name) for row in trained] for name in row if name not in own
-    }
+    cells = {name: [row.get(name) for row in trained] for name in row if name not in own}
     numbers = {name: [_number(value) for value in values] for name, values in cells.items()}
     texts = [name for name in cells if _are_texts(cells[name])]
     labels = cells[label]
@@ -384,8 +377,8 @@ def _of_network(
     kind = ("model_output", output, "regression for a number, image_classification for a class")
     checkpoints = chosen(states, int(n_classes) if is_class else 1, report)
     arguments.append(own_network(code, report, of_images=False))
-    text = _text("tabular", arguments, [kind], checkpoints, [asked])
-    return text, [*report, "chose: tabular"]
+    report.append("chose: tabular")
+    return _text("tabular", arguments, [kind], checkpoints, [asked]), report
 
 
 def _number(value: Any) -> int | float | None:
