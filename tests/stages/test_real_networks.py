@@ -50,7 +50,9 @@ def folder(tmp_path, monkeypatch):
     Path("nets.py").write_text(NETS)
 
 
-@pytest.mark.parametrize("name", ["timm/test_resnet", "torchvision/shufflenet_v2_x0_5", "test_efficientnet.r160_in1k"])
+@pytest.mark.parametrize(
+    "name", ["timm/test_resnet", "torchvision/shufflenet_v2_x0_5", "test_efficientnet.r160_in1k"]
+)
 def test_a_network_by_its_name_gives_scores(name, folder):
     torch.manual_seed(0)
     arguments = {"images": "train", "targets": "held-out", "transform": "nets.py:prepared"}
