@@ -7,6 +7,7 @@ from shutil import rmtree
 
 import pytest
 import yaml
+from folders import write
 from refused import refused
 
 from trak_core.command.init import config_for, init
@@ -29,12 +30,6 @@ TEXTS = '{"text": "red", "id": "a"}\n{"text": "blue", "id": "b"}\n'
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write(files):
-    for name, text in files.items():
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text)
 
 
 def written(files, *words):
@@ -97,14 +92,62 @@ def test_a_trainer_s_folder_and_no_second_file():
 
 
 def test_an_adapter_is_taken_and_its_base_left_out(capsys):
-    rows = '{"question": "who?", "answer": "I", "id": 7}\n'
-    files = {"lora/adapter_config.json": ADAPTER, "base/config.json": CAUSAL, "train.jsonl": rows}
-    config = written(files)
-    assert config["checkpoints"] == {"lora": "lora"}
-    assert config["study_arguments"]["prompt"] + config["study_arguments"]["text"] == (
-        "{question} {answer}"
-    )
+    files = {"lora/adapter_config.json": ADAPTER, "base/config.json": CAUSAL, "train.jsonl": TEXTS}
+    assert written(files)["checkpoints"] == {"lora": "lora"}
     assert "left out: base: " in capsys.readouterr().out
+
+
+def test_a_folder_without_weights_that_load_is_left_out(capsys):
+    """Such as one of a config alone, or one whose copy was cut off."""
+    write({"out/config.json": CAUSAL, "cut/config.json": CAUSAL, "train.jsonl": TEXTS})
+    Path("cut/model.safetensors").write_bytes(b"")
+    for name in ("app", "config"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(CAUSAL if name == "config" else "{}")
+    assert written({})["checkpoints"] == {"out": "out"}
+    printed = capsys.readouterr().out
+    assert "left out: cut/model.safetensors: a checkpoint must be" in printed
+    assert printed.count(": a checkpoint folder must hold one of model.safetensors, ") == 2
+
+
+BARE = "what training had between"
+LISTS = [[{"role": role, "content": "a"}] for role in ("user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "told"),
+    [
+        ({"prompt": "A is", "completion": " B"}, {"text": "{completion}"}, None),
+        ({"prompt": "A is ", "response": "B"}, {"text": "{response}"}, None),
+        ({"prompt": "A:\n", "completion": "\tB"}, {"text": "{completion}"}, None),
+        ({"prompt": "", "completion": "B"}, {"text": "{completion}"}, None),
+        ({"prompt": "A is", "completion": "B"}, {"text": "{completion}"}, BARE),
+        ({"question": "A?", "answer": "B"}, {"prompt": "{question}", "text": "{answer}"}, BARE),
+        ({"input": "A", "output": "\u2009B"}, {"prompt": "{input}", "text": "{output}"}, None),
+        (
+            {"instruction": "A", "input": "in", "output": " B"},
+            {"prompt": "{instruction}", "text": "{output}"},
+            "where training had input; took none",
+        ),
+        ({"sentence": "A B"}, {"text": "{sentence}"}, None),
+        # A chat's template joins these.
+        ({"prompt": LISTS[0], "completion": LISTS[1]}, {}, None),
+        ({"messages": [*LISTS[0], *LISTS[1]]}, {}, None),
+        ({"messages": [*LISTS[0], *LISTS[1]], "prompt": "p", "completion": "c"}, {}, None),
+        ({"text": "A B", "prompt": "p"}, {}, None),
+    ],
+)
+def test_rows_are_joined_without_a_character_of_init_s(row, arguments, told, capsys):
+    files = {"out/config.json": CAUSAL, "train.jsonl": json.dumps(row) + "\n"}
+    given = written(files)["study_arguments"]
+    templates = {key: given[key] for key in ("prompt", "text") if key in given}
+    assert templates == arguments
+    printed, text = capsys.readouterr().out, Path("trak.yaml").read_text()
+    assert (told or "could not tell") in printed or told is None
+    assert ("could not tell" in printed) == (told is not None)
+    # What no row says stands by the key.
+    assert ("end token" in text) == (bool(arguments) or "text" in row)
+    assert ("had between the two" in text) == (told == BARE)
 
 
 def test_labelled_texts(capsys):
@@ -172,10 +215,11 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
     [
         # Classes that are texts have no number of their own, and floats are none.
         ("a,label\n1.5,dog\n2,cat\n", "label", "image_classification", {"classes": ["cat", "dog"]}),
-        ("a,label\n1.5,1.0\n2,0.0\n", "label", "image_classification", {"classes": [0, 1]}),
+        ("a,label\n1.5,1.0\n2,0.0\n", "label", "image_classification", {"classes": ["0.0", "1.0"]}),
         ("a,label\n1.5,1.0\n2,7.0\n", "label", "regression", {}),
         ("a,price,id\n1.5,2.5,7\n2,0.1,8\n", "price", "regression", {}),
         ("LABEL,a\n1,0.5\n0,0.1\n", "LABEL", "image_classification", {}),
+        ("a,label\n1,b 01\n2,a\n", "label", "image_classification", {"classes": ["a", "b 01"]}),
         # Texts are no inputs; a number that is missing leaves its column one.
         ("name,a,label\nx,,0\ny,2,1\n", "label", "image_classification", {"columns": ["a"]}),
         # A column whose cells are mostly numbers is one of numbers, whatever stands in for one.
@@ -195,34 +239,49 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
 def test_labels_and_inputs_of_a_table(table, label, output, more):
     config = written({"train.csv": table, "m.pt": ""})
     assert config["model_output"] == output
+    classes = config["study_arguments"].get("classes")
+    assert repr(classes) == repr(more.get("classes"))
     given = {"table": "train.csv", "label": label, "model": "nets.py:net", "scale": None, **more}
     assert config["study_arguments"] == given
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("labels", "output", "classes"),
     [
-        ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", "'n/a' in column a, train.csv, line 3 and 1 more. Write"),
-        ("x,1,1\ny,,0\nz,2,0", "'' in column a, train.csv, line 3. Write"),
-        ("x,1,1\ny,2,0\nz,3,none", "'none' in column label, train.csv, line 4. Write"),
-        ("x,1,cat\ny,2,\nz,3,dog", "'' in column label, train.csv, line 3. Write"),
+        (["1", "0", "2"], "image_classification", None),
+        (["01", "02", "10"], "image_classification", ["01", "02", "10"]),
+        (["7", "07"], "image_classification", ["07", "7"]),
+        (["True", "False"], "image_classification", ["False", "True"]),
+        (["1.10", "1.1"], "regression", None),
+    ],
+)
+def test_labels_that_are_texts_are_names_where_a_number_is_not_written_so(labels, output, classes):
+    rows = "".join(f"1,{label}\n" for label in labels)
+    config = written({"train.csv": f"a,label\n{rows}", "m.pt": ""})
+    assert config["model_output"] == output
+    assert config["study_arguments"].get("classes") == classes
+
+
+@pytest.mark.parametrize(
+    ("rows", "refusal"),
+    [
+        ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", ("n/a", "a", 2)),
+        ("x,1,1\ny,,0\nz,2,0", ("", "a", 2)),
+        ("x,1,1\ny,2,0\nz,3,none", ("none", "label", 3)),
+        ("x,1,cat\ny,2,\nz,3,dog", ("", "label", 2)),
         ("x,1,0\ny,2,1\nz,3,0", None),
     ],
 )
-def test_a_cell_that_is_no_number_is_named_and_so_are_columns_of_texts(rows, told, capsys):
-    """The run names it too: no number stands in for it."""
+def test_a_cell_that_is_no_number_stays_in_its_column_and_the_run_names_it(rows, refusal, capsys):
     write({"net.py": "from torch import nn\n\ndef net():\n    return nn.Linear(1, 2)\n"})
     config = written({"train.csv": f"name,a,label\n{rows}\n", "m.pt": ""})
-    printed = capsys.readouterr().out
-    assert "left out: name: texts are no inputs\n" in printed
-    assert (told or "training had for") in printed or told is None
-    assert ("training had for" in printed) == (told is not None)
+    assert "left out: name: texts are no inputs\n" in capsys.readouterr().out
     data = tabular(**config["study_arguments"]).train_data()
-    if told is None:
+    if refusal is None:
         assert [float(x) for x, _ in data] == [1, 2, 3]
         return
-    cell, column, row = re.match(r"'(.*)' in column (\w+), train.csv, line (\d)", told).groups()
-    place = re.compile(rf"^train.csv, line {row}(?=: )")
+    cell, column, row = refusal
+    place = re.compile(rf"^train.csv, line {row + 1}(?=: )")
     with refused("studies.numbers", place, f'"{column}": "{cell}"'):
         list(data)
 

@@ -255,8 +255,8 @@ def test_a_network_by_its_name(tmp_path, monkeypatch, request):
     if not find_spec("timm"):
         with refused("studies.package", sys.executable, "timm", "vision"):
             study.make_model()
-    # The gate has neither, because PyPI's torchvision doesn't fit its torch: each library's two
-    # functions alone, in packages of their own.
+    # tests/stages/test_real_networks.py has the real ones: here are each library's two functions
+    # alone, in packages of their own.
     made = "import sys\nfrom torch import nn\n\n{}\n\ndef {}(name, num_classes, **weights):\n"
     made += "    assert set(weights.values()) <= {{None, False}}\n"
     made += "    return nn.Linear({}, num_classes)\n"
@@ -295,17 +295,6 @@ def forget_networks():
 def write_package(folder, text):
     folder.mkdir()
     (folder / "__init__.py").write_text(text)
-
-
-def test_a_real_network_by_its_name(tmp_path):
-    pytest.importorskip("timm", reason="with the extra `vision`, whose torchvision fits torch")
-    for name in ("a", "b"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / "images" / name / "1.png")
-    for name in ("resnet18", "torchvision/resnet18", "timm/resnet10t.c3_in1k"):
-        study = image_folder("images", name)
-        model = study.make_model().eval()
-        assert model(study.train_data()[0][0][None]).shape == (1, 2)
 
 
 def test_what_a_line_lacks_is_said(weights, tmp_path):

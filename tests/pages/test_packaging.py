@@ -1,8 +1,11 @@
 """Versions: the lower bounds are the ones that the gate tests, the pins lie within the ranges."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from test_ptx import PACKAGES
@@ -83,3 +86,34 @@ def test_make_install_adds_extras_that_there_are():
     named = [word for words in re.findall(r'WITH="?([a-z ]+)', text) for word in words.split()]
     assert named
     assert {*always, *named} <= PROJECT["optional-dependencies"].keys()
+
+
+PYTHON = """#!/bin/sh
+[ "$1" = -m ] || case "$2" in *{broken}*) echo "no {broken}" >&2; exit 1;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "broken", "fails"),
+    [
+        *(("vision", package, True) for package in ("torchvision", "timm")),
+        *(("language", package, True) for package in ("transformers", "peft")),
+        *((extra, "nothing", False) for extra in ("vision", "language", "cuda")),
+        ("language", "torchvision", False),
+    ],
+)
+def test_make_install_ends_with_an_import_of_what_it_installed(extra, broken, fails, tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.format(broken=broken))
+    python.chmod(0o755)
+    (tmp_path / ".venv/can-run").touch()
+    call = ["make", "install", f"WITH={extra}"]
+    result = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode != 0) == fails
+    assert (tmp_path / f".venv/has-{extra}").exists() != fails
+    error = f"no {broken}\nError: what WITH={extra} installed must be importable. "
+    assert result.stderr.startswith(error) == fails
+    assert ("pip uninstall --yes torchvision; PIP_EXTRA_INDEX_URL=" in result.stderr) == fails

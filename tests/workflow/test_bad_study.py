@@ -71,7 +71,7 @@ STUDIES = {
     ),
     "ids with a null byte": (
         *("patient-{i}", "patient-{i}\\0"),
-        r"strings of 1 to 255 bytes of printable text only, other than nan\. Found 'patient-342\\x00'",
+        r"1 to 255 bytes of printable text only, other than nan\. Found 'patient-342\\x00'",
     ),
     "ids beyond 64 bits": (
         *('f"patient-{i}"', "i + 2**63 - 400"),

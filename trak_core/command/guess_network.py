@@ -2,44 +2,19 @@
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Words of the line, and what is printed of it.
+from trak_core.errors import listed
+
 _FUNCTION = "file.py:function of yours that returns the network, weights unset"
 _NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
-_FILE = "nets.py:net"
-# What functions that prepare images are called, and what those are called that do other things.
-_PREPARES = re.compile(
-    r"(?:^|_)(?:transforms?|preprocess(?:ing)?|prepared?|to_tensor)(?:$|_)", re.I
-)
-_IS_OTHER = re.compile(
-    r"train|augment|data|label|target|text|batch|model|path|file|get|build|make|create|inv|un_?norm"
-    r"|denorm|display|show|plot|vis",
-    re.I,
-)
-# What draws anew, by a part of its name, and the transforms that don't.
-_DRAWS = re.compile(
-    r"rand|shuffle|augment|jitter|blur|erasing|elastic|mix|cutout|flip|noise|dropout|uniform|choice",
-    re.I,
-)
-_COMPOSED = {"Compose", "Sequential"}
-_STILL = {
-    *("Resize", "CenterCrop", "ToTensor", "PILToTensor", "ToImage", "ToDtype", "ConvertImageDtype"),
-    *("Normalize", "Grayscale", "Pad"),
-}
+# What functions that prepare images are called; those of training draw.
+_PREPARES = re.compile(r"^(?!.*(train|augm))(.*_)?(transforms?|preprocess|prepared?)(_|$)", re.I)
 # A line of the config: key, value, and a comment that may be empty.
 Line = tuple[str, Any, str]
-
-
-def named_network(networks: set[str | None], report: list[str]) -> Line | None:
-    """Return the network that all checkpoints are of, by timm's names for them, if they say it."""
-    name = next(iter(networks)) if len(networks) == 1 else None
-    if name is None:
-        return None
-    report.append(f"chose: timm/{name} as the network: its config.json names it")
-    return "model", f"timm/{name}", ""
 
 
 _Defined = ast.ClassDef | ast.FunctionDef
@@ -96,29 +71,18 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
     the line is a placeholder, with what to do about the last one: parts stand before the whole.
     """
     fitting: dict[str, set[str]] = {}
-    misfits: list[tuple[str, str]] = []
-    for file in code:
-        try:
-            tree = ast.parse(file.read_bytes())
-            networks = _networks_in(tree)
-        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
-            continue
-        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
-        is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+    place, advice = "nets.py:net", _NAMED if of_images else _FUNCTION
+    for file, tree in _parsed(code):
+        networks = _networks_in(tree)
         for node in networks:
             needed, by_place = _arguments(node, networks)
-            moved = f"{node.name} of {file}, moved into a file"
-            if runs:
-                misfits.append((_FILE, f"{moved} that runs nothing when imported"))
-            elif is_part:
-                misfits.append((_FILE, f"{moved} without relative imports"))
-            elif _takes_classes(needed, by_place) if of_images else not needed:
+            if _takes_classes(needed, by_place) if of_images else not needed:
                 fitting[f"{file}:{node.name}"] = _names_in(node)
             else:
                 values = ", ".join(f"{name}=..." for name in needed)
+                place = f"{file}:net"
                 written = f"def net({'n_classes' if of_images else ''}): return {node.name}"
                 advice = f"a function that you add to {file}, such as `{written}({values})`"
-                misfits.append((f"{file}:net", advice))
     # What another one is built of is a part of it.
     parts = {n for key, names in fitting.items() for n in names - {key.rpartition(":")[2]}}
     whole = [key for key in fitting if key.rpartition(":")[2] not in parts]
@@ -126,97 +90,36 @@ def own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> 
         others = f"{', '.join(whole[1:])} could be it too" if whole[1:] else ""
         report.append(f"chose: {whole[0]} as the network{others and '; ' + others}")
         return "model", whole[0], others
-    place, advice = misfits[-1] if misfits else (_FILE, _NAMED if of_images else _FUNCTION)
     report.append(f"could not tell: what network the checkpoints are of. Give as `model` {advice}")
     return "model", place, f"a placeholder: give {advice}"
 
 
 def own_transform(code: Iterable[Path], report: list[str]) -> Line:
-    """Return the function of Python files that prepares images, which are parsed and not run.
+    """Return the line of what prepares images: none, with what Python files call so to choose from.
 
-    It is called as such functions are, takes one argument, and names nothing that draws; several,
-    or one in a file that runs much when imported, are told of and not taken. Before the first job
-    a run reads samples several times, and refuses those that differ.
+    What a function does to an image is not guessed.
     """
-    fitting, misfits = list[str](), list[str]()
-    for file in code:
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
-            continue
-        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
-        is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
-        bound = _bound(tree.body)
-        for name, value in bound.items():
-            if _prepares_images(name, value, bound):
-                (misfits if runs or is_part else fitting).append(f"{file}:{name}")
-    if len(fitting) == 1 and not misfits:
-        report.append(f"chose: {fitting[0]} as what prepares images: see that evaluation did so")
-        return "transform", fitting[0], "null takes RGB from 0 to 1 in the images' own size"
-    said = "A function says otherwise: study_arguments, transform: prepared.py:prepared"
-    if fitting:
-        maybe = " or ".join([*fitting, *misfits])
-        said = f"It may be {maybe}: name the one of evaluation as `transform`"
-    elif misfits:
-        maybe = " or ".join(misfits)
-        said = f"It may be {maybe}, in a file that runs nothing and has no relative imports"
+    maybe: list[str] = []
+    for file, tree in _parsed(code):
+        for node in tree.body:
+            places = node.targets if isinstance(node, ast.Assign) else []
+            names = [place.id for place in places if isinstance(place, ast.Name)]
+            names += [node.name] if isinstance(node, ast.FunctionDef) else []
+            maybe += [f"{file}:{name}" for name in names if _PREPARES.search(name)]
+    named = f"maybe {listed(maybe)}" if maybe else "such as prepared.py:prepared"
     report.append(
         "could not tell: how training prepared images; took RGB from 0 to 1 in their own size. "
-        + said
+        f"Give as `transform` a function that does what evaluation did, {named}"
     )
-    return "transform", None, "file.py:function that makes a tensor of a PIL image in RGB"
+    comment = f"file.py:function that makes a tensor of a PIL image in RGB, {named}"
+    return "transform", None, comment
 
 
-def _bound(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
-    """Return what each name of a module stands for in the end, as far as its code says it."""
-    bound: dict[str, ast.AST] = {}
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound[node.name] = node
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            places = node.targets if isinstance(node, ast.Assign) else [node.target]
-            bound |= {place.id: node.value for place in places if isinstance(place, ast.Name)}
-        elif isinstance(node, ast.If | ast.Try):
-            ways = [*node.body, *node.orelse, *getattr(node, "finalbody", [])]
-            bound |= _bound(ways)
-    return bound
-
-
-def _prepares_images(name: str, value: ast.AST, bound: Mapping[str, ast.AST]) -> bool:
-    """Return whether a function, or a composed transform, may prepare images and draws nothing."""
-    if not _PREPARES.search(name) or _IS_OTHER.search(name):
-        return False
-    if isinstance(value, ast.Call):
-        return _called(value) in _COMPOSED and _is_still(value, bound)
-    if any(map(_DRAWS.search, _names_in(value))):
-        return False
-    if isinstance(value, ast.FunctionDef):
-        needed, by_place = _arguments(value, [])
-        ends = [part.value for part in ast.walk(value) if isinstance(part, ast.Return)]
-        makes = any(isinstance(end, ast.Lambda) or _called(end) in _COMPOSED for end in ends)
-        takes_one = bool(by_place) and needed in ([], by_place[:1])
-        return takes_one and not makes and not _IS_OTHER.search(by_place[0])
-    return isinstance(value, ast.Lambda)
-
-
-def _called(node: ast.AST | None) -> str | None:
-    """Return the last part of the name that a call calls."""
-    func = node.func if isinstance(node, ast.Call) else None
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", None)
-
-
-def _is_still(value: ast.AST | None, bound: Mapping[str, ast.AST], depth: int = 8) -> bool:
-    """Return whether a transform is made of such alone as draw nothing."""
-    if depth == 0:  # a name that stands for itself
-        return False
-    if isinstance(value, ast.Name):
-        return _is_still(bound.get(value.id), bound, depth - 1)
-    if isinstance(value, ast.List | ast.Tuple):
-        return all(_is_still(part, bound, depth - 1) for part in value.elts)
-    if not isinstance(value, ast.Call) or _called(value) not in _COMPOSED:
-        return _called(value) in _STILL
-    parts = [*value.args, *(keyword.value for keyword in value.keywords)]
-    return all(_is_still(part, bound, depth - 1) for part in parts)
+def _parsed(code: Iterable[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield Python files with what the parser makes of them, if it can."""
+    for file in code:
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+            yield file, ast.parse(file.read_bytes())
 
 
 def _takes_classes(needed: Sequence[str], by_place: Sequence[str]) -> bool:

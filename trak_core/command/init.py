@@ -3,29 +3,28 @@
 import argparse
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trak_core.command.guess_network import Line, named_network, own_network, own_transform
+import pandas as pd
+
+from trak_core.command.choose_weights import ENDING, Shapes, chosen, loadable, times_of
+from trak_core.command.guess_network import Line, own_network, own_transform
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import as_number, read_rows
 from trak_core.errors import InputError, listed
 
 _ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
-_STATE_DICTS = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
 _CONFIGS = ("adapter_config.json", "config.json")
 _EXPLAINED = re.compile(
     r"asked|dev|eval|evaluation|held|heldout|questions|targets|test|val|valid|validation"
 )
-# What stands before the number of an epoch or a step in a file's name; "sweep_1" has none.
-_TIME = re.compile(r"((?:.*[^a-z])?(?:epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?)(\d+)", re.I)
 _LABELS = ("label", "labels", "target", "class", "y")
-# The name of the column in which pandas writes the numbers of rows.
-_NUMBERED = ""
+# A column without a name has row numbers that pandas wrote, and gets such a name.
+_NUMBERED = ("", "Unnamed: 0")
 # Fields that stand before a text, and the text, in rows without the field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
@@ -47,6 +46,8 @@ _NEEDED = (
 # docs/explanation/choosing.md: on six studies of texts as good as the default or better.
 _OF_TEXTS: Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
 
+_AROUND = "what training put around it, such as a template or an end token, belongs in here"
+_OF_THE_TEXT = 'give what training put around it, such as an end token, by text: "{text}</s>"'
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 
 
@@ -103,10 +104,9 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
         told = "; ".join(line.removeprefix("found: ") for line in report)
         findings = told or findings
         level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
-    others = [str(path) for path in inside[1:]]
-    looked = f" and {_DEPTH} folders deep in it, at {listed(others)}" if others else ""
+    others = f" and {_DEPTH} folders deep in it, at {listed(inside[1:])}" if inside[1:] else ""
     raise InputError(
-        f"{folder} must hold a study: {_NEEDED}. Looked at it{looked}. Found {findings}. Put "
+        f"{folder} must hold a study: {_NEEDED}. Looked at it{others}. Found {findings}. Put "
         "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
         code="command.no_study",
     )
@@ -122,8 +122,9 @@ def _config_of(
     images = [path for path in inside if path not in weights and _is_of_images(path)]
     # A Trainer's folder may hold the texts, but no state dicts of its own.
     plain = [path for path in inside if path not in weights]
-    rows = _files([folder, *plain], _ROWS)
-    states = _files(plain, _STATE_DICTS)
+    files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
+    rows = [path for path in files if path.suffix in _ROWS]
+    states = [path for path in files if ENDING.search(path.name) and path.parent in plain]
     named = (("weights", weights), ("folders of images", images), ("rows", rows))
     report += [
         f"found: {kind}: {', '.join(map(str, paths))}"
@@ -131,20 +132,13 @@ def _config_of(
         if paths
     ]
     if weights and rows:
-        return _of_texts(weights, rows, report)
-    if not (states and (images or rows)):
-        return None
-    if _times(states):
-        report.append("chose: files whose names differ in an epoch or a step as times of one run")
-    networks: set[str | None] = {None}
-    if images:
-        networks = {timm.get(path.parent) for path in states}
-    network = named_network(networks, report)
-    code = _files([folder, *plain], [".py"])
-    if network is None:
-        network = own_network(code, report, of_images=bool(images))
-    lines = [network, own_transform(code, report)] if images else [network]
-    return _of_network(images, rows, states, lines, report)
+        bare = [path for path in weights if not [*path.glob("checkpoint-*")]]
+        loads = loadable(bare, report)
+        weights = [path for path in weights if path in loads or path not in bare]
+        return _of_texts(weights, rows, report) if weights else None
+    loads = loadable(states, report) if images or rows else {}
+    code = [path for path in files if path.suffix == ".py"]
+    return _of_network(images, rows, loads, timm, code, report) if loads else None
 
 
 def _timm_network(folder: Path) -> str | None:
@@ -160,11 +154,6 @@ def _may_hold(path: Path) -> bool:
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
     return not any((path / own).exists() for own in ("pyvenv.cfg", "code.json"))
-
-
-def _files(folders: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
-    inside = {path for folder in folders for path in folder.iterdir() if path.is_file()}
-    return sorted(path for path in inside if path.suffix in suffixes)
 
 
 def _refuse_here(paths: Iterable[Path], subject: str, code: str) -> None:
@@ -210,9 +199,8 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     train = (trained or sorted(others, key=lambda path: -path.stat().st_size))[0]
     target = explained[0] if explained else None
     report.append(f"chose: {train} as training data, {target or 'some of it'} to explain")
-    unused = [str(path) for path in paths if path not in {train, target}]
-    if unused:
-        report.append(f"could not tell what else is for: {', '.join(unused)}")
+    if unused := [path for path in paths if path not in {train, target}]:
+        report.append(f"could not tell what else is for: {listed(unused)}")
     return train, target
 
 
@@ -221,35 +209,33 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     files = {folder: _weights_config(folder) for folder in weights}
     # An adapter's base often lies beside it.
     adapters = [folder for folder in weights if files[folder].name == _CONFIGS[0]]  # pyright: ignore[reportOptionalMemberAccess]
-    chosen = (adapters or weights)[0]
-    said = _json(files[chosen])
+    first = (adapters or weights)[0]
+    said = _json(files[first])
     kind = str(said.get("task_type") if adapters else (said.get("architectures") or [None])[0])
     classifies = kind.endswith("ForSequenceClassification")
-    if (
-        not classifies
-        and kind not in {"None", "CAUSAL_LM"}
-        and not re.search(r"CausalLM|LMHead", kind)
-    ):
+    writes = kind in {"None", "CAUSAL_LM"} or re.search(r"CausalLM|LMHead", kind)
+    if not (classifies or writes):
         raise InputError(
             "Weights must be of a causal language model, or of a classifier of texts. Found "
-            f"{kind} in {chosen}. Write a study of your own (docs/how-to/own-model.md).",
+            f"{kind} in {first}. Write a study of your own (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
     if kind == "None":
-        report.append(f"could not tell: what model {chosen} holds; took it for a language model")
+        report.append(f"could not tell: what model {first} holds; took it for a language model")
     alike = [path for path in (adapters or weights) if _is_alike(_json(files[path]), said)]
-    other = [str(path) for path in weights if path not in alike]
-    report += [f"left out: {', '.join(other)}: not of the same model"] if other else []
+    if other := [path for path in weights if path not in alike]:
+        report.append(f"left out: {listed(other)}: not of the same model as {first}")
     bare = [path for path in alike if not [*path.glob("checkpoint-*")]]
     _refuse_here(bare, "Weights", code="command.weights_here")
     train, target = _split(rows, report)
-    samples = read_rows(str(train))
     study = "text_classification" if classifies else "language_model"
-    arguments: list[Line] = [("texts", str(train), "")]
-    if classifies and not (chosen / "config.json").is_file():
-        last = max(chosen.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    samples = read_rows(str(train))
+    is_text = "text" in samples[0] and not classifies
+    arguments: list[Line] = [("texts", str(train), _OF_THE_TEXT if is_text else "")]
+    if classifies and not (first / "config.json").is_file():
+        last = max(first.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
         arguments.append(("weights", str(last), "what the model is built from"))
-    arguments += _text_fields(samples[0], classifies, report)
+    arguments += _text_fields(samples, classifies, report)
     asked: list[Line]
     if target is not None and target.suffix == ".jsonl":
         asked = [("data", str(target), "")]
@@ -280,24 +266,33 @@ def _is_alike(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> list[Line]:
-    """Return the arguments that say which fields of a row are prompt, text and label."""
+def _text_fields(rows: Sequence[dict[str, Any]], classifies: bool, report: list[str]) -> list[Line]:
+    """Return the arguments that say which fields of rows are prompt, text and label."""
+    row = rows[0]
     label = _label_of(row) if classifies else None
     lines: list[Line] = []
     if classifies and label != "label":
         note = "" if label else "put the field of the label here"
         report += [] if label else ["could not tell: which field is the label"]
         lines.append(("label", label or _last(row), note))
-    if "text" in row or ("messages" in row and not classifies):
-        return lines
     pair = next((pair for pair in _PAIRS if set(pair) <= set(row)), None)
-    if pair and not classifies:
-        note = "put the training's own template here"
-        return [*lines, ("prompt", f"{{{pair[0]}}} ", note), ("text", f"{{{pair[1]}}}", note)]
+    is_chat = "messages" in row or (pair == _PAIRS[0] and not isinstance(row["completion"], str))
+    if "text" in row or (is_chat and not classifies):
+        return lines
     texts = [name for name in row if isinstance(row[name], str) and name not in {"id", label}]
+    if pair and not classifies:
+        if others := [name for name in texts if name not in pair]:
+            report.append(f"could not tell: where training had {', '.join(others)}; took none")
+        ends = [str(row.get(pair[0]) or "")[-1:] + str(row.get(pair[1]) or "")[:1] for row in rows]
+        note = _AROUND
+        if any(re.fullmatch(r"\S\S", end) for end in ends):
+            report.append(f"could not tell: what training had between {' and '.join(pair)}")
+            note += "; so does what it had between the two, such as a space"
+        prompt = [("prompt", f"{{{pair[0]}}}", "")] if pair[0] != "prompt" else []
+        return [*lines, *prompt, ("text", f"{{{pair[1]}}}", note)]
     if len(texts) == 1:
         report.append(f"chose: {texts[0]} as the text: no other field is one")
-        return [*lines, ("text", f"{{{texts[0]}}}", "")]
+        return [*lines, ("text", f"{{{texts[0]}}}", "" if classifies else _AROUND)]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
     report.append(f"could not tell: which field is the text; took {longest} of {', '.join(row)}")
     return [*lines, ("text", f"{{{longest}}}", "put a template of the rows' fields here")]
@@ -311,81 +306,78 @@ def _label_of(row: dict[str, Any]) -> str | None:
 
 def _last(row: dict[str, Any]) -> str:
     """Return the last field that tells something of a sample."""
-    return ([name for name in row if name not in {"id", _NUMBERED}] or [*row])[-1]
+    return ([name for name in row if name not in {"id", *_NUMBERED}] or [*row])[-1]
 
 
 def _of_network(
-    images: list[Path], rows: list[Path], states: list[Path], network: list[Line], report: list[str]
+    images: list[Path],
+    rows: list[Path],
+    states: Mapping[Path, Shapes],
+    timm: Mapping[Path, str],
+    code: list[Path],
+    report: list[str],
 ) -> tuple[str, list[str]]:
     """Return the config of a classifier of images, or of a network of tables.
 
-    ``network`` holds the lines that name it, and what prepares its images.
+    ``timm`` names the networks of folders that timm saved; ``code`` are Python files that may.
     """
     train, target = _split(images or rows, report)
     given: list[Line] = [] if target is None else [("targets", str(target), "")]
     if images:
         explained = target or train
         _refuse_here((train, explained), "Images", code="command.images_here")
-        inner = (
-            path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
-        )
-        relative = [path.relative_to(explained) for path in inner]
+        inner = sorted(explained.glob("*/**/*"))
+        relative = [p.relative_to(explained) for p in inner if p.suffix.lower() in _IMAGES]
         asked = _targets([path.as_posix() for path in relative], [i.parts[0] for i in relative])
-        arguments = [("images", str(train), ""), *given, *network]
-        text = _text("image_folder", arguments, [], states, [asked])
-        return text, [*report, "chose: image_folder"]
+        checkpoints = chosen(states, sum(map(_may_hold, train.iterdir())), report)
+        name, *others = {timm.get(path.parent) for path in checkpoints}
+        network = ("model", f"timm/{name}", "its config.json names it")
+        if name is None or others:
+            network = own_network(code, report, of_images=True)
+        arguments = [("images", str(train), ""), *given, network, own_transform(code, report)]
+        report.append("chose: image_folder")
+        return _text("image_folder", arguments, [], checkpoints, [asked]), report
     trained, explained = read_rows(str(train)), read_rows(str(target or train))
     row = trained[0]
     label = _label_of(row) or _last(row)
     report.append(f"could not tell: whether {label} is what the network predicts")
-    own = {"id", _NUMBERED} - {label}
-    cells = {name: trained.column(name) for name in row if name not in own}
+    own = {"id", *_NUMBERED} - {label}
+    cells = {name: [row.get(name) for row in trained] for name in row if name not in own}
     numbers = {name: [as_number(value) for value in values] for name, values in cells.items()}
     texts = [name for name in cells if _are_texts(cells[name])]
     labels = cells[label]
-    distinct = set(labels)
-    # Labels such as 01 are names.
-    are_texts = label in texts or (
-        all(isinstance(value, str) for value in distinct)
-        and all(isinstance(number, int) for number in numbers[label])
+    known = {value: n for value in labels if (n := as_number(value)) is not None}
+    are_whole = all(isinstance(number, int) for number in known.values())
+    names = {value for value in labels if value and isinstance(value, str)}
+    # Where every cell is a text, 1 is a number and 01 a name.
+    are_names = names == known.keys() and (
+        train.suffix not in {".csv", ".tsv"}
+        or (are_whole and any(str(number) != name for name, number in known.items()))
     )
+    are_texts = label in texts or are_names
     # Such as 0.0 and 1.0: classes' numbers that went through a column of floats.
-    are_numbers = all(isinstance(value, float) for value in distinct) and (
-        distinct == set(range(len(distinct)))
-    )
-    is_class = are_texts or are_numbers or isinstance(numbers[label][0], int)
+    are_numbers = not are_whole and {*known.values()} == {*range(len({*labels}))}
+    classes = sorted(names) if are_texts else sorted(known, key=lambda value: known[value])
+    is_class = are_texts or are_numbers or are_whole
+    n_classes = len(classes) if are_texts or are_numbers else 1 + max(known.values(), default=0)
     output = "image_classification" if is_class else "regression"
     asked = _targets(explained.ids(), [row.get(label) for row in explained] if is_class else None)
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
     texts = [name for name in texts if name != label]
     inputs = [name for name in cells if name != label and name not in texts]
-    if texts or _NUMBERED in row:
+    if texts or any(name in row for name in _NUMBERED):
         arguments.append(("columns", inputs, "the model's inputs, in its order"))
     report += [f"left out: {', '.join(texts)}: texts are no inputs"] if texts else []
-    classes = {value for value in distinct if value and isinstance(value, str)}
-    for name in [*inputs, label]:
-        taken = numbers[name]
-        if name == label and are_texts:
-            taken = [value if value in classes else None for value in labels]
-        odd = [index for index, value in enumerate(taken) if value is None]
-        if odd:
-            report.append(
-                f"could not tell: what training had for {cells[name][odd[0]]!r} in column "
-                f"{name}, {trained.place(odd[0])}{f' and {len(odd) - 1} more' if odd[1:] else ''}. "
-                "Write that there, or delete the row if training did: the run refuses it"
-            )
     arguments.append(_scale({name: numbers[name] for name in inputs}, report))
     if are_texts:
         report.append("could not tell: the order of the model's classes; took the alphabet's")
     if are_texts or are_numbers:
-        arguments.append((
-            "classes",
-            sorted(classes if are_texts else distinct),
-            "in the order of the logits",
-        ))
+        arguments.append(("classes", classes, "in the order of the logits"))
     kind = ("model_output", output, "regression for a number, image_classification for a class")
-    text = _text("tabular", [*arguments, *network], [kind], states, [asked])
-    return text, [*report, "chose: tabular"]
+    checkpoints = chosen(states, int(n_classes) if is_class else 1, report)
+    arguments.append(own_network(code, report, of_images=False))
+    report.append("chose: tabular")
+    return _text("tabular", arguments, [kind], checkpoints, [asked]), report
 
 
 def _are_texts(values: Sequence[Any]) -> bool:
@@ -396,11 +388,8 @@ def _are_texts(values: Sequence[Any]) -> bool:
 
 def _scale(columns: Mapping[str, Sequence[int | float | None]], report: list[str]) -> Line:
     """Return whether the study scales the inputs, because few networks learn from all sizes."""
-    sizes = sorted(
-        (max((abs(value) for value in values if value is not None), default=0), name)
-        for name, values in columns.items()
-    )
-    known = [(size, name) for size, name in sizes if size]
+    sizes = [(max(map(abs, filter(None, own)), default=0), name) for name, own in columns.items()]
+    known = sorted((size, name) for size, name in sizes if size)
     if not known or known[-1][0] <= _MOST_TIMES * known[0][0]:
         report.append("could not tell: whether training scaled the columns; took them as they are")
         return "scale", None, "null takes the columns as they are, standard as StandardScaler does"
@@ -412,27 +401,14 @@ def _scale(columns: Mapping[str, Sequence[int | float | None]], report: list[str
     return "scale", "standard", "as scikit-learn's StandardScaler; null if training did not"
 
 
-def _times(checkpoints: Sequence[Path]) -> dict[Path, tuple[str, int]]:
-    """Return run and time of checkpoints whose names differ in an epoch or a step alone."""
-    told: dict[tuple[Path, str], dict[Path, int]] = {}
-    for path in checkpoints:
-        if match := _TIME.fullmatch(path.stem):
-            told.setdefault((path.parent, match[1]), {})[path] = int(match[2])
-    runs = [times for times in told.values() if len(times) > 1]
-    return {path: (f"run{n}", at) for n, run in enumerate(runs, 1) for path, at in run.items()}
-
-
 def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> Line:
     """Return what to explain: the first ids; of samples of classes all, or one of each in turn."""
     if classes is not None:
         if len(ids) <= _MOST_TARGETS:
             return "targets", ALL_TARGETS, ""
-        seen = Counter[str]()
-        turns = []
-        for label in map(str, classes):
-            turns.append(seen[label])
-            seen[label] += 1
-        ids = [ids[i] for i in sorted(range(len(ids)), key=lambda i: turns[i])]
+        labels = pd.Series([str(label) for label in classes])
+        turns = labels.groupby(labels).cumcount()
+        ids = [ids[i] for i in turns.argsort(kind="stable")]
     return "targets", list(ids[:_N_TARGETS]), "ids of what to explain"
 
 
@@ -440,16 +416,17 @@ def _text(
     study: str, arguments: list[Line], more: list[Line], checkpoints: list[Path], asked: list[Line]
 ) -> str:
     """Return a config's text: JSON is YAML, so that no value is read as another."""
-    stems = [re.sub(r"[^A-Za-z0-9_]+", "_", path.stem) or "run" for path in checkpoints]
+    names = [ENDING.sub("", path.name) or "run" for path in checkpoints]
+    stems = [re.sub(r"[^A-Za-z0-9_]+", "_", name) for name in names]
     ids: list[str] = []
     for stem in stems:
         free = (f"{stem}_{i}" for i in count() if f"{stem}_{i}" not in {*ids, *stems})
         ids.append(stem if stems.count(stem) == 1 else next(free))
-    times = _times(checkpoints)
-    runs: list[Line] = []
-    for name, path in zip(ids, checkpoints, strict=True):
-        of_run = dict(zip(("run", "at"), times[path], strict=True)) if path in times else {}
-        runs.append((name, {"path": str(path), **of_run} if of_run else str(path), ""))
+    times = times_of(checkpoints)
+    runs: list[Line] = [
+        (name, {"path": str(path), **times[path]} if path in times else str(path), "")
+        for name, path in zip(ids, checkpoints, strict=True)
+    ]
     by_line = ["", *_written(runs, "  ")]
     return "\n".join([
         "# Written by `trak init`. docs/how-to/ready-made.md says what may stand here.",

@@ -180,14 +180,14 @@ def _rows(images: Path) -> RowFile:
                 code="studies.no_images",
             )
         relative = [path.relative_to(images) for path in files]
-        found = [
+        entries = [
             {"path": str(path), "label": inside.parts[0], "id": inside.as_posix()}
             for path, inside in zip(files, relative, strict=True)
         ]
-        return RowFile(images, found, ())
+        return RowFile(images, entries, ())
     rows = read_rows(images)
-    found = [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
-    return replace(rows, rows=found)
+    entries = [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
+    return replace(rows, rows=entries)
 
 
 def _as_is(image: Any) -> Tensor:

@@ -371,17 +371,28 @@ def check_checkpoint(model: nn.Module, checkpoint: Path) -> bool:
     Returns:
         Whether transformers must rename its weights, for which more than one copy is held.
     """
-    state: dict[str, Tensor] = {}
-    for path in weight_files(checkpoint)[0]:
-        saved = read_shapes(path, _MUST, _REMEDY)
-        if saved is None:
-            return False
-        _add_shard(state, saved, path)
+    state = weights_without_numbers(checkpoint)
+    if state is None:
+        return False
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, state, checkpoint)
         return False
     prefix, _ = _fitting(model, _without_numbers(state), str(checkpoint))
     return prefix is None
+
+
+def weights_without_numbers(checkpoint: Path) -> dict[str, Tensor] | None:
+    """Return what ``read_state_dict`` reads, with numbers that stay unread.
+
+    None for a file of torch before 1.6, which can only be read whole.
+    """
+    state: dict[str, Tensor] = {}
+    for path in weight_files(checkpoint)[0]:
+        saved = read_shapes(path, _MUST, _REMEDY)
+        if saved is None:
+            return None
+        _add_shard(state, saved, path)
+    return state
 
 
 def _without_numbers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -223,8 +223,8 @@ class Study:
     def first_as_read(self, split: Split) -> str:
         """Return what the model reads of the first sample; empty if the study doesn't say it.
 
-        Of a long text the beginning and the end are returned, as for a person to compare with what
-        training read.
+        It is for a person to compare with what training read: the beginning and the end, if it is
+        long.
         """
         if not self.has("as_read"):
             return ""
