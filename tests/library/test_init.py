@@ -66,6 +66,20 @@ def test_weights_and_texts(capsys):
     assert Path("trak.yaml").read_text() == before
 
 
+def test_the_first_training_sample_is_shown_as_the_model_reads_it(capsys):
+    """A tokenizer's own end token too; what can't be read yet is said in a line."""
+    few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
+    small.gpt2().save_pretrained("out")
+    few_words.tokenizer().save_pretrained("out")
+    few_words.write(Path("train.jsonl"), [{"prompt": "what is", "completion": " red"}])
+    written({})
+    printed = capsys.readouterr().out
+    assert "as the model reads it: 'what is', then what counts: 'red'\n" in printed
+    write({"train.jsonl": '{"prompt": ["what"], "completion": "red"}\n'})
+    init(["--config", "other.yaml"])
+    assert "could not read: the first training sample: " in capsys.readouterr().out
+
+
 def test_each_config_has_results_of_its_own(capsys):
     """Also one that follows another of the same name, whose results are there."""
     write({"out/config.json": CAUSAL, "train.jsonl": TEXTS})

@@ -4,14 +4,18 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from trak_core.command.choose_weights import ENDING, Shapes, chosen, loadable, times_of
 from trak_core.command.guess_network import Line, own_network, own_transform
+from trak_core.config.bind_study_arguments import ready_study
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import as_number, read_rows
 from trak_core.errors import InputError, listed
@@ -31,6 +35,8 @@ _PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _N_TARGETS = 3
+# Characters of the first sample that are printed.
+_SHOWN = 1000
 # Columns whose largest values differ by more were hardly trained on as they are.
 _MOST_TIMES = 100
 # A Trainer's checkpoints may lie in runs/first/out.
@@ -85,7 +91,19 @@ def init(words: Sequence[str]) -> None:
     results = next(name for name in names if not Path(name).exists())
     config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
     report += [] if results == own else [f"chose: {results} for the results: {own} is there"]
+    report.append(_first_sample(yaml.safe_load(text)))
     print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {config}"]))
+
+
+def _first_sample(config: Mapping[str, Any]) -> str:
+    """Return a line with the first training sample as the model reads it, or why it can't."""
+    try:
+        study = ready_study(config)
+        with redirect_stderr(StringIO()):  # notices, which a run repeats
+            read = study.as_read(study.train_data()[0])
+    except (InputError, OSError, ValueError) as error:
+        return f"could not read: the first training sample: {error}"
+    return f"first training sample, as the model reads it: {read[:_SHOWN]}"
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,14 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
         "study": file,
         "data_files": [*known, *(path for path in named if path not in known)],
     }
+
+
+def ready_study(config: Mapping[str, Any]) -> Any:
+    """Return the ``ReadyStudy`` of a config that names a ready-made study; no file is written."""
+    name, arguments = config["study"], dict(config["study_arguments"])
+    if READY_MADE[name].takes_weights:
+        arguments.setdefault("weights", _first_checkpoint(config.get("checkpoints")))
+    return getattr(import_module(f"trak_core.ready_made.{name}"), name)(**arguments)
 
 
 def builder_of(config: Mapping[str, Any]) -> str:

@@ -156,7 +156,7 @@ def language_model(
     def as_read(sample: Mapping[str, Tensor]) -> str:
         ids, n_before = sample["input_ids"].tolist(), int((sample["labels"] == -100).sum())
         before, counted = (tokenizer.decode(part) for part in (ids[:n_before], ids[n_before:]))
-        return f"{before!r}, then what counts: {counted!r}"
+        return f"{before!r}, then what counts: {counted!r}" if n_before else repr(counted)
 
     config: Any = AutoConfig.from_pretrained(_base(folder) or folder)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
