@@ -124,16 +124,8 @@ LAYERS = {
     "embedding": (lambda: flat(nn.Embedding(7, 4)), "0.weight", tokens),
     "bag": (lambda: flat(nn.EmbeddingBag(7, 4)), "0.weight", tokens),
     "tied": (lambda: Tied(7, 4), "weight", tokens),
-    "convolution": (
-        lambda: flat(nn.Conv2d(2, 3, 2)),
-        "0.weight",
-        lambda: torch.randn(4, 2, 4, 4),
-    ),
-    "norm": (
-        lambda: flat(nn.Linear(3, 4), nn.LayerNorm(4)),
-        "1.weight",
-        lambda: torch.randn(4, 3),
-    ),
+    "convolution": (lambda: flat(nn.Conv2d(2, 3, 2)), "0.weight", lambda: torch.randn(4, 2, 4, 4)),
+    "norm": (lambda: flat(nn.Linear(3, 4), nn.LayerNorm(4)), "1.weight", lambda: torch.randn(4, 3)),
     "normalised weight": (
         lambda: flat(weight_norm(nn.Linear(3, 4))),
         "0.parametrizations.weight.original1",
@@ -215,7 +207,7 @@ def test_features_obey_hooks_that_a_forward_pass_registers(made, hook, capsys):
 
     def forward(m, x):
         weight = MADE.get(made, torch.clone)(m.linear.weight)
-        hidden = x @ weight.T
+        hidden = nn.functional.linear(x, weight)
         if weight.requires_grad:
             (weight if made in MADE else hidden).register_hook(HOOKS[hook])
         return m.head(hidden.tanh())
@@ -360,10 +352,7 @@ SPARSE = {
     ),
     "below a recurrent layer": lambda k: Net(
         lambda m, x: m.lstm(m.table(x))[0],
-        {
-            "table": lambda: nn.Embedding(7, 3, **k),
-            "lstm": lambda: nn.LSTM(3, 2, batch_first=True),
-        },
+        {"table": lambda: nn.Embedding(7, 3, **k), "lstm": lambda: nn.LSTM(3, 2, batch_first=True)},
     ),
 }
 

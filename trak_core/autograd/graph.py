@@ -92,7 +92,8 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     answers = answers if isinstance(answers, tuple) else (answers,)
     if is_function(node):
         # They answer for every argument, tensor or not; a node has inputs for tensors alone.
-        needed = iter([a for a, is_needed in zip(answers, node.needs_input_grad) if is_needed])
+        pairs = zip(answers, node.needs_input_grad, strict=False)
+        needed = iter([answer for answer, is_needed in pairs if is_needed])
         answers = tuple(used and next(needed) for used, _ in node.next_functions)
     return tuple(None if answer is None else answer.to_dense() for answer in answers)
 

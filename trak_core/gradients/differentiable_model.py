@@ -107,7 +107,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     ``requires_grad``. Refused is a pattern that matches no parameter, or one whose numbers aren't
     real and floating-point; a model with nothing to differentiate; and one that gets shapes later.
     """
-    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    tensors = *model.named_parameters(), *model.named_buffers()
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
             "A model must have all its shapes when make_model() returns it. Found none yet for "

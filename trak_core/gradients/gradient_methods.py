@@ -268,8 +268,8 @@ def _in_turn(
             check_graph(f)
             with memory_formats_kept_apart(f):
                 for group in groups:
-                    is_last = group is groups[-1]
-                    found = torch.autograd.grad(f, group, retain_graph=not is_last, allow_unused=True)
+                    more = group is not groups[-1]
+                    found = torch.autograd.grad(f, group, retain_graph=more, allow_unused=True)
                     for parameter, gradient in zip(group, found, strict=True):
                         if gradient is not None:
                             taker.take(parameter, [Dense(gradient.to_dense()[None, None])])

@@ -48,7 +48,8 @@ class Engine:
     engine computes as without ``batch_dim``. That takes longer and gives the same result.
 
     Without ``batch_dim`` all rows of the Jacobian go through the graph together, parameter by
-    parameter.
+    parameter. So they do where parameters have hooks, or modules full backward hooks, which change
+    each row. ``batch_dim`` leaves out hooks on tensors made of parameters, such as a view.
 
     Args:
         modules: Their parameters, and those of their children, are differentiated if they have
