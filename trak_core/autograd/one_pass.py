@@ -230,7 +230,7 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
         return None
     of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
     if of_modules or any(leaf._backward_hooks for leaf in graph.parameters.values()):
-        raise UnreadableGraphError("has hooks on parameters or modules, which change gradients")
+        raise UnreadableGraphError("has hooks on parameters or modules, which may change gradients")
     plan = make_plan(graph, {(edge.node, edge.output_nr): Layout(stride, n_samples)})
     return plan if edge.node in plan.layouts else None
 

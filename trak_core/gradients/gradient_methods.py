@@ -175,7 +175,7 @@ def gradients_one_by_one(
 
     It is plain autograd, ``torch.autograd.grad(f, parameters)``, so that it works for everything
     that autograd takes, and hooks of the user's change gradients as they do there. A large model
-    takes a pass for each of eight groups of its parameters, whose gradients are in memory together.
+    takes a pass for each of several groups of parameters, of which one is in memory at a time.
     """
     return _in_turn(model, parameters, output, samples, consumer, n_copies=1)
 
@@ -269,11 +269,11 @@ def _in_turn(
             with memory_formats_kept_apart(f):
                 for group in groups:
                     more = group is not groups[-1]
-                    found = torch.autograd.grad(f, group, retain_graph=more, allow_unused=True)
-                    for parameter, gradient in zip(group, found, strict=True):
+                    gradients = torch.autograd.grad(f, group, retain_graph=more, allow_unused=True)
+                    for parameter, gradient in zip(group, gradients, strict=True):
                         if gradient is not None:
                             taker.take(parameter, [Dense(gradient.to_dense()[None, None])])
-                    del found
+                    del gradients
         taker.finish()
         rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
