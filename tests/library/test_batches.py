@@ -101,6 +101,27 @@ def test_a_sample_of_another_dtype_is_told_from_a_mistake_in_the_model():
     assert said in str(error.value)
 
 
+def by_grad(m, x):
+    return torch.autograd.grad(m.linear(x).sum(), x, create_graph=True)[0]
+
+
+def by_backward(m, x):
+    m.linear(x).sum().backward(create_graph=True)
+    return x.grad
+
+
+def by_jacobian(m, x):
+    rows = [torch.autograd.grad(y, x, create_graph=True)[0] for y in m.linear(x).sum(0)]
+    return torch.stack(rows, 1).flatten(1)
+
+
+@pytest.mark.parametrize("forces", [by_grad, by_backward, by_jacobian])
+def test_a_forward_that_differentiates_is_told_how(forces):
+    model = Net(lambda m, x: forces(m, x.requires_grad_()), {"linear": lambda: nn.Linear(4, 3)})
+    with refused("gradients.model_call", re.compile(r"(?s)Found .*(?=A forward)")):
+        count_classes(model, CLASSIFICATION, (torch.zeros(1, 4), torch.tensor([0])), CPU)
+
+
 def test_what_a_model_returns_must_fit_the_labels():
     images, pixels = torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long)
     coarse = nn.Conv2d(3, 5, 2, stride=2)

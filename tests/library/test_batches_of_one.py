@@ -24,7 +24,6 @@ from trak_core.gradients import (
     gradients_with_copies,
     select_parameters,
 )
-from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gramian import train_gramian
 from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -265,20 +264,24 @@ def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
         )
 
 
-def test_what_is_free_goes_back_between_large_gradients(monkeypatch):
-    """The gradient of an input's table, which comes last, doesn't lie beside what others left."""
-    module, order = sys.modules[gradients_one_by_one.__module__], []
+@pytest.mark.parametrize(("limit", "groups"), [(2**28, 1), (4 * 1000, 2), (4 * 900, 3), (0, 4)])
+def test_a_large_gradient_is_never_there_as_a_whole(limit, groups, monkeypatch):
+    """Plain autograd takes groups of parameters, of an eighth of all or a limited size."""
+    module, grad, n_entries = sys.modules[gradients_one_by_one.__module__], torch.autograd.grad, []
 
-    class Noted(Formed):
-        def take(self, parameter, uses):
-            order.append(parameter.shape)
-            super().take(parameter, uses)
+    def noted(f, parameters, **options):
+        n_entries.append(sum(p.numel() for p in parameters))
+        return grad(f, parameters, **options)
 
-    monkeypatch.setattr(module, "return_freed", lambda: order.append("freed"))
-    monkeypatch.setattr(module, "_RETURNED_BYTES", 4 * 20 * 30)
+    monkeypatch.setattr(module, "_WHOLE_BYTES", limit)
     model = nn.Sequential(nn.Embedding(40, 20), nn.Flatten(), nn.Linear(20, 30), nn.Linear(30, 3))
+    model.unused = nn.Parameter(torch.ones(150))
     parameters = select_parameters(model, None)
-    batch = as_batch((torch.tensor([[7]]), torch.tensor([1])), CLASSIFICATION)
-    gradients_one_by_one(model, parameters, CLASSIFICATION, batch, Noted.zeros(parameters, 1))
-    assert set(order[:4]) == {(3,), (3, 30), (30,), (30, 20)}
-    assert order[4:] == ["freed", (40, 20), "freed"]
+    batch = torch.tensor([[7], [9]]), torch.tensor([1, 2])
+    expected = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, batch)
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    found = formed_gradients(gradients_one_by_one, model, parameters, CLASSIFICATION, batch)
+    for name, gradients in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradients)
+    assert len(n_entries) == 2 * groups
+    assert max(n_entries) <= max(limit // 4, 800)

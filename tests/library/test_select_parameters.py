@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from refused import refused
 from torch import nn
@@ -42,3 +43,19 @@ def test_complex_parameters_are_refused():
     with refused("gradients.complex_parameter", "filter torch.complex64"):
         select_parameters(model, None)
     assert list(select_parameters(model, ["weight"])) == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [
+        (lambda: nn.LazyLinear(3), "1.weight, 1.bias"),
+        (lambda: nn.LazyConv2d(3, 2, bias=False), "1.weight"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "1.running_mean, 1.running_var"),
+        (lambda: nn.Sequential(nn.LazyLinear(3, bias=False), nn.Tanh()), "1.0.weight"),
+    ],
+)
+@pytest.mark.parametrize("patterns", [None, ["0.*"]])
+def test_shapes_that_come_with_the_first_call_are_refused(layer, names, patterns):
+    model = nn.Sequential(nn.Linear(2, 2), layer())
+    with refused("gradients.lazy_parameter", names):
+        select_parameters(model, patterns)

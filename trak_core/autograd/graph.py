@@ -53,15 +53,17 @@ def name_of(node: Node) -> str:
     return node.name().partition("Backward")[0]
 
 
-class NestedTensorError(Exception):
-    """A tensor of the graph is nested: each of its rows has a shape of its own."""
+class UnreadableGraphError(Exception):
+    """One pass for all samples can't read the graph; the message goes on from "it"."""
 
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    """Return the shape of one output of a node, or raise ``NestedTensorError``."""
+    """Return the shape of one output of a node, or raise ``UnreadableGraphError``."""
     metadata = node._input_metadata[number]
     if metadata.is_nested_tensor:
-        raise NestedTensorError
+        raise UnreadableGraphError(
+            "has nested tensors in it, which have no shape that all samples share"
+        )
     return tuple(metadata.shape)
 
 
@@ -76,7 +78,10 @@ def leaf_of(node: Node) -> Tensor | None:
 
 
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a node's inputs from those of some outputs; the others have none."""
+    """Return the gradients of a node's inputs from those of some outputs; the others have none.
+
+    They are dense.
+    """
     own: list[Tensor | None] = [None] * len(node._input_metadata)
     if is_function(node):
         # They get zeros for outputs without a gradient, unlike the others.
@@ -84,7 +89,13 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     for number, gradient in gradients.items():
         own[number] = gradient
     answers = node.apply(*own) if is_function(node) else node(*own)
-    return answers if isinstance(answers, tuple) else (answers,)
+    answers = answers if isinstance(answers, tuple) else (answers,)
+    if is_function(node):
+        # They answer for every argument, tensor or not; a node has inputs for tensors alone.
+        pairs = zip(answers, node.needs_input_grad, strict=False)
+        needed = iter([answer for answer, is_needed in pairs if is_needed])
+        answers = tuple(used and next(needed) for used, _ in node.next_functions)
+    return tuple(None if answer is None else answer.to_dense() for answer in answers)
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:

@@ -17,6 +17,7 @@ from trak_core.autograd.graph import (
     Edge,
     Layout,
     Node,
+    UnreadableGraphError,
     differentiate,
     leaf_of,
     name_of,
@@ -86,7 +87,8 @@ def _together(
 
         return hook
 
-    with hooked(parameter.register_hook(watch(parameter)) for parameter in parameters):
+    hooks = [(parameter, watch(parameter)) for parameter in parameters]
+    with hooked(outputs, [(p.register_hook, hook) for p, hook in hooks]):
         backward(outputs, gradients, parameters, lambda rows: None, keep_graph=True)
 
 
@@ -100,7 +102,7 @@ def _one_by_one(
     for parameter, column in zip(parameters, zip(*by_row, strict=True), strict=True):
         if any(gradient is not None for gradient in column):
             zero = torch.zeros_like(parameter)
-            take(parameter, torch.stack([zero if g is None else g for g in column]))
+            take(parameter, torch.stack([zero if g is None else g.to_dense() for g in column]))
 
 
 def backward(
@@ -173,11 +175,27 @@ class _SeenThroughVmap(torch.autograd.Function):
 
 
 @contextmanager
-def hooked(handles: Iterable[Any]) -> Generator[None, None, None]:
-    """Remove hooks at the end, whatever happens."""
+def hooked(
+    start: Iterable[GradientEdge], hooks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
+) -> Generator[None, None, None]:
+    """Run one backward pass from ``start`` with hooks, each with what registers it.
+
+    An operation may run a pass of its own, as the adjoint of an ODE does. No hook fires there.
+    """
+    passes: list[int] = []
+
+    def in_first(hook: Callable[..., Any]) -> Callable[[Any], Any]:
+        def fire(gradients: Any) -> Any:
+            passes.append(torch._C._current_graph_task_id())
+            return hook(gradients) if passes[-1] == passes[0] else None
+
+        return fire
+
     with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+        for edge in start:
+            stack.callback(edge.node.register_prehook(in_first(lambda _: None)).remove)
+        for register, hook in hooks:
+            stack.callback(register(in_first(hook)).remove)
         yield
 
 
@@ -198,7 +216,9 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
     """Return how one pass serves all samples, independent along the output's dimension ``dim``.
 
     None without samples, if they can't be told apart, if there is nothing to differentiate, or if a
-    single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
+    single sample has several entries. Statistics over samples raise a ``MixedSamplesError``, hooks
+    on parameters or modules an ``UnreadableGraphError``: they may do to the gradients of all
+    samples what they don't do to each.
     """
     n_samples = output.shape[dim]
     if n_samples == 0 or n_samples == 1 < output.numel():
@@ -208,6 +228,9 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
     stride = stride_at(output.shape, dim, 1, n_samples)
     if stride is None or not graph.order:
         return None
+    of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
+    if of_modules or any(leaf._backward_hooks for leaf in graph.parameters.values()):
+        raise UnreadableGraphError("has hooks on parameters or modules, which may change gradients")
     plan = make_plan(graph, {(edge.node, edge.output_nr): Layout(stride, n_samples)})
     return plan if edge.node in plan.layouts else None
 
@@ -253,7 +276,8 @@ def by_samples(
         for node, rows in by_node.items():
             gathered.visit(node, rows)
 
-    with hooked(node.register_prehook(watch(node)) for node in plan.inner):
+    hooks = [(node.register_prehook, watch(node)) for node in plan.inner]
+    with hooked([start], hooks):
         backward([start], gradients, [GradientEdge(*stop) for stop in stops], at_stops, keep_graph)
     gathered.finish()
 

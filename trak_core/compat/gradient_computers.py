@@ -36,6 +36,7 @@ from trak_core.gradients import (
     gradients_at_once_or_with_copies,
     gradients_one_by_one,
     in_evaluation_mode,
+    refuse_hooks,
 )
 from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.model_output import ModelOutput
@@ -210,6 +211,7 @@ class FunctionalGradientComputer(_OfChosenParameters):
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``func_weights`` and ``func_buffers``, names to tensors."""
         super().load_model_params(model)
+        refuse_hooks(self._chosen, "FunctionalGradientComputer", "Take IterativeGradientComputer")
         self.func_weights = dict(model.named_parameters())
         self.func_buffers = dict(model.named_buffers())
 

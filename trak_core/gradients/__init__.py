@@ -36,6 +36,7 @@ from trak_core.gradients.differentiable_model import (
     in_evaluation_mode,
     memory_formats_kept_apart,
     n_params,
+    refuse_hooks,
     select_parameters,
 )
 from trak_core.gradients.gradient_methods import (
@@ -66,7 +67,7 @@ __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_o
 __all__ += ["MemoryByLength", "Room", "SampleMemory", "budget_bytes", "in_chunks"]
 __all__ += ["memory_by_length", "sample_memory", "samples_that_fit"]
 __all__ += ["check_finite", "check_finite_gramian", "check_labels", "check_samples_apart"]
-__all__ += ["count_classes", "explain_not_finite", "refuse_not_finite"]
+__all__ += ["count_classes", "explain_not_finite", "refuse_hooks", "refuse_not_finite"]
 __all__ += ["GradientMethod", "choose_method", "formed_gradients", "gradient_method"]
 __all__ += ["gradients_at_once", "gradients_at_once_or_with_copies", "gradients_one_by_one"]
 __all__ += ["gradients_in_turn", "gradients_with_copies", "memory_formats_kept_apart"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.gradient_terms import PIECE, piece_on
+from trak_core.autograd.graph import UnreadableGraphError
 from trak_core.autograd.one_pass import plan_of
 from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
@@ -121,7 +122,7 @@ def sample_memory(
     n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
     activations = _ACTIVATIONS * n_bytes // n_copies
     if values.requires_grad:
-        with contextlib.suppress(MixedSamplesError):
+        with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
             # Twice: as they arrive, and on their way down.

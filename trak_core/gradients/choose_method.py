@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from trak_core.autograd.graph import NestedTensorError
+from trak_core.autograd.graph import UnreadableGraphError
 from trak_core.autograd.one_pass import plan_of
 from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
@@ -88,8 +88,8 @@ def choose_method(
             return _at_once_or_alone(given)
     except InputError:
         raise
-    except NestedTensorError:
-        reason = "has nested tensors in it, which have no shape that all samples share"
+    except UnreadableGraphError as error:
+        reason = str(error)
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, _NOT_COMPARED
@@ -136,8 +136,11 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
     else:
         right, why = _which_is_right(given, gradients_at_once, difference)
         if right is _Right.METHOD:
-            notice = f"{_ALONE_IS_WRONG.format(f'{difference:.1g}')}."
-            return gradients_at_once_or_with_copies, notice
+            own = _digest(given, gradients_at_once)
+            if _difference(given, gradients_with_copies, own) is None:
+                notice = f"{_ALONE_IS_WRONG.format(f'{difference:.1g}')}."
+                return gradients_at_once_or_with_copies, notice
+            why = "the model's own gradient is not the derivative, as with a hook"
         reason = f"differs from autograd by {difference:.1g} of the largest entry; {why}"
         if right is _Right.BOTH:
             return gradients_at_once, f"one backward pass for all samples {reason}."

@@ -6,13 +6,14 @@ Some of torch's kernels and layers' settings would not give the gradients of f.
 import contextlib
 import fnmatch
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from trak_core.autograd.graph import Node, name_of
@@ -88,7 +89,8 @@ def check_graph(values: Tensor) -> None:
         raise InputError(
             "The model output must depend on a parameter that is differentiated. Found none that "
             "leads to it: don't call the model under `torch.no_grad()` or `inference_mode()`, "
-            "don't `detach()` on the way, and choose `parameters` that play a part.",
+            "don't `detach()` on the way, give `torch.autograd.grad` in a model "
+            "`create_graph=True`, and choose `parameters` that play a part.",
             code="gradients.no_graph",
         )
 
@@ -103,8 +105,16 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
 
     Patterns are shell-style (``layer4.*``), of full parameter names; None takes all that have
     ``requires_grad``. Refused is a pattern that matches no parameter, or one whose numbers aren't
-    real and floating-point; and a model with nothing to differentiate.
+    real and floating-point; a model with nothing to differentiate; and one that gets shapes later.
     """
+    tensors = *model.named_parameters(), *model.named_buffers()
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise InputError(
+            "A model must have all its shapes when make_model() returns it. Found none yet for "
+            f"{listed(lazy)}. Call a lazy module once, on a sample, in make_model().",
+            code="gradients.lazy_parameter",
+        )
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if patterns is None and not trainable:
@@ -149,6 +159,17 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
         f"{pattern!r}, which matches none of {listed(named) or 'no parameters'}.",
         code="gradients.unmatched_pattern",
     )
+
+
+def refuse_hooks(parameters: Mapping[str, Tensor], way: str, instead: str) -> None:
+    """Refuse hooks on parameters where ``torch.func``, which runs none, differentiates."""
+    hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
+    if hooked:
+        raise InputError(
+            f"Parameters must have no hooks for {way}, which would leave them out. Found hooks on "
+            f"{listed(hooked)}. {instead}, or remove the hooks.",
+            code="gradients.hooks",
+        )
 
 
 def n_params(parameters: dict[str, nn.Parameter]) -> int:

@@ -1,7 +1,6 @@
 """Compute per-sample gradients: by one backward pass for all samples, or by one each."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from trak_core.model_outputs.model_output import (
     of_sample,
     over_samples,
 )
-from trak_core.system.job import return_freed
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
@@ -175,8 +173,9 @@ def gradients_one_by_one(
 ) -> list[Tensor]:
     """Return and hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
 
-    The model is called as it is, so that it works for everything that autograd takes. A parameter's
-    gradient is dropped when the consumer has taken it.
+    It is plain autograd, ``torch.autograd.grad(f, parameters)``, so that it works for everything
+    that autograd takes, and hooks of the user's change gradients as they do there. A large model
+    takes a pass for each of several groups of parameters, of which one is in memory at a time.
     """
     return _in_turn(model, parameters, output, samples, consumer, n_copies=1)
 
@@ -229,9 +228,22 @@ def gradients_at_once_or_with_copies(
     return method(model, parameters, output, batch, consumer)
 
 
-# Gradients of so many bytes, and the heap is given back: activations have gone, whose room a large
-# matrix' gradient doesn't take.
-_RETURNED_BYTES = 2**27
+# A whole gradient of more bytes is computed in groups of parameters.
+_WHOLE_BYTES = 2**28
+_GROUPS = 8
+
+
+def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Cut parameters into groups that have a limited size, or one member."""
+    parameters = list(parameters)
+    most = max(_WHOLE_BYTES, sum(p.nbytes for p in parameters) // _GROUPS)
+    group: list[nn.Parameter] = []
+    for parameter in parameters:
+        if group and sum(p.nbytes for p in [*group, parameter]) > most:
+            yield group
+            group = []
+        group.append(parameter)
+    yield group
 
 
 def _in_turn(
@@ -244,41 +256,25 @@ def _in_turn(
 ) -> list[Tensor]:
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
-
-    # Autograd keeps what a hook returns until the pass is over. What came to be between two
-    # gradients would lie where the first was, so that the next one finds no room there.
-    nothing = [p.new_zeros(()).expand(p.shape) for p in parameters.values()]
-    n_bytes = 0
-
-    def watch(
-        parameter: Tensor, no_gradient: Tensor, taker: SampleConsumer
-    ) -> Callable[[Tensor], Tensor]:
-        def hook(gradient: Tensor) -> Tensor:
-            nonlocal n_bytes
-            taker.take(parameter, [Dense(gradient.detach()[None, None])])
-            n_bytes += gradient.nbytes
-            if n_bytes > _RETURNED_BYTES and gradient.device.type == "cpu":
-                return_freed()
-                n_bytes = 0
-            return no_gradient
-
-        return hook
-
+    groups = list(_groups(parameters.values()))
     for i in range(len(batch)):
         sample = batch.rows(slice(i, i + 1))
         given = joined([sample] * n_copies)
-        with ExitStack() as stack, differentiating(model, parameters.values()):
+        taker = consumer.of(slice(i, i + 1))
+        with differentiating(model, parameters.values()):
             outputs = output.read(given.given_to(model))
             outputs = of_sample(outputs, 0, n_copies)
             f = output.value(outputs, sample.labels[0])
-            taker = consumer.of(slice(i, i + 1))
-            for parameter, no_gradient in zip(parameters.values(), nothing, strict=True):
-                hook = watch(parameter, no_gradient, taker)
-                stack.callback(parameter.register_hook(hook).remove)
             check_graph(f)
-            stack.enter_context(memory_formats_kept_apart(f))
-            torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
-            taker.finish()
+            with memory_formats_kept_apart(f):
+                for group in groups:
+                    more = group is not groups[-1]
+                    gradients = torch.autograd.grad(f, group, retain_graph=more, allow_unused=True)
+                    for parameter, gradient in zip(group, gradients, strict=True):
+                        if gradient is not None:
+                            taker.take(parameter, [Dense(gradient.to_dense()[None, None])])
+                    del gradients
+        taker.finish()
         rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 

@@ -310,6 +310,10 @@ def _different_shapes(
     )
 
 
+_DIFFERENTIATES = (
+    "A forward that differentiates must do so in a block `with torch.enable_grad():`, and with "
+    "`create_graph=True`: it also runs where nothing else is differentiated."
+)
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -330,11 +334,14 @@ def call(model: nn.Module, batch: Batch) -> object:
             for name, tensor in batch.tensors()
         )
         own = ", ".join(sorted({_short(p.dtype) for p in model.parameters()})) or "none"
+        remedy = CHANGE_SAMPLES
+        if "does not require grad" in str(error):
+            remedy = _DIFFERENTIATES
         raise InputError(
             "The model must take its samples without an error. Called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}; "
             f"parameters of {own}. Found {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{CHANGE_SAMPLES}",
+            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{remedy}",
             code="gradients.model_call",
         ) from error
 

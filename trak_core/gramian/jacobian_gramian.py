@@ -7,6 +7,7 @@ a time.
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trak_core.autograd.gradient_terms import Contribution, add_product, summed_parts
+from trak_core.autograd.graph import UnreadableGraphError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
 from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
@@ -46,7 +48,8 @@ class Engine:
     engine computes as without ``batch_dim``. That takes longer and gives the same result.
 
     Without ``batch_dim`` all rows of the Jacobian go through the graph together, parameter by
-    parameter.
+    parameter. So they do where parameters have hooks, or modules full backward hooks, which change
+    each row. ``batch_dim`` leaves out hooks on tensors made of parameters, such as a view.
 
     Args:
         modules: Their parameters, and those of their children, are differentiated if they have
@@ -230,7 +233,9 @@ def parameter_gramian(
     products = _Products(gramian)
     with torch.no_grad():
         dim = None if batch_dim is None else _checked_dim(output, batch_dim)
-        plan = None if dim is None else plan_of(output, parameters, dim)
+        plan = None
+        with suppress(UnreadableGraphError):
+            plan = None if dim is None else plan_of(output, parameters, dim)
         if dim is None or plan is None:
             by_rows(products, output, parameters)
         else:

@@ -1,0 +1,367 @@
+"""Models that change gradients by hooks, or take some by themselves, on the way or going back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from architectures import Net
+from refused import refused
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from trak_core.compat.gradient_computers import FunctionalGradientComputer
+from trak_core.compat.modelout_functions import ImageClassificationModelOutput
+from trak_core.gradients import formed_gradients, gradient_method, select_parameters
+from trak_core.gradients.check_gradients import check_samples_apart
+from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
+from trak_core.gramian import Engine, train_gramian
+from trak_core.model.gauss_newton_scores import _Tangents
+from trak_core.model_outputs.model_output import ModelOutput
+
+OUTPUT = ModelOutput(
+    read=lambda returned: returned.flatten(1),
+    value=lambda x, _: (x * torch.arange(1.0, 1 + len(x)).sqrt()).square().sum(),
+    loss_weight=lambda x, _: x.sum(),
+    has_labels=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def values(model, inputs):
+    """f of all samples, by one forward pass."""
+    x = model.eval()(inputs).flatten(1)
+    return (x * torch.arange(1.0, 1 + x.shape[1]).sqrt()).square().sum(1)
+
+
+def by_backward(model, inputs):
+    """Gradients of each sample, by a graph of its own; no hook needs to be there."""
+    rows = []
+    for i in range(len(inputs)):
+        model.zero_grad()
+        values(model, inputs[i : i + 1]).sum().backward()
+        rows.append({
+            name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
+            for name, p in model.named_parameters()
+        })
+    model.zero_grad()
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_all_give(model, inputs, expected):
+    """Features' way, plain autograd and all kinds of inner products give these gradients."""
+    parameters = select_parameters(model, None)
+    method = gradient_method(model, parameters, OUTPUT, (inputs,))
+    scale = max(float(rows.abs().max()) for rows in expected.values())
+    assert scale > 0
+    for way in {method, gradients_one_by_one}:
+        for given, rows in ((inputs, slice(None)), (inputs[1:2], slice(1, 2))):
+            found = formed_gradients(way, model, parameters, OUTPUT, (given,)).gradients
+            for name, gradients in expected.items():
+                error = float((found[name] - gradients[rows]).abs().max())
+                assert error <= 1e-9 * scale, (way.__name__, name)
+    flat = torch.cat([rows.flatten(1) for rows in expected.values()], 1)
+    truth = flat @ flat.T
+    gramians = [
+        Engine(model, batch_dim=batch_dim).compute_gramian(values(model, inputs))
+        for batch_dim in (None, 0)
+    ]
+    gramians.append(torch.from_numpy(train_gramian(model, parameters, OUTPUT, [(inputs,)])))
+    for gramian in gramians:
+        assert float((gramian - truth).abs().max()) <= 1e-9 * float(truth.abs().max())
+    return method
+
+
+def mask(gradient):
+    return gradient * (torch.arange(len(gradient)) % 2).view(-1, *[1] * (gradient.ndim - 1))
+
+
+def clip(gradient):
+    return gradient / gradient.norm().clamp(min=1e-3)
+
+
+def clip_if_large(gradient):
+    return gradient / gradient.norm() if gradient.norm() > 0.5 else None
+
+
+def in_place(gradient):
+    gradient[0] = 0
+
+
+HOOKS = {
+    "mask": mask,
+    "scaling": lambda gradient: 2 * gradient,
+    "sign flip": torch.neg,
+    "clipping": clip,
+    "clipping by a condition": clip_if_large,
+    "clipped entries": lambda gradient: gradient.clamp(-0.1, 0.1),
+    "written into": in_place,
+    "added decay": lambda gradient: gradient + 1,
+    "nothing but a look": lambda gradient: None,
+}
+
+
+def tokens():
+    return torch.randint(0, 7, (4, 3))
+
+
+class Tied(nn.Embedding):
+    def forward(self, x):
+        return super().forward(x).sum(1).tanh() @ self.weight.T
+
+
+def flat(*layers):
+    return nn.Sequential(*layers, nn.Flatten(), nn.Tanh(), nn.LazyLinear(2))
+
+
+LAYERS = {
+    "linear": (lambda: flat(nn.Linear(3, 4)), "0.weight", lambda: torch.randn(4, 3)),
+    "bias": (lambda: flat(nn.Linear(3, 4)), "0.bias", lambda: torch.randn(4, 3)),
+    "embedding": (lambda: flat(nn.Embedding(7, 4)), "0.weight", tokens),
+    "bag": (lambda: flat(nn.EmbeddingBag(7, 4)), "0.weight", tokens),
+    "tied": (lambda: Tied(7, 4), "weight", tokens),
+    "convolution": (lambda: flat(nn.Conv2d(2, 3, 2)), "0.weight", lambda: torch.randn(4, 2, 4, 4)),
+    "norm": (lambda: flat(nn.Linear(3, 4), nn.LayerNorm(4)), "1.weight", lambda: torch.randn(4, 3)),
+    "normalised weight": (
+        lambda: flat(weight_norm(nn.Linear(3, 4))),
+        "0.parametrizations.weight.original1",
+        lambda: torch.randn(4, 3),
+    ),
+    "recurrent": (
+        lambda: Net(lambda m, x: m.lstm(x)[0], {"lstm": lambda: nn.LSTM(3, 2, batch_first=True)}),
+        "lstm.weight_hh_l0",
+        lambda: torch.randn(4, 3, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_hooks_on_parameters_change_the_gradient_of_each_sample(layer, hook, capsys):
+    make, name, inputs = LAYERS[layer]
+    model, inputs = make(), inputs()
+    model(inputs)
+    expected = by_backward(model, inputs)
+    changed = [HOOKS[hook](row) for row in expected[name]]  # or written into
+    expected[name] = torch.stack([
+        row if new is None else new for row, new in zip(expected[name], changed, strict=True)
+    ])
+    model.get_parameter(name).register_hook(HOOKS[hook])
+    assert assert_all_give(model, inputs, expected) is gradients_one_by_one
+    assert "it has hooks on parameters or modules, which may change" in capsys.readouterr().out
+
+
+def test_hooks_of_other_parameters_and_of_optimizers_change_nothing():
+    """Those that run after a gradient was added to ``.grad``, which nothing here does."""
+    model, inputs = flat(nn.Linear(3, 4)), torch.randn(4, 3)
+    model(inputs)
+    expected = by_backward(model, inputs)
+    model[0].weight.register_hook(torch.neg)
+    model[0].weight.requires_grad_(False)
+    model[-1].weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    del expected["0.weight"]
+    assert assert_all_give(model, inputs, expected) is gradients_at_once
+
+
+def both(function):
+    """A hook of a module after its pass, from one before it."""
+    return lambda module, inputs, outputs: function(module, inputs)
+
+
+def each(function):
+    return lambda module, gradients: tuple(g if g is None else function(g) for g in gradients)
+
+
+MODULE_HOOKS = {"scaling": each(torch.neg), "clipping": each(clip), "a look": lambda *_: None}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_hooks_on_modules_change_the_gradient_of_each_sample(place, is_before, hook):
+    model, inputs = flat(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 3)
+    model(inputs)
+    if is_before:
+        model[place].register_full_backward_pre_hook(MODULE_HOOKS[hook])
+    elif place:  # the first module's inputs have no gradient
+        model[place].register_full_backward_hook(both(MODULE_HOOKS[hook]))
+    assert_all_give(model, inputs, by_backward(model, inputs))
+
+
+MADE = {
+    "a view": lambda w: w.view(4, 3),
+    "a transpose": lambda w: w.reshape(3, 4).t(),
+    "a copy": lambda w: w * 1.5,
+}
+
+
+@pytest.mark.parametrize("hook", ["mask", "sign flip", "clipping", "added decay"])
+@pytest.mark.parametrize("made", [*MADE, "hidden values"])
+def test_features_obey_hooks_that_a_forward_pass_registers(made, hook, capsys):
+    """Finite differences know nothing of them: they don't say that autograd is wrong."""
+
+    def forward(m, x):
+        weight = MADE.get(made, torch.clone)(m.linear.weight)
+        hidden = nn.functional.linear(x, weight)
+        if weight.requires_grad:
+            (weight if made in MADE else hidden).register_hook(HOOKS[hook])
+        return m.head(hidden.tanh())
+
+    parts = {"linear": lambda: nn.Linear(3, 4, bias=False), "head": lambda: nn.Linear(4, 2)}
+    model, inputs = Net(forward, parts), torch.randn(4, 3)
+    parameters = select_parameters(model, None)
+    method = gradient_method(model, parameters, OUTPUT, (inputs,))
+    found = formed_gradients(method, model, parameters, OUTPUT, (inputs,)).gradients
+    for name, rows in by_backward(model, inputs).items():
+        torch.testing.assert_close(found[name], rows, rtol=1e-9, atol=1e-9)
+    assert "autograd gives wrong" not in capsys.readouterr().out
+
+
+def test_what_runs_no_hooks_refuses_them():
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.register_hook(torch.neg)
+    with refused("gradients.hooks", "weight, bias", "FunctionalGradientComputer"):
+        FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
+    with refused("gradients.hooks", "weight", "projection: gauss_newton"):
+        _Tangents(SimpleNamespace(parameters={"weight": model.weight}))
+
+
+class Adjoint(torch.autograd.Function):
+    """Midpoint steps, which the backward pass makes again and differentiates by itself."""
+
+    @staticmethod
+    def forward(ctx, layer, n_steps, x, *parameters):
+        ctx.layer, ctx.n_steps = layer, n_steps
+        ctx.states = []
+        for _ in range(n_steps):
+            ctx.states.append(x)
+            x = midpoint(layer, x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parameters = list(ctx.layer.parameters())
+        totals = [torch.zeros_like(p) for p in parameters]
+        for state in reversed(ctx.states):
+            # d(x + h(x + h(x) / 2)) in the order of a solver: two calls with a weight each.
+            with torch.enable_grad():
+                start = state.detach().requires_grad_()
+                middle = (start + ctx.layer(start) / 2).detach().requires_grad_()
+                last = ctx.layer(middle)
+                first = ctx.layer(start)
+            to_middle, *late = torch.autograd.grad(last, [middle, *parameters], gradient)
+            to_start, *early = torch.autograd.grad(first, [start, *parameters], to_middle)
+            gradient = gradient + to_middle + to_start / 2
+            totals = [t + a + b / 2 for t, a, b in zip(totals, late, early, strict=True)]
+        return None, None, gradient, *totals
+
+
+def midpoint(layer, x):
+    return x + layer(x + layer(x) / 2)
+
+
+class Steps(nn.Module):
+    """``used`` says where the layer is used besides, plainly."""
+
+    def __init__(self, n_steps, used, layer):
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(3, 4), layer(), nn.Linear(4, 2)
+        self.n_steps, self.used, self.is_plain = n_steps, used, False
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        if self.used == "before":
+            x = self.layer(x)
+        if self.is_plain:
+            for _ in range(self.n_steps):
+                x = midpoint(self.layer, x)
+        else:
+            x = Adjoint.apply(self.layer, self.n_steps, x, *self.layer.parameters())
+        if self.used == "after":
+            x = self.layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.LayerNorm(4), weight_norm(nn.Linear(4, 4)), nn.Sigmoid()),
+    ],
+)
+@pytest.mark.parametrize("used", ["before", "after", "nowhere else"])
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_an_operation_that_differentiates_its_own_layer(n_steps, used, layer):
+    model, inputs = Steps(n_steps, used, layer), torch.randn(4, 3)
+    model.is_plain = True
+    expected = by_backward(model, inputs)
+    model.is_plain = False
+    assert_all_give(model, inputs, expected)
+
+
+class Energy(nn.Module):
+    """Returns derivatives of a network with respect to its inputs, and perhaps the network's."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)), how
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.requires_grad_()
+            energy = self.net(x)
+            (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        if self.how == "with the energy":
+            return torch.cat([energy, forces], 1)
+        return forces.square().sum(1, keepdim=True) if self.how == "a penalty" else forces
+
+
+@pytest.mark.parametrize("how", ["forces", "with the energy", "a penalty"])
+def test_a_forward_that_differentiates(how):
+    model, inputs = Energy(how), torch.randn(4, 3)
+    check_samples_apart(model, OUTPUT, (inputs,))
+    assert_all_give(model, inputs, by_backward(model, inputs))
+
+
+# What is made of a table's rows, and whether another use of it is dense.
+SPARSE = {
+    "embedding": lambda k: nn.Sequential(nn.Embedding(7, 4, **k), nn.Flatten(), nn.Linear(12, 2)),
+    "padding": lambda k: nn.Sequential(
+        nn.Embedding(7, 4, padding_idx=2, **k), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)
+    ),
+    "bag": lambda k: nn.Sequential(nn.EmbeddingBag(7, 4, **k), nn.Tanh(), nn.Linear(4, 2)),
+    "bag of sums": lambda k: nn.EmbeddingBag(7, 4, mode="sum", **k),
+    "two uses": lambda k: Net(
+        lambda m, x: m.table(x).sum(1) * m.table(x.flip(1)).prod(1),
+        {"table": lambda: nn.Embedding(7, 4, **k)},
+    ),
+    "tied": lambda k: Net(
+        lambda m, x: m.table(x).sum(1).tanh() @ m.table.weight.T,
+        {"table": lambda: nn.Embedding(7, 4, **k)},
+    ),
+    "gathered": lambda k: Net(
+        lambda m, x: m.w.gather(0, x.flatten(), sparse_grad=bool(k)).view(x.shape).sin(),
+        {"w": lambda: nn.Parameter(torch.randn(7))},
+    ),
+    "below a recurrent layer": lambda k: Net(
+        lambda m, x: m.lstm(m.table(x))[0],
+        {"table": lambda: nn.Embedding(7, 3, **k), "lstm": lambda: nn.LSTM(3, 2, batch_first=True)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_give_what_dense_ones_do(name):
+    inputs = tokens()
+    dense, model = (SPARSE[name](k) for k in ({}, {"sparse": True}))
+    model.load_state_dict(dense.state_dict())
+    assert_all_give(model, inputs, by_backward(dense, inputs))
