@@ -244,9 +244,30 @@ def _load(file: Any, place: str) -> Any:
                 with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
                     saved = torch.load(file, map_location=place, weights_only=True)
                 saved = {key: value for key, value in saved.items() if not _holds_objects(value)}
-                if any(isinstance(saved.get(wrapper), dict) for wrapper in WRAPPERS):
+                if any(name for name, _ in state_dicts(saved)):
                     return saved
         raise
+
+
+def is_state_dict(saved: object) -> bool:
+    """Whether something is a mapping of names to tensors."""
+    return isinstance(saved, dict) and all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in saved.items()
+    )
+
+
+def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the state dicts that a file holds, each after the keys that lead to it.
+
+    The keys are joined by dots. An optimizer's state is none, nor are numbers without a shape.
+    """
+    if is_state_dict(saved):
+        if any(value.ndim for value in saved.values()):
+            yield name, saved
+    elif isinstance(saved, dict) and "param_groups" not in saved:
+        for key, value in saved.items():
+            if isinstance(key, str):
+                yield from state_dicts(value, f"{name}.{key}" if name else key)
 
 
 def _holds_objects(value: Any) -> bool:
