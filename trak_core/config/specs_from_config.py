@@ -294,8 +294,7 @@ class Specs:
             dtype=self.config["features_dtype"] if self.is_projected else "float64",
             study_digest=self._with_output(self.digests["training"]),
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
-            state_dicts={n: c.state_dict for n, c in self.checkpoints.items() if c.state_dict}
-            or None,
+            state_dicts={n: s for n, c in self.checkpoints.items() if (s := c.state_dict)} or None,
         )
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:

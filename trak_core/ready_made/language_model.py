@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
+from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -27,6 +28,7 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 from trak_core.spec import ADAPTER_CONFIG
+from trak_core.study.weight_files import refuse_quantized
 
 _TEXT = "{text}"
 # "Prompt", "promt" and "prompts" are nearer to "prompt", "prompt_id" isn't.
@@ -58,7 +60,7 @@ def language_model(
     from transformers import AutoTokenizer
 
     folder = _config_folder(Path(weights))
-    tokenizer: Any = AutoTokenizer.from_pretrained(_tokenizer_source(folder))
+    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, _tokenizer_source(folder))
 
     told: set[bool] = set()
     used = used_by(prompt, text) | {"messages"} | ({"prompt"} if prompt is None else set())
@@ -240,12 +242,14 @@ def _model(folder: Path) -> nn.Module:
 
     base = _base(folder)
     if base is None:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        config = from_folder(AutoConfig.from_pretrained, folder)
+        return from_folder(AutoModelForCausalLM.from_config, folder, config)
     needed("peft", "language")
     from peft import PeftConfig, get_peft_model
 
-    model: Any = AutoModelForCausalLM.from_pretrained(base)
-    config = PeftConfig.from_pretrained(str(folder))
+    refuse_quantized(Path(base))
+    model: Any = from_folder(AutoModelForCausalLM.from_pretrained, base)
+    config: Any = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = base  # else peft warns of a name that changed
     config.inference_mode = False  # else peft freezes the adapter
     return get_peft_model(model, config)

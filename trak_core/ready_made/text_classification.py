@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
+from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -49,8 +50,8 @@ def text_classification(
             f"study_arguments: weights must be a folder with config.json. Found none in {weights}.",
             code="studies.weights",
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(weights)
-    config: Any = AutoConfig.from_pretrained(weights)
+    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, weights)
+    config: Any = from_folder(AutoConfig.from_pretrained, weights)
     numbers = dict(config.label2id)
     # Names of classes that aren't numbered from 0 tell nothing of the logits.
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
@@ -59,7 +60,7 @@ def text_classification(
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
 
     def make_model() -> nn.Module:
-        return AutoModelForSequenceClassification.from_config(config)
+        return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
         of_row = field(row, label)

@@ -33,7 +33,7 @@ def misfits_of(
 ) -> dict[str, list[str]]:
     """Return in words what keeps a checkpoint from fitting a model, with the keys.
 
-    Of the model's ``own`` those that are ``unread`` in evaluation mode need not be there.
+    Keys of the model's ``own`` that are ``unread`` in evaluation mode need not be there.
     """
     both = [key for key in own if key in state]
     stored = {_place(own[key]) for key in both if own[key].numel()}
@@ -123,10 +123,11 @@ def fit_weights(
         if len(bare) < len(state) or len(own_bare) < len(own):
             continue  # what tells keys apart is no wrapper's
         for prefix in _prefixes(bare, own_bare):
-            rest = {
-                k: name.removeprefix(prefix) for name, k in bare.items() if name.startswith(prefix)
+            names = {
+                key: own_bare.get(name.removeprefix(prefix), name.removeprefix(prefix))
+                for name, key in bare.items()
+                if name.startswith(prefix)
             }
-            names = {key: own_bare.get(name, name) for key, name in rest.items()}
             written = (p for p in shared_prefixes(names) if wrappers.sub("", p) == prefix)
             prefix = next(written, prefix)
             weights = {names[key]: state[key] for key in names}
@@ -135,8 +136,8 @@ def fit_weights(
                 alone += [] if misfits else [prefix]
                 misfits[f"not under {prefix}"] = [key for key in state if key not in names]
             if not misfits:
-                found = {n for key in (*state, *own) for n in wrappers.findall(key)}
-                return Fit(weights, names, _told(prefix, found))
+                removed = {n for key in (*state, *own) for n in wrappers.findall(key)}
+                return Fit(weights, names, _told(prefix, removed))
             tried.append((prefix, misfits))
         if alone:
             break

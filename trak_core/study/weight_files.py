@@ -424,7 +424,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         for names in (_FOLDER_FILES, ADAPTER_WEIGHTS, (ADAPTER_CONFIG,))
     )
     if whole and not (adapter or config):
-        _refuse_quantized(checkpoint)
+        refuse_quantized(checkpoint)
         return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
     if adapter and config and not whole:
         return [adapter], config
@@ -479,7 +479,8 @@ def _parts_of_zero(folder: Path) -> str | None:
     return None
 
 
-def _refuse_quantized(folder: Path) -> None:
+def refuse_quantized(folder: Path) -> None:
+    """Refuse a Hugging Face folder whose weights are quantized, by what its files say."""
     config = folder / "config.json"
     told = "`quantization_config` in config.json"
     if not config.is_file() or b'"quantization_config"' not in config.read_bytes():
@@ -488,7 +489,7 @@ def _refuse_quantized(folder: Path) -> None:
         told = next((path.name for path in others if path.is_file()), "")
     if told:
         raise InputError(
-            f"{folder}: a checkpoint's weights must be numbers of their own. Found quantized ones, "
+            f"{folder}: a model's weights must be numbers of their own. Found quantized ones, "
             f"by {told}. Take the weights from before, or save "
             "`model.dequantize()`.",
             code="study.checkpoint_quantized",
