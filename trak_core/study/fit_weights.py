@@ -110,7 +110,13 @@ class Fit(NamedTuple):
 def fit_weights(
     model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
 ) -> Fit:
-    """Return how a state fits a model; ``within`` are the keys that lead to it in its file."""
+    """Return how a state fits a model; ``within`` are the keys that lead to it in its file.
+
+    A prefix that all names share is taken off where they fit the model without it. What FSDP,
+    torch.compile, activation checkpointing and data parallelism put into names is taken off the
+    state's and the model's, as long as that leaves each side's names different. An ``InputError``
+    lists the keys that differ in the way that fits best, and says of what part all would fit.
+    """
     own = model.state_dict()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     unread = {f"{norm}.num_batches_tracked".lstrip(".") for norm in norms}
@@ -174,4 +180,5 @@ def _told(prefix: str, wrappers: Iterable[str]) -> list[str]:
 
 
 def in_words(misfits: Mapping[str, Sequence[str]]) -> str:
+    """Return what ``misfits_of`` returned as text."""
     return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())

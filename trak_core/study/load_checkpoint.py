@@ -143,13 +143,12 @@ def load_state_dict(
 ) -> None:
     """Put weights into ``model``, and the model into evaluation mode.
 
-    Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
-    parameters need to be there once, and must be equal otherwise. So need ``num_batches_tracked``
-    of norms not, which evaluation mode doesn't read. A prefix that every key has, and without which
-    they fit, is taken off, and so is what FSDP, torch.compile, activation checkpointing and data
-    parallelism put into names, of the weights and of the model; a line on standard output says so.
-    Weights must be finite. An ``InputError`` lists what doesn't fit, and names the ``source`` of
-    the weights, and the keys ``within`` it that lead to them.
+    Every parameter and buffer of the model must be there, with its shape, and nothing else. Tied
+    parameters need to be there once, and must be equal otherwise; ``num_batches_tracked`` of norms
+    may be missing, because evaluation mode doesn't read it. ``fit_weights`` says which prefixes and
+    wrappers in names don't count; a line on standard output tells of them. Weights must be finite.
+    An ``InputError`` lists what doesn't fit, and names the ``source`` of the weights, and the keys
+    ``within`` it that lead to them.
     """
     fitting, _, told = fit_weights(model, state, source, within)
     parameters = dict(model.named_parameters(remove_duplicate=False))
