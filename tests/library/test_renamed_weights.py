@@ -69,7 +69,7 @@ def test_weights_are_those_that_transformers_reads(kind, name, prefix, tmp_path,
     capsys.readouterr()
     model = made(kind)
     before = torch.get_rng_state()
-    assert check_checkpoint(model, path)
+    assert check_checkpoint(model, path).is_renamed
     digests = load_checkpoint(model, path)
     assert torch.equal(torch.get_rng_state(), before)
     assert digests == {"sha256": read_state_dict(path)[1]}

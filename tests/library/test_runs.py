@@ -34,6 +34,23 @@ MAPPING = {
 }
 
 
+def test_a_checkpoint_says_which_state_dict_it_is(tmp_path):
+    given = {"path": "1.pt", "run": "r", "at": 3}
+    table = {"a": {**given, "state_dict": "ema.model"}, "b": "1.pt", "c": {"path": "1.pt"}}
+    found = checkpoint_table(table, None)
+    assert [c.state_dict for c in found.values()] == ["ema.model", None, None]
+    (tmp_path / "c.tsv").write_text(
+        "checkpoint\tpath\tstate_dict\trun\tat\na\t1.pt\tema.model\tr\t3\nb\t1.pt\t\t\t\nc\t1.pt\t\t\t\n"
+    )
+    assert checkpoint_table(str(tmp_path / "c.tsv"), None) == found
+    # Where the pipeline trains, it is an argument of the training like any other.
+    trained = checkpoint_table({"a": {"state_dict": "x"}}, {})["a"]
+    assert (trained.state_dict, trained.arguments) == (None, {"state_dict": "x"})
+    (tmp_path / "out/checkpoint-5").mkdir(parents=True)
+    of_trainer = checkpoint_table({"t": {"path": str(tmp_path / "out"), "state_dict": "m"}}, None)
+    assert of_trainer["t-5"].state_dict == "m"
+
+
 def test_checkpoints_say_their_run_and_when(tmp_path):
     found = checkpoint_table(MAPPING, None)
     assert runs_of(found) == {"7": ["z"], "first": ["x", "y"], "w": ["w"]}
@@ -121,7 +138,7 @@ FIRST = {"path": "a.pt", "run": "r", "at": 1}
         ({"a": {"path": "a.pt", "at": -1}}, None, "a number from 0 on.*-1"),
         ({"a": {"path": "a.pt", "epoch": 1}}, None, "with `path`, .* Found epoch for .*'a'"),
         ({"a": {"path": "a.pt", 1: 2}}, None, "Found 1 for checkpoint 'a'"),
-        ({"a": {"run": "r"}}, None, "with `path`, and perhaps `run` and `at`"),
+        ({"a": {"run": "r"}}, None, "with `path`, and perhaps `run`, `at` and `state_dict`"),
         ({"a": "a.pt"}, {"epochs": 3}, "must be a mapping of training arguments.*with `training`"),
         ({"a": {"at": [1, "2"]}}, {}, "a number from 0 on.*'2'"),
         ({"a": {"at": [1, 1.0]}}, {}, "list each time once. Found 1.0 twice for run 'a'"),

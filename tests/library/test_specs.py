@@ -112,6 +112,27 @@ def test_a_preconditioner_decides_features_and_all_that_follows(made):
     assert after["train"].as_dict()["preconditioner"] == "adam"
 
 
+@pytest.mark.parametrize("other", ["c0", "c1"])
+def test_the_choice_of_a_state_dict_decides_what_its_checkpoint_does_and_averages(made, other):
+    paths = {"c0": "a.pt", "c1": {"path": "b.pt", "state_dict": "model"}}
+    chosen = paths | {other: {"path": "a.pt", "state_dict": "ema"}}
+    before, after = (made(training=None, checkpoints=own) for own in (paths, chosen))
+    changed = [name for name, spec in all_specs(after).items() if spec != all_specs(before)[name]]
+    assert {"scores", "self_influence"} <= {*changed}
+    jobs = [
+        lambda specs, name: specs.features(name, "train"),
+        lambda specs, name: specs.features(name, "few"),
+        lambda specs, name: specs.outputs.under(name),
+        lambda specs, name: specs.embeddings.under(name),
+        lambda specs, name: specs.normal_matrix(name),
+        lambda specs, name: specs.checkpoint_scores("few", name),
+    ]
+    for name in paths:
+        for job in jobs:
+            plain = [job(specs, name).as_dict() for specs in (before, after)]
+            assert (plain[0] != plain[1]) == (name == other)
+
+
 def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no_training(made):
     made()  # and now we are where the study is
     Path("beside.py").write_text("scale = 2\n")

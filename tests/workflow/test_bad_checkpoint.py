@@ -8,6 +8,7 @@ import time
 import zipfile
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,6 +18,7 @@ from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
+from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
 from trak_core.stages.compute_features import compute_features
 
@@ -128,7 +130,7 @@ STATES = {
     "a whole model": (net(), r"it holds torch\.nn\.modules\.container\.Sequential\. Save `model\."),
     "arguments beside the weights": (
         {"net": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
-        r"Reading it failed: it holds argparse\.Namespace\. Save `model\.state_dict\(\)` and use",
+        r"Found dict with net\. Say which for the checkpoint in the config: `state_dict: net`",
     ),
     "a list of tensors": ([torch.zeros(1)], r"state dict \(names to .* Found list with no keys"),
     "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
@@ -212,6 +214,22 @@ CHECKPOINTS = {
 }
 
 
+def features_of(workspace, checkpoint, **more):
+    compute_features(
+        features=workspace.path("out.h5"),
+        checkpoint=checkpoint,
+        study_file=workspace.path(STUDY),
+        spec=features_spec("regression", 4, **more),
+        code="code",
+        device="cpu",
+        batch_size=64,
+        memory_mb=500,
+        threads=1,
+    )
+    with open_artifact(workspace.path("out.h5"), FEATURES) as file:
+        return file.matrix("features")[:]
+
+
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bad_checkpoint(workspace, tmp_path, name):
@@ -219,19 +237,9 @@ def test_bad_checkpoint(workspace, tmp_path, name):
     path = tmp_path / ("c0.safetensors" if "safetensors" in name else "c0.pt")
     write(path)
     with pytest.raises(InputError) as error:
-        compute_features(
-            features=tmp_path / "out.h5",
-            checkpoint=path,
-            study_file=workspace.path(STUDY),
-            spec=features_spec("regression", 4),
-            code="code",
-            device="cpu",
-            batch_size=64,
-            memory_mb=500,
-            threads=1,
-        )
+        features_of(workspace, path)
     assert re.search(expected, str(error.value))
-    assert not (tmp_path / "out.h5").exists()
+    assert not workspace.path("out.h5").exists()
     assert not (tmp_path / "ran").exists()
 
 
@@ -262,7 +270,44 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     assert workspace.would_run()
     save(workspace.path(paths["old"]), {"net": net().state_dict()})
     found = message(refuse(workspace, config))
-    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Save the part", found)
+    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Say which", found)
+    config["checkpoints"]["old"] = {"path": paths["old"], "state_dict": "net"}
+    workspace.config = config
+    assert workspace.would_run()
+
+
+def test_the_start_says_which_state_dicts_are_taken_and_others_can_be(workspace, capsys):
+    """One file serves as several checkpoints; a choice is looked at when it changes."""
+    states = {key: net().state_dict() for key in ("model", "model_ema")}
+    for name in ("c1.pt", "c2.pt"):
+        save(workspace.path(name), {**states, "epoch": 3})
+    paths = {"a": "c1.pt", "b": "c2.pt", "c": {"path": "c2.pt", "state_dict": "model_ema"}}
+    check(workspace, {"checkpoints": paths})
+    said = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
+    assert said == [
+        "Notice: c1.pt, c2.pt: the weights under `model` are taken. Found others under "
+        "`model_ema`; `state_dict` of a checkpoint in the config says which to take."
+    ]
+    for name in ("a", "b"):
+        paths[name] = {"path": "c1.pt", "state_dict": "model"}
+    check(workspace, {"checkpoints": paths})
+    assert "Notice" not in capsys.readouterr().err
+    paths["a"]["state_dict"] = "ema"
+    with refused("config.preflight", "c1.pt", "Found no ema, and weights under model, model_ema."):
+        check(workspace, {"checkpoints": paths})
+
+
+def test_a_job_takes_the_state_dict_that_its_checkpoint_says(workspace, tmp_path):
+    states = {key: net().state_dict() for key in ("model", "model_ema")}
+    save(both := tmp_path / "both.pt", states)
+    found = {}
+    for part in states:
+        save(alone := tmp_path / f"{part}.pt", states[part])
+        expected = features_of(workspace, alone)
+        found[part] = features_of(workspace, both, state_dicts={"c0": part})
+        assert np.array_equal(found[part], expected)
+    assert np.array_equal(features_of(workspace, both), found["model"])
+    assert not np.array_equal(found["model"], found["model_ema"])
 
 
 def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError, listed
-from trak_core.study.load_checkpoint import (
-    read_state_dict,
-    shared_prefixes,
-    weights_without_numbers,
-)
+from trak_core.study.fit_weights import shared_prefixes
+from trak_core.study.load_checkpoint import read_state_dict, weights_without_numbers
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
 # An epoch or a step and its number; "sweep_1" has none. And how good a state was at that time.
@@ -31,8 +28,8 @@ def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shape
     loaded: dict[Path, Shapes] = {}
     for path in checkpoints:
         try:
-            state = weights_without_numbers(path)
-            state = read_state_dict(path)[0] if state is None else state
+            weights = weights_without_numbers(path)
+            state = read_state_dict(path)[0] if weights is None else weights.state
         except InputError as error:
             report.append(f"left out: {error}")
             continue

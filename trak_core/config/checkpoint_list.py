@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 from trak_core.spec import ordered, stream_of
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-_KEYS = ("path", "run", "at")
+_KEYS = ("path", "run", "at", "state_dict")
 # What transformers' Trainer calls the folders that it saves.
 _OF_TRAINER = re.compile(r"checkpoint-(\d+)")
 
@@ -27,7 +27,8 @@ class Checkpoint:
     """One checkpoint: the run that it comes from, and when, in any unit, if something says so.
 
     ``path`` is None where the pipeline trains it; ``arguments`` are what the study's ``train`` gets
-    for this run alone. One that ``is_listed`` was found in a Trainer's folder.
+    for this run alone. One that ``is_listed`` was found in a Trainer's folder. ``state_dict`` says
+    which of a file's weights are taken (``study.load_checkpoint``); None for those that are usual.
     """
 
     run: str
@@ -35,6 +36,7 @@ class Checkpoint:
     path: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     is_listed: bool = False
+    state_dict: str | None = None
 
 
 def checkpoint_table(
@@ -43,14 +45,14 @@ def checkpoint_table(
     """Return the checkpoints by id, sorted.
 
     They are the config's: a mapping, or the path of a table with the columns ``checkpoint`` and
-    ``path``, and perhaps ``run`` and ``at``. With its ``training``, values are arguments, with
-    ``at`` for one time or several.
+    ``path``, and perhaps ``run``, ``at`` and ``state_dict``. With its ``training``, values are
+    arguments, with ``at`` for one time or several.
     """
     if isinstance(checkpoints, str):
-        rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at"))
+        rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at", "state_dict"))
         named = [
-            (name, {"path": path, "run": run or None, "at": _number(at, name)})
-            for name, path, run, at in rows
+            (name, {"path": path, "run": run or None, "at": _number(at, name), "state_dict": part})
+            for name, path, run, at, part in rows
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
@@ -179,15 +181,16 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         shown = ", ".join(unknown) if unknown and "path" in given else repr(value)
         raise InputError(
             "Without `training`, a checkpoint must be the path of a file or folder, or a mapping "
-            "with `path`, and perhaps `run` and `at`; with it, a mapping of training arguments. "
-            f"Found {shown} for checkpoint {name!r}, without `training`.",
+            "with `path`, and perhaps `run`, `at` and `state_dict`; with it, a mapping of training "
+            f"arguments. Found {shown} for checkpoint {name!r}, without `training`.",
             code="config.checkpoint_value",
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
-    run = name if run is None else str(run)
+    run, part = name if run is None else str(run), str(given.get("state_dict") or "") or None
     folders = _of_trainer(Path(path))
     if not folders:
-        yield name, Checkpoint(run, None if at is None else _checked_time(at, name), path)
+        time = None if at is None else _checked_time(at, name)
+        yield name, Checkpoint(run, time, path, state_dict=part)
         return
     if at is not None:
         raise InputError(
@@ -195,7 +198,8 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
             f"step. Found {at!r} for checkpoint {name!r}; leave it out, or name one folder in it."
         )
     for number, folder in folders:
-        listed = Checkpoint(run, _step(folder, number), str(folder), is_listed=True)
+        step = _step(folder, number)
+        listed = Checkpoint(run, step, str(folder), is_listed=True, state_dict=part)
         yield f"{name}-{number}", listed
 
 

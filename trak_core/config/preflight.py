@@ -12,6 +12,7 @@ import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this ver
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -48,7 +49,7 @@ def run_preflight(specs: Specs, results: Path, *, is_stored: bool, forks: bool =
     _check_files(specs, is_stored)
     record = results / _RECORD
     known = read_record(record)
-    checkpoints = [] if is_stored else _own_checkpoints(specs)
+    checkpoints = {} if is_stored else _own_checkpoints(specs)
     facts = _facts(specs, results, known, checkpoints, forks=forks)
     _check_sizes(specs, facts)
     if facts != known:
@@ -135,10 +136,16 @@ def refuse_future(files: Iterable[str]) -> None:
         )
 
 
-def _own_checkpoints(specs: Specs) -> list[str]:
-    """Return the paths of checkpoints on this disk that the pipeline doesn't train."""
-    paths = [checkpoint.path for checkpoint in specs.checkpoints.values()]
-    return [path for path in paths if path is not None and "://" not in path]
+def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
+    """Return the paths of checkpoints on this disk that the pipeline doesn't train.
+
+    Each has the state dicts that are taken of it.
+    """
+    own = defaultdict[str, list[str | None]](list)
+    for checkpoint in specs.checkpoints.values():
+        if checkpoint.path is not None and "://" not in checkpoint.path:
+            own[checkpoint.path].append(checkpoint.state_dict)
+    return own
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
@@ -183,7 +190,12 @@ def _request(specs: Specs) -> dict[str, Any]:
 
 
 def _facts(
-    specs: Specs, results: Path, known: dict[str, Any], checkpoints: Sequence[str], *, forks: bool
+    specs: Specs,
+    results: Path,
+    known: dict[str, Any],
+    checkpoints: Mapping[str, list[str | None]],
+    *,
+    forks: bool,
 ) -> dict[str, Any]:
     """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
     request, shards = _request(specs), specs.shards
@@ -203,7 +215,10 @@ def _facts(
     splits = known.get("splits", {})
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
     signatures = checkpoint_signatures(results)
-    fitting = {path: _key([*code, path, signatures.of(Path(path))]) for path in checkpoints}
+    fitting = {
+        path: _key([*code, path, parts, signatures.of(Path(path))])
+        for path, parts in checkpoints.items()
+    }
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
     model, read = {key: known.get(key) for key in (*_MODEL, "imports", "imports_of")}, {}
     renamed = {path for path in known.get("renamed", []) if path in fitting} - {*changed}
@@ -211,7 +226,7 @@ def _facts(
         request |= {
             "splits": {split: specs.experiments.get(split) for split in new},
             "shards": shards,
-            "checkpoints": changed,
+            "checkpoints": {path: checkpoints[path] for path in changed},
             "questions": specs.questions,
             "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),

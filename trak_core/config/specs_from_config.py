@@ -117,8 +117,7 @@ class Specs:
     """A config with its defaults, and what follows from it.
 
     Attributes:
-        experiments: Names with the ids of their targets; None for all that there are. Those that
-            are means of others are in ``means``.
+        experiments: Names with the ids of their targets, None for all; ``means`` has the others.
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
@@ -295,6 +294,7 @@ class Specs:
             dtype=self.config["features_dtype"] if self.is_projected else "float64",
             study_digest=self._with_output(self.digests["training"]),
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
+            state_dicts={n: s for n, c in self.checkpoints.items() if (s := c.state_dict)} or None,
         )
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:

@@ -80,7 +80,8 @@ class LoadedModel:
         model = model_to_load(study.make_model, checkpoint)
         # Before its weights come, which are never beside it then.
         _move(model, device)
-        digests = load_checkpoint(model, checkpoint)
+        part = (spec.state_dicts or {}).get(spec.checkpoint or "")
+        digests = load_checkpoint(model, checkpoint, part)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
         pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trak_core.data.rows import RowFile, read_rows
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
+from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -27,6 +28,7 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 from trak_core.spec import ADAPTER_CONFIG
+from trak_core.study.weight_files import refuse_quantized
 
 # "Prompt", "promt" and "prompts" are nearer to "prompt", "prompt_id" isn't.
 _NEAR = 0.83
@@ -61,7 +63,7 @@ def language_model(
     from transformers import AutoConfig, AutoTokenizer
 
     folder = _config_folder(Path(weights))
-    tokenizer: Any = AutoTokenizer.from_pretrained(_tokenizer_source(folder))
+    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, _tokenizer_source(folder))
     if not tokenizer.is_fast:
         raise InputError(
             "The tokenizer must be a fast one, which tells where each token is in the text. Found "
@@ -158,7 +160,7 @@ def language_model(
         before, counted = (tokenizer.decode(part) for part in (ids[:n_before], ids[n_before:]))
         return f"{before!r}, then what counts: {counted!r}" if n_before else repr(counted)
 
-    config: Any = AutoConfig.from_pretrained(_base(folder) or folder)
+    config: Any = from_folder(AutoConfig.from_pretrained, _base(folder) or folder)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=(
@@ -271,12 +273,14 @@ def _model(folder: Path) -> nn.Module:
 
     base = _base(folder)
     if base is None:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        config = from_folder(AutoConfig.from_pretrained, folder)
+        return from_folder(AutoModelForCausalLM.from_config, folder, config)
     needed("peft", "language")
     from peft import PeftConfig, get_peft_model
 
-    model: Any = AutoModelForCausalLM.from_pretrained(base)
-    config = PeftConfig.from_pretrained(str(folder))
+    refuse_quantized(Path(base))
+    model: Any = from_folder(AutoModelForCausalLM.from_pretrained, base)
+    config: Any = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = base  # else peft warns of a name that changed
     config.inference_mode = False  # else peft freezes the adapter
     return get_peft_model(model, config)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trak_core.data.rows import class_number, read_rows
 from trak_core.errors import InputError, listed
+from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -56,7 +57,7 @@ def text_classification(
             f"study_arguments: weights must be a folder with config.json. Found none in {weights}.",
             code="studies.weights",
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(weights)
+    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, weights)
     if tokenizer.pad_token is None:
         raise InputError(
             "The tokenizer must have a pad token, with which short texts are filled up. Found none "
@@ -64,7 +65,7 @@ def text_classification(
             "`tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
             code="studies.pad_token",
         )
-    config: Any = AutoConfig.from_pretrained(weights)
+    config: Any = from_folder(AutoConfig.from_pretrained, weights)
     # Names of classes that aren't numbered from 0 tell nothing of the logits.
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
@@ -84,7 +85,7 @@ def text_classification(
         )
 
     def make_model() -> nn.Module:
-        return AutoModelForSequenceClassification.from_config(config)
+        return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
         of_row = field(row, label)

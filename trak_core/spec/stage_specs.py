@@ -125,6 +125,8 @@ class FeaturesSpec:
         flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
         split: ``train``, or the name of an experiment.
         targets_digest: Hash of the experiment's target ids; None for the training samples.
+        state_dicts: Which of a checkpoint's weights are taken, by its id, where the config says so;
+            None where it says none.
     """
 
     model_output: str
@@ -137,10 +139,12 @@ class FeaturesSpec:
     checkpoint: str | None = None
     split: str | None = None
     targets_digest: str | None = None
+    state_dicts: Mapping[str, str] | None = None
 
     def under(self, checkpoint: str) -> Self:
         """Return the same of one checkpoint."""
-        return replace(self, checkpoint=checkpoint)
+        part = (self.state_dicts or {}).get(checkpoint)
+        return replace(self, checkpoint=checkpoint, state_dicts=part and {checkpoint: part})
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
         """Return the same of one split; the training samples have no digest of targets."""

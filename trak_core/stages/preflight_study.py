@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.gradients import (
     Batch,
     as_batch,
@@ -245,14 +246,24 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
         )
 
 
-def _check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:
+def _check_checkpoints(
+    model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
+) -> list[str]:
     """Return the checkpoints that transformers must rename; tell of all that don't fit."""
     problems, renamed = dict[str, str](), list[str]()
-    for checkpoint in checkpoints:
-        try:
-            renamed += [checkpoint] if check_checkpoint(model, Path(checkpoint)) else []
-        except InputError as error:
-            problems[checkpoint] = str(error)
+    notices = defaultdict[str, list[str]](list)
+    for checkpoint, parts in checkpoints.items():
+        for part in parts:
+            try:
+                checked = check_checkpoint(model, Path(checkpoint), part)
+            except InputError as error:
+                problems[checkpoint] = str(error)
+                continue
+            renamed += [checkpoint] if checked.is_renamed else []
+            notices[checked.notice].append(checkpoint)
+    for notice, paths in notices.items():
+        if notice:
+            print(f"Notice: {listed(paths)}: {notice}")
     if not problems:
         return renamed
     shown, others = list(problems.values())[:_SHOWN], list(problems)[_SHOWN:]
@@ -293,7 +304,7 @@ def preflight_study(
     retraining: dict[str, Any] | None = None,
     weighted: bool = False,
     describes: bool = False,
-    checkpoints: Sequence[str] = (),
+    checkpoints: Mapping[str, Sequence[str | None]] = MappingProxyType({}),
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -304,7 +315,8 @@ def preflight_study(
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
     retrained, and ``weighted`` says whether by sample weights; ``describes`` whether samples must
-    have texts. Keys and shapes of ``checkpoints`` are read, no numbers. ``without_numbers`` builds
+    have texts. Keys and shapes of ``checkpoints`` are read, no numbers; each path comes with the
+    state dicts that are taken of it, None for the usual one. ``without_numbers`` builds
     the model so too, if it can be. ``group_by`` are columns of the training samples, ``conditions``
     descriptions of experiments' targets. The first thing that doesn't hold is refused, and all
     checkpoints that don't fit.

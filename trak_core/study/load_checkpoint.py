@@ -1,23 +1,25 @@
 """Fit the weights of a checkpoint to a model."""
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
-from trak_core.study.hugging_face_weights import Adapter, renamed
+from trak_core.study.fit_weights import fit_weights, in_words, misfits_of
+from trak_core.study.hugging_face_weights import Adapter
 from trak_core.study.unset_weights import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
     is_safetensors,
+    is_state_dict,
     read_shapes,
     read_tensors,
+    state_dicts,
     stream_tensors,
     weight_files,
 )
@@ -34,28 +36,39 @@ _PLAIN_LOADS = {
 }
 
 
-def _is_state_dict(saved: object) -> bool:
-    return isinstance(saved, dict) and all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in saved.items()
-    )
+class _Weights(NamedTuple):
+    """The weights that are taken from files.
+
+    ``within`` are the keys that lead to them in a file, joined by dots; ``notice`` says that others
+    could have been taken.
+    """
+
+    state: dict[str, Tensor]
+    within: str
+    notice: str
 
 
-def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
-    """Take the state dict out of what a file holds."""
+def _taken(saved: Any, path: Path) -> _Weights:
+    """Take the state dict out of what a file holds, where nothing says which."""
+    parts, within = dict(state_dicts(saved)), []
+    state = saved
     for wrapper in WRAPPERS:
-        if isinstance(saved, dict) and isinstance(saved.get(wrapper), dict):
-            saved = saved[wrapper]
-    if _is_state_dict(saved):
-        return saved
-    entries = saved if isinstance(saved, dict) else {}
-    # Not `if value`: a tensor has no truth.
-    parts = {key: value for key, value in entries.items() if isinstance(value, dict) and value}
-    within = [key for key, value in parts.items() if _is_state_dict(value)]
+        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+            within.append(wrapper)
+    name = ".".join(within)
+    others = [f"`{other}`" for other in parts if other != name]
+    if is_state_dict(state):
+        notice = (
+            f"the weights under `{name}` are taken. Found others under {listed(others)}; "
+            "`state_dict` of a checkpoint in the config says which to take."
+        )
+        return _Weights(state, name, notice if others else "")
     remedy = _REMEDY
-    if within:
-        name = path.with_stem(f"{path.stem}-weights").name
-        call = f"torch.save(torch.load({str(path)!r})[{within[0]!r}], {name!r})"
-        remedy = f"Save the part that is one by itself: `{call}`."
+    if parts:
+        ways = " or ".join(f"`state_dict: {part}`" for part in parts)
+        remedy = f"Say which for the checkpoint in the config: {ways}."
+    entries = saved if isinstance(saved, dict) else {}
     raise InputError(
         f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
         f"the keys {', '.join(WRAPPERS)}. Found {type(saved).__name__} with "
@@ -64,146 +77,91 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
     )
 
 
-def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
+def _weights(
+    files: Sequence[Path], read: Callable[[Path], Any], part: str | None, source: Path
+) -> _Weights | None:
+    """Return what is taken from all files of a checkpoint; None if ``read`` returns that."""
+    state, within, notice = dict[str, Tensor](), part or "", ""
+    for path in files:
+        saved = read(path)
+        if saved is None:
+            return None
+        if part is None:
+            shard, within, notice = _taken(saved, path)
+        else:
+            named = state_dicts(saved)
+            shard = {f"{name}.{k}" if name else k: v for name, own in named for k, v in own.items()}
+        twice = sorted(state.keys() & shard.keys())
+        # Two saves into one folder: nobody knows which one is older.
+        if twice:
+            raise InputError(
+                f"{path}: each weight must be in one file of a checkpoint folder. Found in another "
+                f"one too: {listed(twice)}. Save the checkpoint again, into an empty folder.",
+                code="study.checkpoint_shards",
+            )
+        state.update(shard)
+    start = f"{part}." if part else ""
+    chosen = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+    if part and not chosen:
+        raise InputError(
+            f"{source}: `state_dict` of a checkpoint must be the keys that lead to its weights, "
+            f"joined by dots. Found no {part}, and weights under "
+            f"{listed(dict.fromkeys(key.split('.')[0] for key in state))}.",
+            code="study.no_such_part",
+        )
+    return _Weights(chosen, within, notice)
+
+
+def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str, Tensor], str]:
     """Read the weights of a checkpoint, on the CPU.
 
     It is a state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging Face folder,
-    sharded or not, or a folder of an adapter of PEFT's; anything else is an ``InputError``.
+    sharded or not, or a folder of an adapter of PEFT's; anything else is an ``InputError``. Where a
+    file has several state dicts, ``part`` are the keys that lead to one, joined by dots; keys of
+    one state dict that begin so are a part too.
 
     Returns:
         Names to tensors; and the SHA-256 of the files that decide the numbers, in order. An
         adapter's config, or an index, comes before the weights.
     """
+    weights, sha256 = _read(checkpoint, part)
+    return weights.state, sha256
+
+
+def _read(checkpoint: Path, part: str | None) -> tuple[_Weights, str]:
     files, config = weight_files(checkpoint)
-    digest, state = hashlib.sha256(), {}
-    if config:
-        digest.update(config.read_bytes())
-    for path in files:
-        _add_shard(state, read_tensors(path, _MUST, _REMEDY, digest.update), path)
-    return state, digest.hexdigest()
+    digest = hashlib.sha256(config.read_bytes() if config else b"")
+    weights = _weights(
+        files, lambda path: read_tensors(path, _MUST, _REMEDY, digest.update), part, checkpoint
+    )
+    assert weights is not None
+    return weights, digest.hexdigest()
 
 
-def _add_shard(state: dict[str, Tensor], saved: Any, path: Path) -> None:
-    """Add one more file's weights to ``state``; a file of an older save would repeat some."""
-    shard = _state_dict(saved, path)
-    twice = sorted(state.keys() & shard.keys())
-    if twice:
-        raise InputError(
-            f"{path}: each weight must be in one file of a checkpoint folder. Found in another "
-            f"one too: {listed(twice)}. Save the checkpoint again, into an empty folder.",
-            code="study.checkpoint_shards",
-        )
-    state.update(shard)
-
-
-def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return in words what keeps a checkpoint from fitting a model, with the keys."""
-    both = [key for key in own if key in state]
-    stored = {_place(own[key]) for key in both if own[key].numel()}
-    misfits = {
-        "missing in the checkpoint": [
-            k for k in own if k not in state and _place(own[k]) not in stored
-        ],
-        "unknown to the model": [k for k in state if k not in own],
-        "of another shape": [
-            f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
-            for k in both
-            if state[k].shape != own[k].shape
-        ],
-        "of another type": [
-            f"{k} {state[k].dtype}, {state[k].layout} for {own[k].dtype}"
-            for k in both
-            if not _is_of_type(state[k], own[k])
-        ],
-    }
-    return {kind: keys for kind, keys in misfits.items() if keys}
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor lies, numbers or none: tied weights lie in one place."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
-
-
-def _is_of_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether a tensor's numbers are a weight's: quantized ones would pass for floats."""
-    if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
-        return False
-    # Numbers of eight bits or fewer are quantized too, and mean nothing without their scales.
-    if stored.is_floating_point() and stored.dtype.itemsize == 1:
-        return False
-    return stored.is_floating_point() or not own.is_floating_point()
-
-
-def shared_prefixes(names: Iterable[str]) -> list[str]:
-    """Return the prefixes that all names share, the empty one first, then each with a dot more.
-
-    Data parallelism puts ``module.`` before every key, torch.compile ``_orig_mod.``, Lightning the
-    name of an attribute, mostly ``model.``.
-    """
-    # ruff: ignore[os-path-commonprefix] -- letter by letter, cut at the dots
-    common = os.path.commonprefix(list(names))
-    return ["", *(common[: end + 1] for end, letter in enumerate(common) if letter == ".")]
-
-
-def _fitting(
-    model: nn.Module, state: Mapping[str, Tensor], source: str
-) -> tuple[str | None, dict[str, Tensor]]:
-    """Return the prefix without which a state fits a model, and the state without it.
-
-    No prefix, None, is that of a state which transformers had to give the model's names.
-    """
-    own = model.state_dict()
-    stripped = {
-        prefix: {key.removeprefix(prefix): value for key, value in state.items()}
-        for prefix in shared_prefixes(state)
-    }
-    all_misfits = {prefix: _misfits(fitting, own) for prefix, fitting in stripped.items()}
-    # A part of the model itself may be called `module`: keys as they are, if those fit best.
-    prefix = min(stripped, key=lambda prefix: sum(map(len, all_misfits[prefix].values())))
-    misfits = all_misfits[prefix]
-    if misfits and "of another type" not in misfits:
-        for weights in stripped.values():
-            known = renamed(model, weights)
-            if known and not (known[1] or _misfits(known[0], own)):
-                return None, known[0]
-            if known and sum(map(len, known[1].values())) < sum(map(len, misfits.values())):
-                prefix, misfits = "", known[1]
-    if misfits:
-        raise InputError(
-            f"{source}: the checkpoint's keys{f', without {prefix}' if prefix else ''} must be "
-            f"those of the model. Found {_in_words(misfits)}. Does make_model() build the model "
-            "that was saved?",
-            code="study.checkpoint_keys",
-        )
-    return prefix, stripped[prefix]
-
-
-def _in_words(misfits: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())
-
-
-def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+def load_state_dict(
+    model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
+) -> None:
     """Put weights into ``model``, and the model into evaluation mode.
 
-    Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
-    parameters need to be there once, and must be equal otherwise. A prefix that every key has, and
-    without which they fit, is taken off; a line on standard output says so. Weights must be finite.
-    An ``InputError`` lists what doesn't fit, and names the ``source`` of the weights.
+    Every parameter and buffer of the model must be there, with its shape, and nothing else. Tied
+    parameters need to be there once, and must be equal otherwise; ``num_batches_tracked`` of norms
+    may be missing, because evaluation mode doesn't read it. ``fit_weights`` says which prefixes and
+    wrappers in names don't count; a line on standard output tells of them. Weights must be finite.
+    An ``InputError`` lists what doesn't fit, and names the ``source`` of the weights, and the keys
+    ``within`` it that lead to them.
     """
-    prefix, fitting = _fitting(model, state, source)
+    fitting, _, told = fit_weights(model, state, source, within)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
     _check_tied(parameters, fitting, source)
-    _tell_prefix(prefix, source)
+    _tell(told, source)
     model.load_state_dict(fitting, strict=False)
     model.eval()
 
 
-def _tell_prefix(prefix: str | None, source: str) -> None:
-    if prefix is None:
-        print(f"{source}: transformers gives the weights the names that the model has now.")
-    elif prefix:
-        print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
+def _tell(told: Iterable[str], source: str) -> None:
+    for text in told:
+        print(f"{source}: {text}")
 
 
 def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
@@ -267,13 +225,14 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
     return make_model()
 
 
-def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
+def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> dict[str, str]:
     """Put the weights of a file or folder into ``model``, and the model into evaluation mode.
 
-    ``read_state_dict`` says what is read, ``load_state_dict`` what fits. A folder of an adapter of
-    PEFT's gives the active adapter of a PeftModel its weights: every one must be there, with its
-    shape, and nothing else; and the model must have the settings that it was saved with, without
-    which its weights mean something else. The base's stay as they are.
+    ``read_state_dict`` says what is read and what ``part`` is, ``load_state_dict`` what fits. A
+    notice on standard output says where a file has more than the weights that are taken. A folder
+    of an adapter of PEFT's gives the active adapter of a PeftModel its weights: every one must be
+    there, with its shape, and nothing else; and the model must have the settings that it was saved
+    with, without which its weights mean something else. The base's stay as they are.
 
     Returns:
         What tells these weights from others: ``sha256``, of the files (see ``read_state_dict``).
@@ -284,12 +243,14 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     if not is_adapter and _loads_plainly(model):
         files, index = weight_files(checkpoint)
         if all(map(is_safetensors, files)):
-            streamed = _stream(model, files, index, str(checkpoint))
+            streamed = _stream(model, files, index, part, checkpoint)
             if streamed is not None:
                 return {"sha256": streamed}
-    state, sha256 = read_state_dict(checkpoint)
+    (state, within, notice), sha256 = _read(checkpoint, part)
+    if notice:
+        print(f"Notice: {checkpoint}: {notice}")
     if not is_adapter:
-        load_state_dict(model, state, str(checkpoint))
+        load_state_dict(model, state, str(checkpoint), within)
         return {"sha256": sha256}
     adapter = _fitting_adapter(model, state, checkpoint)
     _check_finite(state, str(checkpoint))
@@ -318,81 +279,90 @@ def _loads_plainly(model: nn.Module) -> bool:
     )
 
 
-def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source: str) -> str | None:
+def _stream(
+    model: nn.Module, files: Sequence[Path], index: Path | None, part: str | None, checkpoint: Path
+) -> str | None:
     """Return the SHA-256 of ``read_state_dict``; do what ``load_state_dict`` does.
 
     Files of safetensors are read a tensor at a time: no weights are held beside the model's own.
     None, and nothing is done, where transformers must rename them.
     """
-    shapes: dict[str, Tensor] = {}
-    for path in files:
-        _add_shard(shapes, read_shapes(path, _MUST, _REMEDY), path)
-    prefix, _ = _fitting(model, _without_numbers(shapes), source)
-    if prefix is None:
+    shapes, source = dict[str, Tensor](), str(checkpoint)
+
+    def read(path: Path) -> dict[str, Tensor]:
+        shapes.update(of_file := read_shapes(path, _MUST, _REMEDY))
+        return of_file
+
+    weights = _weights(files, read, part, checkpoint)
+    assert weights is not None
+    _, fitted, told = fit_weights(model, _without_numbers(weights.state), source, weights.within)
+    if fitted is None:
         return None
-    own = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
-    parameters = {
-        f"{prefix}{name}": parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    # The model's names by the files'; keys of other parts have none.
+    names = {f"{part}.{key}" if part else key: name for key, name in fitted.items()}
+    own, named = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    parameters = {key: named[name] for key, name in names.items() if name in named}
     # A tied parameter is read once; its others are compared.
-    first = {id(p): key for key, p in reversed(parameters.items()) if key in shapes}
-    others = {key: first[id(p)] for key, p in parameters.items() if first.get(id(p), key) != key}
-    places = {key: tensor for key, tensor in own.items() if key not in others}
+    first = {id(p): key for key, p in reversed(parameters.items())}
+    others = {key: first[id(p)] for key, p in parameters.items() if first[id(p)] != key}
+    places = {key: own[name] for key, name in names.items() if key not in others}
     ties: dict[str, Tensor] = {}
     bad: list[str] = []
     digest = hashlib.sha256(index.read_bytes() if index else b"")
     for path in files:
         for key, values in stream_tensors(path, _MUST, _REMEDY, digest.update, shapes, places):
             if key in parameters and not _is_finite(values):
-                bad.append(key.removeprefix(prefix))
+                bad.append(names[key])
             if key in others:
                 ties[key] = values
-            elif values is not own[key]:
-                own[key].copy_(values)
+            elif key in places and values is not places[key]:
+                places[key].copy_(values)
     _refuse_not_finite(bad, source)
     _refuse_untied(
         [
-            key.removeprefix(prefix)
+            names[key]
             for tied, values in ties.items()
-            if not torch.equal(values.to(own[tied]), own[tied])
+            if not torch.equal(values.to(parameters[tied]), parameters[tied])
             for key in (others[tied], tied)
         ],
         source,
     )
-    _tell_prefix(prefix, source)
+    _tell(told, source)
     model.eval()
     return digest.hexdigest()
 
 
-def check_checkpoint(model: nn.Module, checkpoint: Path) -> bool:
-    """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread.
+class Checked(NamedTuple):
+    """What the preflight has seen of a checkpoint that fits.
 
-    Returns:
-        Whether transformers must rename its weights, for which more than one copy is held.
+    ``is_renamed`` says whether transformers must rename its weights, for which more than one copy
+    is held; ``notice`` that a file has other weights than those that are taken, empty elsewhere.
     """
-    state = weights_without_numbers(checkpoint)
-    if state is None:
-        return False
+
+    is_renamed: bool = False
+    notice: str = ""
+
+
+def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
+    """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread."""
+    weights = weights_without_numbers(checkpoint, part)
+    if weights is None:
+        return Checked()
     if (checkpoint / ADAPTER_CONFIG).is_file():
-        _fitting_adapter(model, state, checkpoint)
-        return False
-    prefix, _ = _fitting(model, _without_numbers(state), str(checkpoint))
-    return prefix is None
+        _fitting_adapter(model, weights.state, checkpoint)
+        return Checked()
+    without_numbers = _without_numbers(weights.state)
+    fit = fit_weights(model, without_numbers, str(checkpoint), weights.within)
+    return Checked(fit.names is None, weights.notice)
 
 
-def weights_without_numbers(checkpoint: Path) -> dict[str, Tensor] | None:
+def weights_without_numbers(checkpoint: Path, part: str | None = None) -> _Weights | None:
     """Return what ``read_state_dict`` reads, with numbers that stay unread.
 
     None for a file of torch before 1.6, which can only be read whole.
     """
-    state: dict[str, Tensor] = {}
-    for path in weight_files(checkpoint)[0]:
-        saved = read_shapes(path, _MUST, _REMEDY)
-        if saved is None:
-            return None
-        _add_shard(state, saved, path)
-    return state
+    files, _ = weight_files(checkpoint)
+    return _weights(files, lambda path: read_shapes(path, _MUST, _REMEDY), part, checkpoint)
 
 
 def _without_numbers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -403,14 +373,14 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
     """Return the model's adapter, which the weights fit."""
     adapter = Adapter.of(model, folder)
     settings, of_keys = adapter.other_settings(folder / ADAPTER_CONFIG)
-    misfits = _misfits(state, adapter.weights(state))
+    misfits = misfits_of(state, adapter.weights(state))
     settings += of_keys if misfits else []
     if settings:
         misfits["of another setting"] = settings
     if misfits:
         raise InputError(
             f"{folder}: an adapter's weights and settings must be those of the PeftModel "
-            f"that make_model() returns. Found {_in_words(misfits)}. Build it with the config of "
+            f"that make_model() returns. Found {in_words(misfits)}. Build it with the config of "
             "the training, `PeftConfig.from_pretrained(folder)`, on the same base.",
             code="study.adapter_settings",
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.spec import OPTIMIZER_FILE
-from trak_core.study.load_checkpoint import shared_prefixes
+from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
 # Where a file of model and optimizer has the latter.

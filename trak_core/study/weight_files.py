@@ -244,9 +244,30 @@ def _load(file: Any, place: str) -> Any:
                 with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
                     saved = torch.load(file, map_location=place, weights_only=True)
                 saved = {key: value for key, value in saved.items() if not _holds_objects(value)}
-                if any(isinstance(saved.get(wrapper), dict) for wrapper in WRAPPERS):
+                if any(name for name, _ in state_dicts(saved)):
                     return saved
         raise
+
+
+def is_state_dict(saved: object) -> bool:
+    """Whether something is a mapping of names to tensors."""
+    return isinstance(saved, dict) and all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in saved.items()
+    )
+
+
+def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the state dicts that a file holds, each after the keys that lead to it.
+
+    The keys are joined by dots. An optimizer's state is none, nor are numbers without a shape.
+    """
+    if is_state_dict(saved):
+        if any(value.ndim for value in saved.values()):
+            yield name, saved
+    elif isinstance(saved, dict) and "param_groups" not in saved:
+        for key, value in saved.items():
+            if isinstance(key, str):
+                yield from state_dicts(value, f"{name}.{key}" if name else key)
 
 
 def _holds_objects(value: Any) -> bool:
@@ -403,7 +424,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         for names in (_FOLDER_FILES, ADAPTER_WEIGHTS, (ADAPTER_CONFIG,))
     )
     if whole and not (adapter or config):
-        _refuse_quantized(checkpoint)
+        refuse_quantized(checkpoint)
         return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
     if adapter and config and not whole:
         return [adapter], config
@@ -458,7 +479,8 @@ def _parts_of_zero(folder: Path) -> str | None:
     return None
 
 
-def _refuse_quantized(folder: Path) -> None:
+def refuse_quantized(folder: Path) -> None:
+    """Refuse a Hugging Face folder whose weights are quantized, by what its files say."""
     config = folder / "config.json"
     told = "`quantization_config` in config.json"
     if not config.is_file() or b'"quantization_config"' not in config.read_bytes():
@@ -467,7 +489,7 @@ def _refuse_quantized(folder: Path) -> None:
         told = next((path.name for path in others if path.is_file()), "")
     if told:
         raise InputError(
-            f"{folder}: a checkpoint's weights must be numbers of their own. Found quantized ones, "
+            f"{folder}: a model's weights must be numbers of their own. Found quantized ones, "
             f"by {told}. Take the weights from before, or save "
             "`model.dequantize()`.",
             code="study.checkpoint_quantized",
