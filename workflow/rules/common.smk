@@ -12,7 +12,6 @@ from snakemake.benchmark import benchmarked
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
-from trak_core.config.checkpoint_list import early_runs
 from trak_core.config.cross_checks import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
