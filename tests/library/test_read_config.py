@@ -1,6 +1,7 @@
 """A config read without Snakemake is the one that its starts have."""
 
 import copy
+import shutil
 import warnings
 from pathlib import Path
 
@@ -96,10 +97,54 @@ def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
         assert earlier_configs(results, [two], other) == ["one.yaml", "more.yaml"]
     one.touch()
     for other in others:
-        with refused("config.results_of_another", "results-two", "two.yaml", "one.yaml", "tabular"):
+        with refused("config.results_of_another", "two.yaml", "one.yaml", "tabular"):
             earlier_configs(results, [two], other)
         assert earlier_configs(results, [one], other) == []
     assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
+
+
+# Where a results folder was made, where it lies now, and whether the first is there still.
+COPIES = {
+    "beside": ("results-one", "results-two", True),
+    "the default's": ("results", "results-two", True),
+    "deeper": ("results-one", "runs/two/results", True),
+    "less deep": ("runs/one/results", "results", True),
+    "renamed": ("results-one", "results-two", False),
+    "absolute": ("/results-one", "/results-two", True),
+}
+
+
+@pytest.mark.parametrize(("made", "now", "is_kept"), COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(
+    tmp_path, monkeypatch, made, now, is_kept
+):
+    monkeypatch.chdir(tmp_path)
+    made, now = (f"{tmp_path}{name}" if name[0] == "/" else name for name in (made, now))
+    one, two = Path("one.yaml"), Path("two.yaml")
+    one.touch()
+    own = {"study": "s.py", **({} if made == "results" else {"results": made})}
+    record_config(own, Path(made), [one])
+    copied = {**own, "results": now}
+    Path(now).parent.mkdir(parents=True, exist_ok=True)
+    (shutil.copytree if is_kept else shutil.move)(made, now)
+    assert earlier_configs(Path(now), [two], copied) == []
+    if is_kept:
+        assert earlier_configs(Path(made), [two], own) == ["one.yaml"]
+    # Another study's files would lie among this one's; the folder has a name of its own already.
+    if made.count("/") == now.count("/"):
+        with pytest.raises(InputError, match=r"Name a new folder as `results` in two\.yaml"):
+            earlier_configs(Path(now), [two], {**copied, "study": "t.py"})
+
+
+def test_a_copy_of_a_whole_project_is_its_own(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("one.yaml").touch()
+    record_config({"study": "s.py", "results": "results"}, Path("results"), [Path("one.yaml")])
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    again = {"study": "s.py", "results": "results"}
+    assert earlier_configs(Path("results"), [Path("two.yaml")], again) == ["one.yaml"]
 
 
 def test_what_is_no_config_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trak_core.command.guess_network import Line, named_network, own_network, own_transform
@@ -45,8 +46,8 @@ _NEEDED = (
     f"folder of images for each class. Rows are in {', '.join(_ROWS)}"
 )
 
-# docs/explanation/choosing.md: on six studies of texts as good as the default or better.
-_OF_TEXTS: Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
+# Which damping is best differs between studies: docs/explanation/scores.md, "The damping".
+_OF_TEXTS: Line = ("scoring", {"damping": 1}, "which damping is best differs between studies")
 
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 
@@ -85,7 +86,7 @@ def init(words: Sequence[str]) -> None:
     results = next(name for name in names if not Path(name).exists())
     config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
     report += [] if results == own else [f"chose: {results} for the results: {own} is there"]
-    print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {config}"]))
+    print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {quote(str(config))}"]))
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:

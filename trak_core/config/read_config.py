@@ -158,25 +158,29 @@ def earlier_configs(
 ) -> list[str]:
     """Return the config files of a folder's last start, if this one has none of them.
 
+    A copy of a folder replaces nothing of theirs, so that none are returned for it.
+
     Raises:
         InputError: If they are still there, and of another study than ``config``'s.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
     here = {os.path.relpath(file) for file in config_files}
-    if not here or here & {*earlier}:
+    if not earlier or not here or here & {*earlier}:
         return []
-    study, other = _study_of(config), _study_of(known.get("config", {}))
-    there = [file for file in earlier if Path(results, known["folder"], file).exists()]
+    study, other = _study_of(config), _study_of(known["config"])
+    folder = Path(results, known["folder"])
+    there = [file for file in earlier if Path(folder, file).exists()]
     if there and study != other:
         raise InputError(
             f"The results folder must be this study's own. Found in {results} what "
             f"{', '.join(there)} made of another, {Path(other[0]).stem}, which this run would "
-            f"replace. Write `results: results-{Path(config_files[0]).stem}` into "
-            f"{min(here)}, or remove {results} if nobody needs it.",
+            f"replace. Name a new folder as `results` in {min(here)}, or remove {results} if "
+            "nobody needs it.",
             code="config.results_of_another",
         )
-    return earlier
+    is_copy = Path(folder, known["config"].get("results", "results")).resolve() != results.resolve()
+    return [] if is_copy else earlier
 
 
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
