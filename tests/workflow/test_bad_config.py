@@ -74,14 +74,7 @@ VALUES = {
     "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
     **{
         f"the results folder {name!r}": ("results", name, "as its meaning says")
-        for name in (
-            "my results",
-            " results",
-            "results/run 2",
-            "a\tb",
-            "a\u00a0b",
-            "r\u00e9sultats",
-        )
+        for name in ("my study", " run", "runs/run 2", "a\tb", "a\u00a0b", "r\u00e9sultats")
     },
 }
 DATE = datetime.date(2024, 1, 1)
