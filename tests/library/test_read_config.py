@@ -9,13 +9,7 @@ import yaml
 from refused import refused
 from workspace import REPOSITORY
 
-from trak_core.config.read_config import (
-    earlier_configs,
-    read_config,
-    record_config,
-    recorded_config,
-    with_defaults,
-)
+from trak_core.config.read_config import read_config, record_config, recorded_config, with_defaults
 from trak_core.errors import InputError
 
 SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"
@@ -78,28 +72,6 @@ def test_what_a_start_was_given_beside_its_config_counts(tmp_path, monkeypatch):
     assert read_config(other, SCHEMA)["scoring"]["damping"] == 2
     record_config({}, Path("results"), [path])
     assert read_config(path, SCHEMA)["scoring"]["damping"] == 2
-
-
-def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
-    """A run is refused a folder of another study whose config is still there."""
-    monkeypatch.chdir(tmp_path)
-    results, one, two = (Path(name) for name in ("results", "one.yaml", "two.yaml"))
-    own = {"study": "results/tabular_study_0f0f0f0f.py", "study_arguments": {"table": "a.csv"}}
-    later = {**own, "study": "results/tabular_study_12345678.py"}  # by another version
-    assert earlier_configs(results, [one], own) == []
-    record_config(own, results, [one, Path("more.yaml")])
-    assert earlier_configs(results, [one.absolute()], own) == []
-    assert earlier_configs(results, [], own) == []  # the default study's
-    assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
-    others = [{"study": "s.py"}, {**own, "study_arguments": {"table": "b.csv"}}]
-    for other in others:
-        assert earlier_configs(results, [two], other) == ["one.yaml", "more.yaml"]
-    one.touch()
-    for other in others:
-        with refused("config.results_of_another", "results-two", "two.yaml", "one.yaml", "tabular"):
-            earlier_configs(results, [two], other)
-        assert earlier_configs(results, [one], other) == []
-    assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
 
 
 def test_what_is_no_config_is_refused(tmp_path):

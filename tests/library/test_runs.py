@@ -8,7 +8,6 @@ from trak_core.config.checkpoint_list import (
     Checkpoint,
     checkpoint_table,
     come_from_along_runs,
-    early_runs,
     runs_of,
 )
 from trak_core.errors import InputError
@@ -60,16 +59,6 @@ def test_checkpoints_say_their_run_and_when(tmp_path):
     rows = "x\t2\t1.pt\tfirst\ny\t10\t2.pt\tfirst\nz\t0.5\t3.pt\t7\nw\t\t4.pt\t\n"
     table.write_text(f"checkpoint\tat\tpath\trun\n{rows}")
     assert checkpoint_table(str(table), None) == found
-
-
-@pytest.mark.parametrize(
-    ("times", "early"),
-    [([1, 15], True), ([7, 14], True), ([8, 15], False), ([8, 9, 15], False), ([5], False)],
-)
-def test_a_run_is_early_if_it_begins_in_its_first_half(times, early):
-    table = {f"c{at}": {"path": f"{at}.pt", "run": "r", "at": at} for at in times}
-    assert early_runs(checkpoint_table(table, None)) == ["r"] * early
-    assert early_runs(checkpoint_table(MAPPING, None)) == ["first"]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,10 @@ VALUES = {
     "a results folder with a command": ("results", "$(touch ran)", "as its meaning says"),
     "a results folder of a name too long": ("results", "a" * 2001, "as its meaning says"),
     "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
+    **{
+        f"the results folder {name!r}": ("results", name, "as its meaning says")
+        for name in ("my study", " run", "runs/run 2", "a\tb", "a\u00a0b", "r\u00e9sultats")
+    },
 }
 DATE = datetime.date(2024, 1, 1)
 POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}

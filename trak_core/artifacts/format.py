@@ -56,10 +56,7 @@ NORMAL_MATRIX = ArtifactKind(
     "trak-normal-matrix",
     ("normal_matrix", "mean_squared_norm"),
     "compute_normal_matrix",
-    {
-        "normal_matrix/axis0": ("normal_matrix/axis1",),
-        "foretold_changes/axis1": ("foretold_outputs", "foretold_lengths"),
-    },
+    {"normal_matrix/axis0": ("normal_matrix/axis1",)},
 )
 CHECKPOINT_SCORES = ArtifactKind(
     "trak-scores",

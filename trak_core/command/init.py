@@ -8,6 +8,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pandas as pd
@@ -49,8 +50,8 @@ _NEEDED = (
     f"folder of images for each class. Rows are in {', '.join(_ROWS)}"
 )
 
-# docs/explanation/choosing.md: on six studies of texts as good as the default or better.
-_OF_TEXTS: Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
+# Which damping is best differs between studies: docs/explanation/scores.md, "The damping".
+_OF_TEXTS: Line = ("scoring", {"damping": 1}, "which damping is best differs between studies")
 
 _AROUND = "what training put around it, such as a template or an end token, belongs in here"
 _OF_THE_TEXT = 'give what training put around it, such as an end token, by text: "{text}</s>"'
@@ -92,7 +93,7 @@ def init(words: Sequence[str]) -> None:
     config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
     report += [] if results == own else [f"chose: {results} for the results: {own} is there"]
     report.append(_first_sample(yaml.safe_load(text)))
-    print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {config}"]))
+    print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {quote(str(config))}"]))
 
 
 def _first_sample(config: Mapping[str, Any]) -> str:

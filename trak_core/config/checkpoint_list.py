@@ -83,15 +83,6 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
     return dict(sorted(runs.items()))
 
 
-def early_runs(checkpoints: Mapping[str, Checkpoint]) -> list[str]:
-    """Return the runs whose first checkpoint is of the first half of the time to their last."""
-    times = {
-        run: [checkpoints[name].at or 0 for name in ids]
-        for run, ids in runs_of(checkpoints).items()
-    }
-    return [run for run, own in times.items() if 2 * own[0] <= own[-1] and len(own) > 1]
-
-
 def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether a run has several, or they say different times.
 

@@ -22,8 +22,6 @@ CHUNK_ROWS = 1024
 _FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
 # Training samples, and projection matrices, whose distortion is measured.
 DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
-# Training samples whose outputs dampings foretell: enough for a correlation right to .02.
-FORETOLD_SAMPLES = 2000
 # Draws of the intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
@@ -79,12 +77,10 @@ def weights_mb(
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
     """Return what summing a normal matrix holds: the matrix, one block's share, LAPACK's copy.
 
-    ``divides`` adds what dividing scores by their norm needs: two more sums, eigenvectors, and the
-    samples whose changes are foretold.
+    ``divides`` adds what dividing scores by their norm needs: two more sums, and eigenvectors.
     """
     job = f"the normal matrix of proj_dim {proj_dim}"
-    held = 56 * proj_dim**2 + 8 * FORETOLD_SAMPLES * proj_dim if divides else 24 * proj_dim**2
-    return Need(job, held, 16 * proj_dim)
+    return Need(job, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:

@@ -139,50 +139,19 @@ def record_config(
 ) -> None:
     """Keep the config of a start in its results folder, for who has no more than that folder.
 
-    With it are the working folder, from which its paths count, the ``config_files``, and what was
-    ``given`` by ``--config`` beside them, whose ``entries`` stand as on the command line. Without
-    ``must`` a folder that may only be read stays as it is.
+    With it are the working folder, from which its paths count, the results folder's own path, the
+    ``config_files``, and what was ``given`` by ``--config`` beside them, whose ``entries`` stand as
+    on the command line. Without ``must`` a folder that may only be read stays as it is.
     """
     known = {
         "config": dict(config),
         "folder": os.path.relpath(Path.cwd(), results),
+        "results": os.path.relpath(results),
         "config_files": [os.path.relpath(file) for file in config_files],
         "by_command": with_values_read(given or {}, entries),
     }
     if read_record(results / CONFIG_RECORD) != known:
         write_record(results / CONFIG_RECORD, known, must=must)
-
-
-def earlier_configs(
-    results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
-) -> list[str]:
-    """Return the config files of a folder's last start, if this one has none of them.
-
-    Raises:
-        InputError: If they are still there, and of another study than ``config``'s.
-    """
-    known = read_record(results / CONFIG_RECORD)
-    earlier = known.get("config_files", [])
-    here = {os.path.relpath(file) for file in config_files}
-    if not here or here & {*earlier}:
-        return []
-    study, other = _study_of(config), _study_of(known.get("config", {}))
-    there = [file for file in earlier if Path(results, known["folder"], file).exists()]
-    if there and study != other:
-        raise InputError(
-            f"The results folder must be this study's own. Found in {results} what "
-            f"{', '.join(there)} made of another, {Path(other[0]).stem}, which this run would "
-            f"replace. Write `results: results-{Path(config_files[0]).stem}` into "
-            f"{min(here)}, or remove {results} if nobody needs it.",
-            code="config.results_of_another",
-        )
-    return earlier
-
-
-def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return what a started config's study is, whatever the version that wrote a file of it."""
-    study = re.sub(r"_study_[0-9a-f]{8}\.py$", "", str(config.get("study")))
-    return study, config.get("study_arguments")
 
 
 def has_record(results: Path) -> bool:

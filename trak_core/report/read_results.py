@@ -27,7 +27,6 @@ from trak_core.artifacts import (
 )
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.report.fit import fit_of
-from trak_core.scoring.suggest_damping import Foretold, Suggestion, suggest_damping
 from trak_core.spec import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.system.job import PEAK
@@ -79,8 +78,7 @@ class Results:
 
     ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
     ``removals`` and ``groups`` by experiment, ``proofs`` by list, ``matrices`` and ``distortions``
-    one a checkpoint, ``flipped`` and ``self_influence`` one at most. ``early_runs`` are those whose
-    first checkpoint is of their first half.
+    one a checkpoint, ``flipped`` and ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -94,7 +92,6 @@ class Results:
     distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
     proofs: Mapping[str, File] = field(default_factory=dict)
-    early_runs: Sequence[str] = ()
 
     @property
     def awaits_evaluation(self) -> bool:
@@ -318,37 +315,13 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
 def read_matrix(path: Path, results: Path) -> File:
     """Return the ends of a normal matrix's spectrum, as attributes.
 
-    No eigenvalue of such a matrix is negative: one that rounding made so is 0. Where the file has
-    them, also how each damping ``foretells`` that outputs of some samples change, their gradients'
-    ``lengths`` and the ``outputs``.
+    No eigenvalue of such a matrix is negative: one that rounding made so is 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
         ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
         ends["smallest"] = max(0.0, ends["smallest"])
-        shown: dict[str, Any] = {**ends, "mean_squared_norm": file.scalar("mean_squared_norm")}
-        if file.has("foretold_changes"):
-            shown["foretells"] = file.matrix("foretold_changes")[:]
-            shown |= {key: file.vector(f"foretold_{key}") for key in ("lengths", "outputs")}
-        return _file(file, results, {}, **shown)
-
-
-def suggested_damping(results: Results) -> Suggestion | None:
-    """Return the damping that foretells best how outputs changed along the runs; None if unknown.
-
-    A run's first checkpoint foretells what its last shows, if it is early; scores that count
-    directions of gradients alone foretell no changes.
-    """
-    by_name = {file.spec["checkpoint"]["id"]: file.attributes for file in results.matrices}
-    runs = (
-        [] if results.spec["normalize"] else [results.spec["runs"][r] for r in results.early_runs]
-    )
-    ends = [(by_name.get(run[0], {}), by_name.get(run[-1], {})) for run in runs]
-    known = [
-        Foretold(first["foretells"], first["lengths"], last["outputs"] - first["outputs"])
-        for first, last in ends
-        if "foretells" in first and "outputs" in last
-    ]
-    return suggest_damping(known, results.config["scoring"]["damping"])
+        unit = file.scalar("mean_squared_norm")
+        return _file(file, results, {}, **ends, mean_squared_norm=unit)
 
 
 def condition_number(matrix: File, damping: float) -> float:

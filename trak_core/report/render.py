@@ -31,7 +31,6 @@ from trak_core.report.read_results import (
     output_of,
     rows_with,
     strongest,
-    suggested_damping,
 )
 from trak_core.scoring.lists import ENOUGH_TARGETS, few_targets
 from trak_core.spec import EXACT, GAUSS_NEWTON, Combine
@@ -65,7 +64,7 @@ def study_warnings(results: Results) -> list[StudyWarning]:
     first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
     first += [warning for experiment in scores for warning in _trained_on(experiment)]
     numbers = [*_loss_weights(scores[0]), *_matrices(results), *_projection(results)]
-    return [*first, *_damping(results), *numbers, *_disagreement(scores)]
+    return [*first, *numbers, *_disagreement(scores)]
 
 
 def score_warnings(experiment: File) -> list[StudyWarning]:
@@ -149,15 +148,6 @@ def _loss_weights(scores: File) -> list[StudyWarning]:
     along = scores.spec["combine"] == Combine.UNIT_AVERAGE
     shown = {"part": saturated, "power": scores.spec["loss_weight_power"], "along": along}
     return [StudyWarning("saturated", shown)]
-
-
-def _damping(results: Results) -> list[StudyWarning]:
-    """Ask whether another damping would explain better how training moved the outputs."""
-    suggested = suggested_damping(results)
-    if suggested is None or not suggested.is_clear:
-        return []
-    own = results.config["scoring"]["damping"]
-    return [StudyWarning("damping", {"suggested": suggested, "own": own})]
 
 
 def _matrices(results: Results) -> list[StudyWarning]:
@@ -296,7 +286,6 @@ def _environment() -> Environment:
         *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
         *(charts.group_charts, charts.proof_charts),
         *(ranked, per_target, worked_example, config_text, versions, condition_number),
-        suggested_damping,
         script_hash,
     )
     environment.filters |= {function.__name__: function for function in _FILTERS}

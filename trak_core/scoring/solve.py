@@ -143,8 +143,8 @@ def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, fl
             "The damped normal matrix must be well-conditioned: its condition number has to stay "
             f"below {MAX_CONDITION:.0e}, since features have seven digits. Found "
             f"{_condition(smallest, largest, ridge, f'k = {len(matrix)}')}. A proj_dim above the "
-            "number of training samples always needs damping. Raise `scoring.damping` (2 is a good "
-            "value) or lower `projection.proj_dim`.",
+            "number of training samples always needs damping. Raise `scoring.damping` or "
+            "lower `projection.proj_dim`.",
             code="scoring.singular",
         )
     damped = matrix.copy()
@@ -159,7 +159,7 @@ def damped_solve(
     """Return X of (matrix + ridge I) X = right_side by ``damped_factor``; all are float64.
 
     Equivalent to ``np.linalg.solve(matrix + ridge * np.eye(k), right_side)`` with a right side of
-    shape (k, m). The ridge is best the damping, 2 say, times the rows' mean squared length.
+    shape (k, m). The ridge is the damping times the rows' mean squared length.
 
     Example:
         >>> import numpy as np
@@ -237,9 +237,8 @@ class DampedGramian:
 
         K = J J^T has shape (n, n), float64. Weights, the diagonal of W, shape (n,), are not
         negative; ones stand for the plain normal matrix. The damping, at least 0, is relative to
-        the mean squared length of the weighted gradients; 2 is a good value. A damped Gramian that
-        is numerically singular is refused, as are weights of 0 without damping, because an answer
-        would be noise.
+        the mean squared length of the weighted gradients. A damped Gramian that is numerically
+        singular is refused, as are weights of 0 without damping, because an answer would be noise.
         """
         if damping < 0:
             raise InputError(f"The damping must be at least 0. Found {damping}.")
@@ -289,6 +288,6 @@ def _check_condition(damped: np.ndarray, ridge: float) -> None:
             f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found "
             f"{_condition(smallest, largest, ridge, f'n = {len(damped)}')}. More samples than "
             "parameters, equal gradients, or weights of 0 always need damping. Raise "
-            "`scoring.damping` (2 is a good value).",
+            "`scoring.damping`.",
             code="scoring.singular_gramian",
         )

@@ -34,7 +34,6 @@ from trak_core.scoring.solve import (
     mean_squared_norm,
     weighted_gramians,
 )
-from trak_core.scoring.suggest_damping import DAMPINGS, foretold_changes, foretold_samples
 from trak_core.spec import NormalSpec, ScoresSpec
 from trak_core.stages._shared import (
     PER_SAMPLE,
@@ -53,8 +52,7 @@ def compute_normal_matrix(
     """Stream the training features once and keep N, its mean squared norm and its spectrum's ends.
 
     With ``norm_power`` also its eigenvalues, and the k x k products that ||B|| of any damping comes
-    from: no other stage needs all training features again for it. Then it keeps too how dampings
-    foretell that outputs of some samples change, and these outputs.
+    from: no other stage needs all training features again for it.
     """
     with open_artifact(features, FEATURES) as train:
         check_made_for(train, spec.features)
@@ -67,18 +65,10 @@ def compute_normal_matrix(
             if (weights[0] != 1).any():
                 weights.append(np.ones(n_rows))
         block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
-        loss_weights, weighted_sum = train.vector("loss_weights"), np.zeros(proj_dim)
-        some, kept = foretold_samples(n_rows), []
-        outputs = train.vector("outputs")[some]
 
         def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
             for start, stop in blocks_with_progress(n_rows, block, "samples"):
-                values = rows(start, stop)
-                if spec.norm_power is not None:
-                    weighted_sum[:] += loss_weights[start:stop].astype(np.float64) @ values
-                    first, last = np.searchsorted(some, [start, stop])
-                    kept.append(values[some[first:last] - start])
-                yield values, [own[start:stop] for own in weights]
+                yield rows(start, stop), [own[start:stop] for own in weights]
 
         matrix, *others = weighted_gramians(blocks())
         own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
@@ -96,12 +86,6 @@ def compute_normal_matrix(
             # Where all rows weigh 1 Phi^T Phi is N itself.
             products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
             writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
-            phi, unit = np.concatenate(kept), mean_squared_norm(matrix, n_rows)
-            foretold = foretold_changes(spectrum, weighted_sum, phi, unit)
-            dampings = [f"{damping:g}" for damping in DAMPINGS]
-            writer.matrix("foretold_changes", some, dampings)[:] = foretold
-            writer.vector("foretold_outputs", outputs)
-            writer.vector("foretold_lengths", np.linalg.norm(phi, axis=1))
         else:
             smallest, largest = extreme_eigenvalues(matrix)
         writer.scalar("smallest_eigenvalue", smallest)

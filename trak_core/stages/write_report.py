@@ -67,15 +67,13 @@ def write_report(
     proofs: Sequence[Path] = (),
     study_file: Path,
     config: dict[str, Any],
-    early: Sequence[str] = (),
 ) -> None:
     """Read what a study left, and write the report; the same artifacts give the same page.
 
     ``scores``, ``evaluations``, ``removals`` and ``groups`` have a file an experiment,
     ``normal_matrices`` and ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence``
     one at most, ``proofs`` a file a list; what the config doesn't measure is empty. ``config`` is
-    the part of it that decides numbers. ``early`` are the runs whose first checkpoint is early
-    enough to foretell where they go.
+    the part of it that decides numbers.
 
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
@@ -98,7 +96,6 @@ def write_report(
     known |= {name for file in measured.values() for name in file.tables["summary"]["removed"]}
     results = Results(
         config=config,
-        early_runs=early,
         experiments=experiments,
         matrices=[read_matrix(path, folder) for path in normal_matrices],
         timings=read_timings(folder / "benchmarks", folder / "logs", known),

@@ -12,7 +12,6 @@ from snakemake.benchmark import benchmarked
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
-from trak_core.config.checkpoint_list import early_runs
 from trak_core.config.cross_checks import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
@@ -23,7 +22,8 @@ from trak_core.config.preflight import (
     run_preflight,
     study_imports_of,
 )
-from trak_core.config.read_config import earlier_configs, has_record, record_config
+from trak_core.config.read_config import has_record, record_config
+from trak_core.config.results_owner import changed_in_copy, earlier_configs
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.read_config import (
     check_config,
@@ -127,6 +127,12 @@ with explained():
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
         run_preflight(specs, results, is_stored=stored, forks=forks)
+        changed = [] if stored else changed_in_copy(config, results)
+        if changed:
+            logger.warning(
+                f"{results} is a copy of a folder that was made with another {', '.join(changed)}. "
+                "Files in it count as finished, whatever made them: run once with --forceall."
+            )
         # Else onstart does it, which a module of another workflow hasn't, nor who has nothing to do.
         if not stored and (is_module or not has_record(results)):
             record_config(config, results, must=False)

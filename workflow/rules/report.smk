@@ -29,7 +29,6 @@ rule write_report:
         digest=specs.digests["whole"],
         study_file=config["study"],
         config=specs.reported,
-        early=early_runs(specs.checkpoints),
     message:
         "Writing the report: {output.report}"
     script:

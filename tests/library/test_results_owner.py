@@ -1,0 +1,99 @@
+"""A results folder is one config's: another study is refused, and a copy is known."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from refused import refused
+
+from trak_core.config.read_config import record_config
+from trak_core.config.results_owner import changed_in_copy, earlier_configs
+from trak_core.errors import InputError
+
+
+def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
+    """A run is refused a folder of another study whose config is still there."""
+    monkeypatch.chdir(tmp_path)
+    results, one, two = (Path(name) for name in ("results", "one.yaml", "two.yaml"))
+    own = {"study": "results/tabular_study_0f0f0f0f.py", "study_arguments": {"table": "a.csv"}}
+    later = {**own, "study": "results/tabular_study_12345678.py"}  # by another version
+    assert earlier_configs(results, [one], own) == []
+    record_config(own, results, [one, Path("more.yaml")])
+    assert earlier_configs(results, [one.absolute()], own) == []
+    assert earlier_configs(results, [], own) == []  # the default study's
+    assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
+    others = [{"study": "s.py"}, {**own, "study_arguments": {"table": "b.csv"}}]
+    for other in others:
+        assert earlier_configs(results, [two], other) == ["one.yaml", "more.yaml"]
+    one.touch()
+    for other in others:
+        with refused("config.results_of_another", "two.yaml", "one.yaml", "tabular"):
+            earlier_configs(results, [two], other)
+        assert earlier_configs(results, [one], other) == []
+    assert earlier_configs(results, [two], later) == ["one.yaml", "more.yaml"]
+
+
+# Where a results folder was made, where it lies now, and whether the first is there still.
+COPIES = {
+    "beside": ("results-one", "results-two", True),
+    "the default's": ("results", "results-two", True),
+    "deeper": ("results-one", "runs/two/results", True),
+    "less deep": ("runs/one/results", "results", True),
+    "renamed": ("results-one", "results-two", False),
+    "absolute": ("/results-one", "/results-two", True),
+}
+
+
+@pytest.mark.parametrize(("made", "now", "is_kept"), COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(
+    tmp_path, monkeypatch, made, now, is_kept
+):
+    monkeypatch.chdir(tmp_path)
+    made, now = (f"{tmp_path}{name}" if name[0] == "/" else name for name in (made, now))
+    one, two = Path("one.yaml"), Path("two.yaml")
+    one.touch()
+    own = {"study": "s.py", "scoring": {"damping": 2}, "checkpoints": {"c": "c.pt"}}
+    own |= {} if made == "results" else {"results": made}
+    record_config(own, Path(made), [one])
+    copied = {**own, "results": now, "compute": {"memory_mb": 2000}}
+    Path(now).parent.mkdir(parents=True, exist_ok=True)
+    (shutil.copytree if is_kept else shutil.move)(made, now)
+    assert earlier_configs(Path(now), [two], copied) == []
+    # Its files have no record, and count as finished.
+    assert changed_in_copy(copied, Path(now)) == []
+    other = copied | {"scoring": {"damping": 7}, "projection": {"proj_dim": 8}}
+    assert changed_in_copy(other, Path(now)) == ["projection", "scoring"]
+    assert changed_in_copy({**copied, "study": "t.py"}, Path(now)) == ["study"]
+    if is_kept:
+        assert changed_in_copy(other | {"results": made}, Path(made)) == []
+        assert earlier_configs(Path(made), [two], own) == ["one.yaml"]
+    # Another study's files would lie among this one's; the folder has a name of its own already.
+    if made.count("/") == now.count("/"):
+        with pytest.raises(InputError, match=r"Name a new folder as `results` in two\.yaml"):
+            earlier_configs(Path(now), [two], {**copied, "study": "t.py"})
+
+
+def test_a_copy_of_a_ready_made_studys_results_is_of_the_same_study(tmp_path, monkeypatch):
+    """The file of such a study lies in its results, and is another in a folder of another name."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.yaml").touch()
+    for name in ("one", "two"):
+        study = f"results-{name}/tabular_study_0f0f0f0f.py"
+        own = {"study": study, "study_arguments": {"table": "a.csv"}, "results": f"results-{name}"}
+        if name == "one":
+            record_config(own, Path("results-one"), [Path("one.yaml")])
+            shutil.copytree("results-one", "results-two")
+        else:
+            assert earlier_configs(Path("results-two"), [Path("two.yaml")], own) == []
+            assert changed_in_copy(own, Path("results-two")) == []
+
+
+def test_a_copy_of_a_whole_project_is_its_own(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("one.yaml").touch()
+    record_config({"study": "s.py", "results": "results"}, Path("results"), [Path("one.yaml")])
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    again = {"study": "s.py", "results": "results"}
+    assert earlier_configs(Path("results"), [Path("two.yaml")], again) == ["one.yaml"]

@@ -1,0 +1,67 @@
+"""Tell whose a results folder is: another config's, another study's, or a copy of another."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trak_core.config.read_config import CONFIG_RECORD
+from trak_core.errors import InputError
+from trak_core.system.files import read_record
+
+
+def earlier_configs(
+    results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
+) -> list[str]:
+    """Return the config files of a folder's last start, if this one has none of them.
+
+    A copy of a folder replaces nothing of theirs, so that none are returned for it.
+
+    Raises:
+        InputError: If they are still there, and of another study than ``config``'s.
+    """
+    known = read_record(results / CONFIG_RECORD)
+    earlier = known.get("config_files", [])
+    here = {os.path.relpath(file) for file in config_files}
+    if not earlier or not here or here & {*earlier}:
+        return []
+    study, other = _study_of(config), _study_of(known["config"])
+    there = [file for file in earlier if Path(results, known["folder"], file).exists()]
+    if there and study != other:
+        raise InputError(
+            f"The results folder must be this study's own. Found in {results} what "
+            f"{', '.join(there)} made of another, {Path(other[0]).stem}, which this run would "
+            f"replace. Name a new folder as `results` in {min(here)}, or remove {results} if "
+            "nobody needs it.",
+            code="config.results_of_another",
+        )
+    return [] if _is_copy(known, results) else earlier
+
+
+def changed_in_copy(config: Mapping[str, Any], results: Path) -> list[str]:
+    """Return the keys by which a copied folder's files were made that are others in ``config``.
+
+    Snakemake has no record of what made a copy's files, and takes them as finished. Keys that
+    decide no numbers don't count; a folder that is no copy has none.
+    """
+    known = read_record(results / CONFIG_RECORD)
+    if not known or not _is_copy(known, results):
+        return []
+    own, other = ({**c, "study": _study_of(c)[0]} for c in (config, known["config"]))
+    keys = sorted((own.keys() | other) - {"results", "compute", "answers"})
+    own = json.loads(json.dumps(own))
+    return [key for key in keys if own.get(key) != other.get(key)]
+
+
+def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
+    """Return whether a folder's record is of a start with another results folder."""
+    made = Path(results, known["folder"], known.get("results", ""))
+    return "results" in known and os.path.relpath(made) != os.path.relpath(results)
+
+
+def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return what a started config's study is, whatever version and folder have a file of it."""
+    study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
+    return study, config.get("study_arguments")
