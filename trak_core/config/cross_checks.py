@@ -154,6 +154,23 @@ def check_lists(config: Mapping[str, Any]) -> None:
             f"{blamed}, a difference of two means. Name the experiment that has the targets.",
             code="config.suspects_of_difference",
         )
+    better = about_output(config["model_output"]).better
+    for name in lists.keys() - {"duplicates"}:
+        if not better:
+            own = output_name(config["model_output"])
+            raise InputError(
+                f"lists: {name} needs a model output that says what improves a target. Found "
+                f"{own}, which doesn't. If a larger f means a smaller loss, write `model_output: "
+                f"{{function: {own}, larger_is_better: true}}`.",
+                code="config.list_output",
+            )
+        if better == "closer" and "mean" in config["experiments"][lists[name]["experiment"]]:
+            raise InputError(
+                f"lists: {name} needs targets with labels that predictions come closer to. Found "
+                f"{lists[name]['experiment']}, which is a mean. Name the experiment that has the "
+                "targets.",
+                code="config.list_of_predictions",
+            )
     pool = "pool" in lists.get("select", {})
     of_features = {"duplicates": "duplicates" in lists, "select with a pool": pool}
     for name in (name for name, is_there in of_features.items() if is_there):

@@ -38,7 +38,7 @@ def few_targets(targets: pd.DataFrame) -> bool:
 def suspects(train: pd.DataFrame) -> pd.DataFrame:
     """Return all training samples, those first that harm targets most: likely wrong labels.
 
-    The targets' own labels must be right, on the whole. A sample with a wrong label pushes down the
+    The targets' own labels must be right, on the whole. A sample with a wrong label worsens the
     model output of the targets that it looks like.
 
     Columns are id, rank, ``worth_a_look`` (1 where the harm is larger than the help, which is no
@@ -57,14 +57,32 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 
 
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
-    """Return the training samples that push targets down on the whole, most harmful first.
+    """Return the training samples that harm targets more than they help, most harmful first.
 
-    Columns are id, rank, ``score`` (the mean over targets, below 0 for each sample), and those of
+    Columns are id, rank, ``score`` (help less harm, below 0 for each sample), and those of
     ``train``, the table of a scores file.
     """
     score = _mean_score(train)
     order = np.argsort(score, kind="stable")[: int((score < 0).sum())]
     return _ranked(train.drop(columns="harmed_label", errors="ignore"), order, score=score)
+
+
+def improving_influences(
+    train: pd.DataFrame, top_influences: pd.DataFrame, targets: pd.DataFrame
+) -> pd.DataFrame:
+    """Return the top influences of a scores file, with a score above 0 where it improves a target.
+
+    Where a larger f improves some targets and a smaller one others, as in a regression, a training
+    label that is far too large improves each of the former most. There only training samples that
+    help more than they harm are left.
+    """
+    improves = targets.set_index("id")["improves"]
+    signs = improves.loc[top_influences["target_id"]].to_numpy()
+    oriented = top_influences.assign(score=top_influences["score"] * signs)
+    if improves.nunique() == 1:
+        return oriented
+    helpful = train.loc[train["help"] > train["harm"], "id"]
+    return oriented.loc[oriented["train_id"].isin(helpful), :]
 
 
 def best_in_turn(
@@ -73,18 +91,18 @@ def best_in_turn(
     """Return the training samples that help targets most, for which the targets take turns.
 
     In their turn, each takes the best of its top influences that nobody has taken, if there is one
-    that pushes it up. So no kind of target is left out, as it would be if the samples with the
-    largest mean scores were taken, which can be much alike. Where all top influences are taken, the
-    largest mean scores follow.
+    that improves it. So no kind of target is left out, as it would be if the samples of the most
+    help less harm were taken, which can be much alike. Where all top influences are taken, these
+    follow.
 
-    The tables are those of a scores file; the ``fraction`` that is taken is rounded up. Columns are
-    as for ``most_harmful``.
+    The tables are ``train`` of a scores file and what ``improving_influences`` returns; the
+    ``fraction`` that is taken is rounded up. Columns are as for ``most_harmful``.
     """
     score = _mean_score(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
-    is_up = top_influences["score"] > 0
-    ups = top_influences.loc[is_up, ["target_id", "rank", "train_id"]]
-    choices = ups.sort_values("rank", kind="stable").groupby("target_id", sort=False)["train_id"]
+    improving = top_influences["score"] > 0
+    helpful = top_influences.loc[improving, ["target_id", "rank", "train_id"]]
+    choices = helpful.sort_values("rank", kind="stable").groupby("target_id", sort=False)["train_id"]
     queues = [iter([row_of[i] for i in own]) for _, own in choices]
     taken: dict[int, None] = {}
     while queues:
