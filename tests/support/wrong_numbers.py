@@ -3,18 +3,16 @@
 import numpy as np
 import torch
 
-N_TRAIN, OVERSTATED, UNDERSTATED = 500, range(14), range(14, 25)
-WRONG = range(25)
-# The study is told by its sign, scale and offset: f and the labels y are sign * (scale * y +
-# offset) of those of the first.
+OVERSTATED, WRONG = range(14), range(25)
+# Predictions and labels are SIGN * (SCALE * number + OFFSET) of the same numbers.
 STUDY = """
 import torch
 from torch.utils.data import TensorDataset
 
 SIGN, SCALE, OFFSET = {sign}, {scale}, {offset}
 generator = torch.Generator().manual_seed(0)
-x = 2 * torch.rand(900, 6, generator=generator)
-noise = torch.randn(900, generator=generator)
+x = 2 * torch.rand(700, 6, generator=generator)
+noise = torch.randn(700, generator=generator)
 right = torch.exp(1 + 0.5 * torch.sin(2 * x[:, 0] + x[:, 1]) + 0.3 * x[:, 2] + 0.05 * noise)
 given = right.clone()
 given[:14] *= 4

@@ -155,7 +155,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
             code="config.suspects_of_difference",
         )
     better = about_output(config["model_output"]).better
-    for name in lists.keys() - {"duplicates"}:
+    for name in (name for name in lists if name != "duplicates"):
         if not better:
             own = output_name(config["model_output"])
             raise InputError(

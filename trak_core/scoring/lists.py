@@ -67,24 +67,6 @@ def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
     return _ranked(train.drop(columns="harmed_label", errors="ignore"), order, score=score)
 
 
-def improving_influences(
-    train: pd.DataFrame, top_influences: pd.DataFrame, targets: pd.DataFrame
-) -> pd.DataFrame:
-    """Return the top influences of a scores file, with a score above 0 where it improves a target.
-
-    Where a larger f improves some targets and a smaller one others, as in a regression, a training
-    label that is far too large improves each of the former most. There only training samples that
-    help more than they harm are left.
-    """
-    improves = targets.set_index("id")["improves"]
-    signs = improves.loc[top_influences["target_id"]].to_numpy()
-    oriented = top_influences.assign(score=top_influences["score"] * signs)
-    if improves.nunique() == 1:
-        return oriented
-    helpful = train.loc[train["help"] > train["harm"], "id"]
-    return oriented.loc[oriented["train_id"].isin(helpful), :]
-
-
 def best_in_turn(
     train: pd.DataFrame, top_influences: pd.DataFrame, fraction: float
 ) -> pd.DataFrame:
@@ -95,7 +77,7 @@ def best_in_turn(
     help less harm were taken, which can be much alike. Where all top influences are taken, these
     follow.
 
-    The tables are ``train`` of a scores file and what ``improving_influences`` returns; the
+    A positive score must improve its target. The tables are those of a scores file; the
     ``fraction`` that is taken is rounded up. Columns are as for ``most_harmful``.
     """
     score = _mean_score(train)
@@ -110,6 +92,20 @@ def best_in_turn(
         queues = [queue for queue in queues if _take_next(queue, taken)]
     order = [*taken, *(row for row in np.argsort(-score, kind="stable") if row not in taken)]
     kept = np.array(order[: int(np.ceil(fraction * len(train)))])
+    return _ranked(train.drop(columns="harmed_label", errors="ignore"), kept, score=score)
+
+
+def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
+    """Return the training samples with the largest (help - harm) / (help + harm).
+
+    These are to train on where some targets want a larger f and others a smaller one. A label that
+    is far too large improves each of the former most, but worsens the latter as much, and how far
+    off it is cancels here. Arguments and columns are as for ``best_in_turn``.
+    """
+    score = _mean_score(train)
+    size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
+    share = score / np.where(size > 0, size, 1)
+    kept = np.argsort(-share, kind="stable")[: int(np.ceil(fraction * len(train)))]
     return _ranked(train.drop(columns="harmed_label", errors="ignore"), kept, score=score)
 
 

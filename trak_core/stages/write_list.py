@@ -21,7 +21,7 @@ from trak_core.scoring.lists import (
     best_in_turn,
     copies,
     few_targets,
-    improving_influences,
+    most_consistent,
     most_harmful,
     nearest,
     suspects,
@@ -54,11 +54,7 @@ def write_list(
         train, top_influences = file.table("train"), file.table("top_influences")
         targets = file.table("targets")
         model_output = file.spec["model_output"]
-    if "improves" not in targets:
-        raise ArtifactError(
-            f"{scores}: a list needs to know which scores improve a target. Found none that says "
-            f"so, of model_output {model_output}."
-        )
+        about = about_output(model_output)
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
             check_made_for(file, spec.of_self_influence())
@@ -70,9 +66,14 @@ def write_list(
         n_looks = rows["worth_a_look"].to_numpy().sum()
         said = "have a 1 as worth_a_look, since they harm more than they help: begin with these"
     elif kind == "select":
-        improvements = improving_influences(train, top_influences, targets)
-        rows = best_in_turn(train, improvements, fraction)
-        n_looks, said = len(rows), "are what targets take in turn"
+        is_distance = about.better == "closer"
+        rows = (
+            most_consistent(train, fraction)
+            if is_distance
+            else best_in_turn(train, top_influences, fraction)
+        )
+        n_looks = len(rows)
+        said = "help targets most consistently" if is_distance else "are what targets take in turn"
     else:
         rows = most_harmful(train)
         n_looks, said = len(rows), "harm targets more than they help"
@@ -85,7 +86,7 @@ def write_list(
     write_csv(listed, rows)
     print(f"{n_looks} of {len(train)} samples {said}.")
     if kind == "suspects" and few_targets(targets):
-        order = "self_influence" if self_influence else about_output(model_output).worst_fitted
+        order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(f"Warning: suspects from {n}: mostly chance. Take more targets, or sort by {order}.")
 
