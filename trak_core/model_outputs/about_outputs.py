@@ -72,7 +72,7 @@ class About:
     def verdicts(self) -> tuple[str, str]:
         """Say whether a positive score is good, and whether a negative one is, after what it is."""
         if self.better == "closer":
-            return " (helpful where f is below the label)", " (helpful where f is above the label)"
+            return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
         return neither if self.raises else (" (helpful)", " (harmful)")
 

@@ -65,15 +65,12 @@ def write_list(
         rows = suspects(train)
         n_looks = rows["worth_a_look"].to_numpy().sum()
         said = "have a 1 as worth_a_look, since they harm more than they help: begin with these"
+    elif kind == "select" and about.better == "closer":
+        rows = most_consistent(train, fraction)
+        n_looks, said = len(rows), "help targets most consistently"
     elif kind == "select":
-        is_distance = about.better == "closer"
-        rows = (
-            most_consistent(train, fraction)
-            if is_distance
-            else best_in_turn(train, top_influences, fraction)
-        )
-        n_looks = len(rows)
-        said = "help targets most consistently" if is_distance else "are what targets take in turn"
+        rows = best_in_turn(train, top_influences, fraction)
+        n_looks, said = len(rows), "are what targets take in turn"
     else:
         rows = most_harmful(train)
         n_looks, said = len(rows), "harm targets more than they help"
