@@ -24,7 +24,9 @@ def scores():
 @pytest.mark.parametrize("signs", [[1] * 9, [-1] * 9, [1, -1, 1, 0, -1, -1, 0, 1, 1]])
 def test_help_and_harm_are_means_of_what_improves_and_worsens_targets(scores, signs):
     signs = np.array(signs)
-    up = [np.mean([max(float(s) * i, 0) for s, i in zip(row, signs, strict=True)]) for row in scores]
+    up = [
+        np.mean([max(float(s) * i, 0) for s, i in zip(row, signs, strict=True)]) for row in scores
+    ]
     down = [
         np.mean([max(-float(s) * i, 0) for s, i in zip(row, signs, strict=True)]) for row in scores
     ]

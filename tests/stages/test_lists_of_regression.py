@@ -128,7 +128,14 @@ def test_an_output_of_ones_own_says_whether_larger_is_better(tmp_path, larger_is
     words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
     words["function"] = given["model_output"]
     path = run_stages(
-        tmp_path, study, checkpoints, targets, proj_dim=8, output_words=words, shards=shards, **given
+        tmp_path,
+        study,
+        checkpoints,
+        targets,
+        proj_dim=8,
+        output_words=words,
+        shards=shards,
+        **given,
     )
     spec = scores_spec(checkpoints, targets, projection=PROJECTION | {"proj_dim": 8}, **given)
     train = pd.read_hdf(path, "train")

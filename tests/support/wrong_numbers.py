@@ -51,7 +51,7 @@ def with_three_checkpoints(folder, *, sign=1, scale=1, offset=0, made=None):
     if made is not None:
         return study, made
     space = {}
-    exec(STUDY.format(sign=1, scale=1, offset=0), space)  # ruff: ignore[exec-builtin]
+    exec(STUDY.format(sign=1, scale=1, offset=0), space)
     checkpoints = {}
     for seed in range(3):
         torch.manual_seed(seed)

@@ -144,9 +144,9 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
     Returns:
         Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those),
         ``train`` (the samples in it, and those that harm all targets most) and ``moved`` (harm and
-        help of all, where it is known what improves targets). These two have the study's row numbers.
-        Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a model
-        output of its own; ``one_loss_weight``, whether all loss weights are 1;
+        help of all, where it is known what improves targets). These two have the study's row
+        numbers. Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a
+        model output of its own; ``one_loss_weight``, whether all loss weights are 1;
         ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``n_trained_on``, how many targets are training samples, as far as ids
         tell; ``saturated``, the part of the training samples with a loss weight

@@ -84,7 +84,9 @@ def best_in_turn(
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
     improving = top_influences["score"] > 0
     helpful = top_influences.loc[improving, ["target_id", "rank", "train_id"]]
-    choices = helpful.sort_values("rank", kind="stable").groupby("target_id", sort=False)["train_id"]
+    choices = helpful.sort_values("rank", kind="stable").groupby("target_id", sort=False)[
+        "train_id"
+    ]
     queues = [iter([row_of[i] for i in own]) for _, own in choices]
     taken: dict[int, None] = {}
     while queues:

@@ -176,9 +176,10 @@ def self_influences(
 ) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """Return the size of A_c[i, i] Q_c[i] of every training sample i, averaged like a score.
 
-    The sign is left out, because it is that of Q: no training sample harms itself. Predictions and outputs are those of the last checkpoint of every run. There are features and a
-    normal matrix for each checkpoint. Returns columns id, label, prediction, output and
-    self_influence; loss weights averaged over ends of runs, shape (n,); and a file's spec.
+    The sign is left out, because it is that of Q: no training sample harms itself. Predictions and
+    outputs are those of the last checkpoint of every run. There are features and a normal matrix
+    for each checkpoint. Returns columns id, label, prediction, output and self_influence; loss
+    weights averaged over ends of runs, shape (n,); and a file's spec.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from trak_core.artifacts import (
     FEATURES,
@@ -71,10 +70,10 @@ def sum_groups(
             similarity_rows(part, phi, normalize=spec.normalize)
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
         ]
-        target_ids, ones = parts[0].ids("target_ids"), pd.Series(1.0, index=targets.index)
-        improves = targets.get("improves", ones).to_numpy()
+        target_ids = parts[0].ids("target_ids")
+        improves = targets["improves"] if "improves" in targets else np.ones(len(target_ids))
         assert spec.runs is not None
-        plain, drawn, ends = _sums(parts, rows, spec, groupings, improves, memory_mb)
+        plain, drawn, ends = _sums(parts, rows, spec, groupings, np.asarray(improves), memory_mb)
         table, targets, differences = group_tables(
             groupings, plain, drawn, ends, target_ids, len(spec.runs)
         )
