@@ -4,8 +4,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trak_core.scoring.lists import best_in_turn, copies, most_harmful, nearest, suspects
-from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm
+from trak_core.scoring.lists import (
+    best_in_turn,
+    copies,
+    most_consistent,
+    most_harmful,
+    nearest,
+    suspects,
+)
+from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm, improving_signs
 from trak_core.system.files import write_csv
 
 
@@ -14,13 +21,28 @@ def scores():
     return np.random.default_rng(0).standard_normal((23, 9)).astype(np.float32)
 
 
-def test_help_and_harm_are_means_of_either_sign(scores):
-    up = [np.mean([max(float(s), 0) for s in row]) for row in scores]
-    down = [np.mean([max(-float(s), 0) for s in row]) for row in scores]
-    both = help_and_harm(scores)
+@pytest.mark.parametrize("signs", [[1] * 9, [-1] * 9, [1, -1, 1, 0, -1, -1, 0, 1, 1]])
+def test_help_and_harm_are_means_of_what_improves_and_worsens_targets(scores, signs):
+    signs = np.array(signs)
+    up = [
+        np.mean([max(float(s) * i, 0) for s, i in zip(row, signs, strict=True)]) for row in scores
+    ]
+    down = [
+        np.mean([max(-float(s) * i, 0) for s, i in zip(row, signs, strict=True)]) for row in scores
+    ]
+    both = help_and_harm(scores, signs)
     np.testing.assert_allclose(both, np.stack([up, down], axis=1), rtol=1e-12)
-    parts = [help_and_harm(scores[i : i + 5]) for i in range(0, 23, 5)]
+    parts = [help_and_harm(scores[i : i + 5], signs) for i in range(0, 23, 5)]
     assert np.array_equal(np.concatenate(parts), both)
+    assert np.array_equal(help_and_harm(-scores, -signs), both)
+    assert np.array_equal(help_and_harm(scores, -signs), both[:, ::-1])
+
+
+def test_what_improves_a_target():
+    labels, predictions = np.array([2, 0, -1, 7]), np.array([1.5, 0.5, -1, 7.5], dtype=np.float32)
+    assert improving_signs("closer", labels, predictions).tolist() == [1, -1, 0, -1]
+    assert improving_signs("closer", -labels, -predictions).tolist() == [-1, 1, 0, 1]
+    assert improving_signs("larger", labels, predictions).tolist() == [1, 1, 1, 1]
 
 
 def test_the_harmed_class_has_the_lowest_mean(scores):
@@ -76,6 +98,16 @@ def test_targets_take_the_best_in_turn(train):
     assert table["score"].tolist() == [1.0, 0.0, -1.0, -2.5]
     assert best_in_turn(train, top, 0.3)["id"].tolist() == ["b", "d"]
     assert best_in_turn(train, top, 0.01)["id"].tolist() == ["b"]
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_the_most_consistent_help_has_the_largest_share(train, scale):
+    """How large a sample's own scores are changes nothing, and one without scores is in between."""
+    train.loc[1, ["help", "harm"]] *= scale
+    rows = most_consistent(train, 1.0)
+    assert rows["id"].tolist() == ["b", "d", "a", "c"]
+    assert rows["score"].tolist() == [scale, 0.0, -1.0, -2.5]
+    assert most_consistent(train, 0.3)["id"].tolist() == ["b", "d"]
 
 
 @pytest.mark.parametrize("block", [1, 4, 100])

@@ -30,6 +30,7 @@ from trak_core.model_outputs.supervised import (
     margin,
     mean_pixel_margin,
 )
+from trak_core.scoring.scores import improving_signs
 
 sequence_log_odds = LANGUAGE_MODELLING.value
 
@@ -339,3 +340,23 @@ def test_every_model_output_has_a_case_and_says_if_its_loss_weights_are_probabil
         found = [output.loss_weight(x * scale, label).item() for scale in scales]
         within = min(found) >= 0 and max(found) <= 1 and len(set(found)) > 1
         assert within == about.weight_is_probability, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_says_which_output_is_better(name):
+    """The sign of Q = -dl/df, at predictions below and above labels."""
+    output, x, label = CASES[name]
+    (better,) = {
+        about.better
+        for about in TABLE.values()
+        if (about.needs_pairs and name == "contrast")
+        or (not about.needs_pairs and about.load() is output)
+    }
+    found = set()
+    for scale in (-3, -1, 0.5, 3):
+        number = (output.prediction or output.value)(x * scale, label)
+        labels, predictions = (np.array([n.item()]) for n in (output.label_number(label), number))
+        (sign,) = improving_signs(better, labels, predictions)
+        assert np.sign(output.loss_weight(x * scale, label).item()) == sign
+        found.add(int(sign))
+    assert found == ({-1, 1} if name == "regression" else {1})

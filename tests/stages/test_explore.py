@@ -211,6 +211,7 @@ def test_words_of_numbers_that_are_no_better_when_larger(results, shown_as):
         assert f"Raise {subject} most" in page
         assert f"Lower {subject} most" in page
         assert not re.search(r"helpful|harmful", page, re.I)
+        assert ("good where f is below the label" in page) == (subject == "the prediction")
     assert "Most helpful: push f up" in of_loss
     assert "Raise" not in of_loss
 

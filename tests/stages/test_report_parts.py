@@ -196,7 +196,7 @@ def test_numbers_stay_ids_side_by_side():
     moved = pd.DataFrame({"harm": [0.5, 0.25], "help": [0.0, 0.5]})
     train = pd.DataFrame({"id": [794, 18], "label": [8, 1], "output": [0.5, 0.25]})
     tables = {"moved": moved, "train": train}
-    files = [File(name, "hash", {}, {}, tables) for name in ("mix", "hard")]
+    files = [File(name, "hash", {}, {"experiment": name}, tables) for name in ("mix", "hard")]
     assert [(str(one.id), str(one.label)) for one in side_by_side(files)] == [
         ("794", "8"),
         ("18", "1"),

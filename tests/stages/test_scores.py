@@ -423,8 +423,10 @@ def test_tables_have_help_harm_and_the_columns_of_the_study(tmp_path):
     settings = {"model_output": "regression"}
     path = run_stages(tmp_path, study, checkpoints, targets, proj_dim=8, **settings)
     scores, train = read_scores(path).astype(float), pd.read_hdf(path, "train")
-    assert_close(train["help"], scores.clip(lower=0).mean(axis=1), 1e-6)
-    assert_close(train["harm"], -scores.clip(upper=0).mean(axis=1), 1e-6)
+    about = pd.read_hdf(path, "targets").set_index("id")
+    gains = scores * np.sign(about["label"] - about["prediction"])
+    assert_close(train["help"], gains.clip(lower=0).mean(axis=1), 1e-6)
+    assert_close(train["harm"], -gains.clip(upper=0).mean(axis=1), 1e-6)
     parts = sorted((tmp_path / "scores/mine").glob("*.h5"))
     with open_artifact(path, SCORES) as file:
         before = file.content_hash

@@ -68,10 +68,8 @@ def test_lists_are_those_of_the_table(finished, tmp_path):
     assert lists["suspects"].index.tolist() == harm.index.tolist()
     score = (train["help"].astype(float) - train["harm"]).set_axis(train["id"])
     assert lists["drop"].index.tolist() == score[score < 0].sort_values().index.tolist()
-    top = pd.read_hdf(path, "top_influences", where="score > 0 & rank == 1")
-    first = top["train_id"].drop_duplicates().tolist()
-    assert len(lists["select"]) == 6
-    assert lists["select"].index[: len(first)].tolist() == first[:6]
+    share = score / (train["help"] + train["harm"]).set_axis(train["id"])
+    assert lists["select"].index.tolist() == share.nlargest(6).index.tolist()
     features = folder / "features/c0/train.h5"
     with pytest.raises(ArtifactError, match="self_influence"):
         write_list(**given, spec=spec, self_influence=[features], kind="suspects")
@@ -189,7 +187,8 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     links = [f"../answers/mine.html#train-{quote(i, safe='')}" for i in rows["id"]]
     assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links
     assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
-    few = "from 4 targets: mostly chance. Take more targets, or sort by output, lowest first."
+    order = "size of loss_weight, largest first"
+    few = f"from 4 targets: mostly chance. Take more targets, or sort by {order}."
     assert f"Suspects {few}" in shown.text
     assert "Few checkpoints. These scores are averages over 2 checkpoints." in shown.text
     assert few in capsys.readouterr().out.replace("`", "")

@@ -197,7 +197,18 @@ REFUSALS = {
         "a mean less itself": (mean(minus="mine"), "Found mine and mine"),
     },
     "config.list_of_mean": {
-        "copies of a mean": (mean() | {"lists": {"duplicates": {"experiment": "mean"}}}, "mean")
+        f"{name} of a mean of predictions": (
+            mean() | {"lists": {name: {"experiment": "mean"}}},
+            *(f"lists: {name} needs", "mean"),
+        )
+        for name in ("suspects", "drop", "select", "duplicates")
+    },
+    "config.list_output": {
+        f"{name} of an output that says nothing": (
+            {"model_output": "study.py:f", "lists": [name]},
+            "larger_is_better: true",
+        )
+        for name in ("suspects", "drop", "select")
     },
     "config.suspects_of_difference": {
         "suspects of a difference": (

@@ -77,7 +77,7 @@ GRAMIAN = ArtifactKind(
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 NEWTON_SCORES = replace(CHECKPOINT_SCORES, rule="compute_newton_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
-SCORES_SHARD = ArtifactKind("trak-scores-shard", ("help", "harm"), "average_scores_shard")
+SCORES_SHARD = ArtifactKind("trak-scores-shard", (), "average_scores_shard")
 DISTORTION = ArtifactKind("trak-distortion", ("agreement", "sample_ids"), "compute_distortion")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")

@@ -154,22 +154,29 @@ def check_lists(config: Mapping[str, Any]) -> None:
             f"{blamed}, a difference of two means. Name the experiment that has the targets.",
             code="config.suspects_of_difference",
         )
+    better = about_output(output := config["model_output"]).better
+    if not better and lists.keys() - {"duplicates"}:
+        raise InputError(
+            "lists need a model output that says what improves a target. Found "
+            f"{output_name(output)}, which doesn't. If a larger f always means a smaller loss, "
+            "add `larger_is_better: true` to the keys of model_output.",
+            code="config.list_output",
+        )
     pool = "pool" in lists.get("select", {})
-    of_features = {"duplicates": "duplicates" in lists, "select with a pool": pool}
-    for name in (name for name, is_there in of_features.items() if is_there):
-        compared = lists[name.split()[0]]["experiment"]
-        if "mean" in config["experiments"][compared]:
+    of_features = ["duplicates"] * ("duplicates" in lists) + ["select with a pool"] * pool
+    for name in lists if better == "closer" else of_features:
+        if "mean" in config["experiments"][compared := lists[name.split()[0]]["experiment"]]:
             raise InputError(
                 f"lists: {name} needs targets of an experiment's own. Found {compared}, which is a "
                 "mean. Name the experiment that has the targets.",
                 code="config.list_of_mean",
             )
-        if isinstance(config["projection"], str):
-            raise InputError(
-                f"lists: {name} compares projected features. Found `projection: "
-                f"{config['projection']}`, which keeps none. Leave it out, or take a projection.",
-                code="config.list_features",
-            )
+    for name in of_features if isinstance(config["projection"], str) else []:
+        raise InputError(
+            f"lists: {name} compares projected features. Found `projection: "
+            f"{config['projection']}`, which keeps none. Leave it out, or take a projection.",
+            code="config.list_features",
+        )
     if pool and POOL in experiments:
         raise InputError(
             f"experiments: none must be called {POOL} where lists.select has a pool, whose files "

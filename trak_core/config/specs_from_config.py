@@ -143,7 +143,7 @@ class Specs:
         return about_output(self.config["model_output"])
 
     @property
-    def output_words(self) -> dict[str, str] | None:
+    def output_words(self) -> dict[str, Any] | None:
         """What the config says of a model output of its own; None for one that has a name here."""
         if not self.output.is_own:
             return None

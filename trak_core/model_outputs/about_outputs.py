@@ -8,7 +8,7 @@ that torch is imported by ``load`` alone.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from trak_core.model_outputs.model_output import ModelOutput
@@ -25,6 +25,8 @@ class About:
         prediction: A word for its column ``prediction``.
         columns: One line on both columns, for readers of the tables.
         raises: What a positive score raises, where a larger f is no better than a smaller one.
+        better: Which f has the smaller loss: the ``larger`` one; the ``closer`` one to the label;
+            or, where it is empty, nobody knows, so that no score helps or harms.
         place: Where the model output is: a module of this package, and a name in it. Empty for a
             function of the user's own, which is loaded with the study.
         labels_are_classes: Whether a sample has one label out of a few.
@@ -48,6 +50,7 @@ class About:
     prediction: str = "predicted"
     columns: str = "label: the sample's own; prediction: what the model says in its place"
     raises: str = ""
+    better: Literal["larger", "closer", ""] = "larger"
     place: str
     labels_are_classes: bool = False
     counts_parts: bool = False
@@ -67,6 +70,27 @@ class About:
         if self.raises:
             return f"Raise {self.raises} most", f"Lower {self.raises} most"
         return "Most helpful: push f up", "Most harmful: push f down"
+
+    @property
+    def verdicts(self) -> tuple[str, str]:
+        """Say whether a positive score is good, and whether a negative one is, after what it is."""
+        if self.better == "closer":
+            return " (good where f is below the label)", " (good where f is above the label)"
+        neither = "", ". Neither is good or bad by itself"
+        return neither if self.raises else (" (helpful)", " (harmful)")
+
+    @property
+    def effects(self) -> tuple[str, str]:
+        """Say what training samples do that help a target, and what those that harm it."""
+        if self.better == "closer":
+            return "bring f closer to the label", "take f away from the label"
+        return f"push {self.raises or 'f'} up", f"push {self.raises or 'f'} down"
+
+    @property
+    def worst_fitted(self) -> str:
+        """Say by which column of a list the samples that the models fit worst come first."""
+        is_distance = self.better == "closer"
+        return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 
     def load(self, *others: Any) -> "ModelOutput":
         """Return the model output; ``contrast`` gets the arguments, where it ``needs_pairs``."""
@@ -135,6 +159,7 @@ TABLE: dict[str, About] = {
         unit="the label's own unit",
         meaning="the larger the number that the model predicts",
         raises="the prediction",
+        better="closer",
         place="supervised.REGRESSION",
         weight_is_probability=False,
         weighs_by_curvature=True,
@@ -178,7 +203,7 @@ TABLE: dict[str, About] = {
 }
 
 
-def output_name(model_output: str | Mapping[str, str]) -> str:
+def output_name(model_output: str | Mapping[str, Any]) -> str:
     """Return the name of a config's model output; one of its own has ``file.py:function``."""
     return model_output if isinstance(model_output, str) else model_output["function"]
 
@@ -189,7 +214,7 @@ def place_of(name: str) -> tuple[str, str] | None:
     return (file, function) if name not in TABLE and file else None
 
 
-def about_output(model_output: str | Mapping[str, str]) -> About:
+def about_output(model_output: str | Mapping[str, Any]) -> About:
     """Return what is known of a config's model output, by its name, or with words for its own."""
     name = output_name(model_output)
     if name in TABLE:
@@ -204,7 +229,8 @@ def about_output(model_output: str | Mapping[str, str]) -> About:
         prediction=prediction,
         columns=f"label: {label or 'its number, the mean of several'}; prediction: "
         f"{prediction or 'what the model output says it is, else f'}",
-        raises="f",
+        raises="" if words.get("larger_is_better") else "f",
+        better="larger" if words.get("larger_is_better") else "",
         place="",
         weight_is_probability=False,
     )

@@ -65,7 +65,7 @@ class ResultsFolder:
     def top(self, experiment: str, target_id: Any, k: int = 10) -> "pd.DataFrame":
         """Return the ``k`` training samples that pushed a target up most, and down most.
 
-        Rows are ordered by score, the most helpful first: train_id, score, what the table ``train``
+        Rows are ordered by score, the largest first: train_id, score, what the table ``train``
         says of the sample, and its text where the study describes samples.
         """
         with open_artifact(self._path(experiment), SCORES) as file:
@@ -78,7 +78,7 @@ class ResultsFolder:
         return joined.join(self._texts(experiment, "train"), on="train_id").reset_index(drop=True)
 
     def reverse(self, experiment: str, train_id: Any) -> "pd.DataFrame":
-        """Return the targets that a training sample pushed, most helped first, most harmed last.
+        """Return the targets that a training sample pushed, up most first, down most last.
 
         All targets, or those that have it among their top influences where the run kept no others.
         """

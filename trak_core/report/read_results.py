@@ -146,9 +146,9 @@ def read_experiment(
     Returns:
         Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those),
         ``train`` (the samples in it, and those that harm all targets most) and ``moved`` (harm and
-        help of all; none in files of earlier versions). These two have the study's row numbers.
-        Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a model
-        output of its own; ``one_loss_weight``, whether all loss weights are 1;
+        help of all, where it is known what improves targets). These two have the study's row
+        numbers. Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a
+        model output of its own; ``one_loss_weight``, whether all loss weights are 1;
         ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``n_trained_on``, how many targets are training samples, as far as ids
         tell; ``saturated``, the part of the training samples with a loss weight
@@ -165,7 +165,7 @@ def read_experiment(
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
         most_harmful, n_harmful = [], 0
         moved = train.loc[:, [name for name in ("harm", "help") if name in train]]
-        if "harm" in train:  # files of earlier versions don't have it
+        if "harm" in train:
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
             most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
             n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
@@ -223,7 +223,9 @@ def output_of(experiment: File) -> About:
     about = about_output({**json.loads(words), "function": name} if words else name)
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
-    return replace(about, raises="the difference") if is_difference else about
+    about = replace(about, raises="the difference") if is_difference else about
+    # A mean has no label to come closer to, and a difference no direction that is better.
+    return replace(about, better="") if MEAN_OF in targets and about.raises else about
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:
@@ -273,8 +275,9 @@ def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
 class Shared:
     """A training sample that stands out in more than one experiment.
 
-    ``moved`` has, for each experiment in order, its ``harm`` and ``help``, the mean ``score``, and
-    whether it ``stands_out``: beside a target that is shown, or among the 100 that harm most.
+    ``moved`` has, for each experiment that says what helps, its ``harm`` and ``help``, ``score``,
+    the help less the harm, and whether it ``stands_out``: beside a target that is shown, or among
+    the 100 that harm most.
     """
 
     id: Any
@@ -288,9 +291,10 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     A sample's strength is the sum of its mean scores' sizes, each by the largest of its experiment,
     so that every experiment counts alike.
     """
-    moved = [file.tables["moved"] for file in experiments if "harm" in file.tables["moved"]]
-    if len(experiments) < 2 or len(moved) < len(experiments):
+    experiments = [file for file in experiments if "harm" in file.tables["moved"]]
+    if len(experiments) < 2:
         return []
+    moved = [file.tables["moved"] for file in experiments]
     scores = [(table["help"] - table["harm"]).to_numpy(dtype=np.float64) for table in moved]
     sizes = np.abs(np.stack(scores))
     strength = (sizes / np.maximum(sizes.max(axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
@@ -305,8 +309,11 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
         # Not a whole row: one of numbers alone makes an id a float.
         sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
         own = [
-            {**table.loc[row], "score": score[row], "stands_out": row in known}
-            for table, score, known in zip(moved, scores, rows, strict=True)
+            {
+                **{"experiment": file.spec["experiment"], **table.loc[row]},
+                **{"score": score[row], "stands_out": row in known},
+            }
+            for file, table, score, known in zip(experiments, moved, scores, rows, strict=True)
         ]
         samples.append(Shared(sample_id, label, own))
     return samples

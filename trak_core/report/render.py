@@ -104,7 +104,8 @@ def _suspects(results: Results) -> list[StudyWarning]:
     files = (file for file in results.experiments if file.spec["experiment"] == named)
     tables = [file.tables["targets"] for file in files]
     few = [len(targets) for targets in tables if few_targets(targets)]
-    shown = {"is_projected": results.is_projected}
+    about = output_of(results.experiments[0])
+    shown = {"is_projected": results.is_projected, "worst_fitted": about.worst_fitted}
     return [StudyWarning("few_targets", shown | {"n": n}) for n in few]
 
 
@@ -285,7 +286,7 @@ def _environment() -> Environment:
     functions = (
         *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
         *(charts.group_charts, charts.proof_charts),
-        *(ranked, per_target, worked_example, config_text, versions, condition_number),
+        *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )
     environment.filters |= {function.__name__: function for function in _FILTERS}

@@ -38,7 +38,7 @@ def few_targets(targets: pd.DataFrame) -> bool:
 def suspects(train: pd.DataFrame) -> pd.DataFrame:
     """Return all training samples, those first that harm targets most: likely wrong labels.
 
-    The targets' own labels must be right, on the whole. A sample with a wrong label pushes down the
+    The targets' own labels must be right, on the whole. A sample with a wrong label worsens the
     model output of the targets that it looks like.
 
     Columns are id, rank, ``worth_a_look`` (1 where the harm is larger than the help, which is no
@@ -57,9 +57,9 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 
 
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
-    """Return the training samples that push targets down on the whole, most harmful first.
+    """Return the training samples that harm targets more than they help, most harmful first.
 
-    Columns are id, rank, ``score`` (the mean over targets, below 0 for each sample), and those of
+    Columns are id, rank, ``score`` (help less harm, below 0 for each sample), and those of
     ``train``, the table of a scores file.
     """
     score = _mean_score(train)
@@ -73,18 +73,20 @@ def best_in_turn(
     """Return the training samples that help targets most, for which the targets take turns.
 
     In their turn, each takes the best of its top influences that nobody has taken, if there is one
-    that pushes it up. So no kind of target is left out, as it would be if the samples with the
-    largest mean scores were taken, which can be much alike. Where all top influences are taken, the
-    largest mean scores follow.
+    that improves it. So no kind of target is left out, as it would be if the samples of the most
+    help less harm were taken, which can be much alike. Where all top influences are taken, these
+    follow.
 
-    The tables are those of a scores file; the ``fraction`` that is taken is rounded up. Columns are
-    as for ``most_harmful``.
+    A positive score must improve its target. The tables are those of a scores file; the
+    ``fraction`` that is taken is rounded up. Columns are as for ``most_harmful``.
     """
     score = _mean_score(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
-    is_up = top_influences["score"] > 0
-    ups = top_influences.loc[is_up, ["target_id", "rank", "train_id"]]
-    choices = ups.sort_values("rank", kind="stable").groupby("target_id", sort=False)["train_id"]
+    improving = top_influences["score"] > 0
+    helpful = top_influences.loc[improving, ["target_id", "rank", "train_id"]]
+    choices = helpful.sort_values("rank", kind="stable").groupby("target_id", sort=False)[
+        "train_id"
+    ]
     queues = [iter([row_of[i] for i in own]) for _, own in choices]
     taken: dict[int, None] = {}
     while queues:
@@ -92,6 +94,20 @@ def best_in_turn(
         queues = [queue for queue in queues if _take_next(queue, taken)]
     order = [*taken, *(row for row in np.argsort(-score, kind="stable") if row not in taken)]
     kept = np.array(order[: int(np.ceil(fraction * len(train)))])
+    return _ranked(train.drop(columns="harmed_label", errors="ignore"), kept, score=score)
+
+
+def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
+    """Return the training samples with the largest (help - harm) / (help + harm).
+
+    These are to train on where some targets want a larger f and others a smaller one. A label that
+    is far too large improves each of the former most, but worsens the latter as much, and how far
+    off it is cancels here. Arguments and columns are as for ``best_in_turn``.
+    """
+    score = _mean_score(train)
+    size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
+    share = score / np.where(size > 0, size, 1)
+    kept = np.argsort(-share, kind="stable")[: int(np.ceil(fraction * len(train)))]
     return _ranked(train.drop(columns="harmed_label", errors="ignore"), kept, score=score)
 
 

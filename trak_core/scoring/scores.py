@@ -115,17 +115,28 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
     return np.where(takes_label, labels, others).astype(classes.dtype)
 
 
-def help_and_harm(scores: np.ndarray) -> np.ndarray:
-    """Return how much each training sample pushes targets up, and how much down.
+def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    """Return the sign of -dl/df of each target, l its loss: whether a larger f improves it.
 
-    Both are means over all targets, of rows of scores (rows, m): of ``max(scores, 0)`` and of
-    ``max(-scores, 0)``, shape (rows, 2), float64. Their difference is the mean score. How rows are
-    cut into blocks changes nothing.
+    Those are 1 where ``better`` is ``larger``, and else, for ``closer``, the signs of labels less
+    predictions. All of shape (m,), the result int64.
     """
-    n_targets = scores.shape[1]
-    up = np.maximum(scores, 0).sum(axis=1, dtype=np.float64)
-    down = np.maximum(-scores, 0).sum(axis=1, dtype=np.float64)
-    return np.stack([up, down], axis=1) / n_targets
+    if better == "larger":
+        return np.ones(len(labels), dtype=np.int64)
+    return np.sign(labels.astype(np.float64) - predictions).astype(np.int64)
+
+
+def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
+    """Return how much each training sample improves targets, and how much it worsens them.
+
+    Both are means over all targets, of rows of scores (rows, m) times signs (m,): of
+    ``max(scores * improves, 0)`` and of ``max(-scores * improves, 0)``, shape (rows, 2), float64.
+    How rows are cut into blocks changes nothing.
+    """
+    moved = scores * improves.astype(scores.dtype)
+    up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
+    down = 0 - np.minimum(moved, 0).sum(axis=1, dtype=np.float64)
+    return np.stack([up, down], axis=1) / scores.shape[1]
 
 
 def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:

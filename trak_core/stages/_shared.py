@@ -174,11 +174,12 @@ def score_rows(
 def self_influences(
     features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
 ) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
-    """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
+    """Return the size of A_c[i, i] Q_c[i] of every training sample i, averaged like a score.
 
-    Predictions and outputs are those of the last checkpoint of every run. There are features and a
-    normal matrix for each checkpoint. Returns columns id, label, prediction, output and
-    self_influence; loss weights averaged over ends of runs, shape (n,); and a file's spec.
+    The sign is left out, because it is that of Q: no training sample harms itself. Predictions and
+    outputs are those of the last checkpoint of every run. There are features and a normal matrix
+    for each checkpoint. Returns columns id, label, prediction, output and self_influence; loss
+    weights averaged over ends of runs, shape (n,); and a file's spec.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".
@@ -200,7 +201,7 @@ def self_influences(
             loss_weights.append(file.vector("loss_weights"))
         powers = [powered(weights, spec.loss_weight_power) for weights in loss_weights]
         parts = zip(similarities, powers, norms, strict=True)
-        mean = combined(parts, Combine(spec.combine))[:, 0]
+        mean = np.abs(combined(parts, Combine(spec.combine))[:, 0])
         ends = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         predictions = np.stack([file.vector("predictions") for file in ends])
         is_class = predictions.dtype.kind != "f"

@@ -31,6 +31,7 @@ from trak_core.scoring.scores import (
     Extremes,
     harmed_class,
     help_and_harm,
+    improving_signs,
     largest,
     merged,
     most_frequent,
@@ -95,7 +96,7 @@ def _samples(parts: Sequence[Artifact], side: str, block: int) -> dict[str, np.n
 class _Seen:
     """What is kept of the scores of some training samples, of all targets.
 
-    ``by_sample`` holds ``help``, ``harm`` and perhaps ``harmed_label``, of shape (rows,).
+    ``by_sample`` holds ``help``, ``harm`` and ``harmed_label``, if known, of shape (rows,).
     ``harmful`` are the largest of negated scores. Without a row there are none.
     """
 
@@ -105,16 +106,28 @@ class _Seen:
 
     @classmethod
     def of(
-        cls, blocks: Iterable[tuple[int, np.ndarray]], labels: np.ndarray | None, top: int
+        cls,
+        blocks: Iterable[tuple[int, np.ndarray]],
+        improves: np.ndarray | None,
+        labels: np.ndarray | None,
+        top: int,
     ) -> "_Seen":
-        """Return it from blocks of rows, each with its first row; labels are classes, or None."""
+        """Return it from blocks of rows, each with its first row.
+
+        Signs of what improves targets are None where that is unknown, labels where they are no
+        classes.
+        """
         helpful = harmful = None
-        by_sample: dict[str, list[np.ndarray]] = {"help": [], "harm": []}
+        by_sample: dict[str, list[np.ndarray]] = {}
+        if improves is not None:
+            by_sample |= {"help": [], "harm": []}
         if labels is not None:
             by_sample["harmed_label"] = []
         for start, mean in blocks:
-            for key, sums in zip(("help", "harm"), help_and_harm(mean).T, strict=True):
-                by_sample[key].append(sums.astype(np.float32))
+            if improves is not None:
+                both = help_and_harm(mean, improves).astype(np.float32)
+                by_sample["help"].append(both[:, 0])
+                by_sample["harm"].append(both[:, 1])
             if labels is not None:
                 by_sample["harmed_label"].append(harmed_class(mean, labels))
             helpful = largest(helpful, start, mean, top)
@@ -231,7 +244,7 @@ def average_scores(
     defaults: str,
     columns: str,
     top: int,
-    output_words: Mapping[str, str] | None = None,
+    output_words: Mapping[str, Any] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
     mean_of: str | None = None,
@@ -283,9 +296,17 @@ def average_scores(
         made_from = [part.provenance for part in parts]
         made_of = [part.content_hash for part in parts]
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
-        about = about_output(spec.features.model_output)
+        # Early checkpoints count for the scores; what models say is what they say in the end.
+        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        targets = _samples(ends, "target", block)
+        about = about_output({**(output_words or {}), "function": spec.features.model_output})
         has_classes = about.labels_are_classes and mean_of is None
-        labels = parts[0].vector("target_labels") if has_classes else None
+        labels = targets["label"] if has_classes else None
+        # A mean of predictions has no label of its own.
+        if about.better and (about.better == "larger" or mean_of is None):
+            compared = targets["label"], targets["prediction"]
+            targets["improves"] = improving_signs(about.better, *compared)
+        improves = targets.get("improves")
 
         def blocks() -> Iterator[tuple[int, np.ndarray]]:
             """Yield scores of the shard, or of all, from all checkpoints."""
@@ -305,12 +326,10 @@ def average_scores(
                 if not phis and stop > start:
                     ids = parts[0].vector("train_ids", start, stop), parts[0].vector("target_ids")
                     taken = _written(writer, *ids, start, taken)
-                seen = _Seen.of(taken, labels, top)
+                seen = _Seen.of(taken, improves, labels, top)
                 seen.write(writer, parts[0].vector("target_ids"))
             return
-        # Early checkpoints count for the scores; what models say is what they say in the end.
-        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
-        train, targets = (_samples(ends, side, block) for side in ("train", "target"))
+        train = _samples(ends, "train", block)
         (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
         if pieces:
             _check_shards(pieces, file_spec, made_of, n_train, top)
@@ -346,7 +365,7 @@ def average_scores(
                         pass
             else:
                 taken = blocks() if phis else _written(writer, *ids, 0, blocks())
-                seen = _Seen.of(taken, labels, top)
+                seen = _Seen.of(taken, improves, labels, top)
             train |= seen.by_sample
             for key, table in (("targets", targets), ("train", train)):
                 if key == "targets" and mean_of is not None:

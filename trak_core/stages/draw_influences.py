@@ -36,7 +36,7 @@ from trak_core.report.describe_samples import (
     targets_of_mean,
 )
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer, Tokens, explore
-from trak_core.report.read_results import File, read_experiment, with_class_names
+from trak_core.report.read_results import File, output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.report.render import listed_samples, score_warnings
 from trak_core.report.template_filters import anchor, number
@@ -279,6 +279,7 @@ def show_list(
         n_rows=len(rows),
         n_looks=n_looks,
         n_targets=sum(map(len, few)),
+        output=output_of(files[0]) if files else None,
         warnings=[warning for file in files for warning in score_warnings(file)],
         has_self_influence="self_influence" in rows,
         suggests="suggested_label" in rows,

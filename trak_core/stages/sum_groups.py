@@ -50,12 +50,14 @@ def sum_groups(
 ) -> None:
     """Write sums and means of scores by each column of ``group_by``, and paired differences.
 
+    Each score counts with the sign that improves its target, where the scores file says which.
     ``scores`` are those of all checkpoints, whose table ``train`` has the columns;
     ``checkpoint_scores`` and ``features`` are what they are made of.
     """
     with open_artifact(scores, SCORES) as file:
         check_made_for(file, spec)
         train, scores_hash = file.table("train"), file.content_hash
+        targets = file.table("targets")
     check_groups(group_by, train.drop(columns=["label", "prediction"]))
     groupings = [Grouping.of(name, train[name]) for name in group_by]
     with ExitStack() as stack:
@@ -69,8 +71,9 @@ def sum_groups(
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
         ]
         target_ids = parts[0].ids("target_ids")
+        improves = targets["improves"] if "improves" in targets else np.ones(len(target_ids))
         assert spec.runs is not None
-        plain, drawn, ends = _sums(parts, rows, spec, groupings, len(target_ids), memory_mb)
+        plain, drawn, ends = _sums(parts, rows, spec, groupings, np.asarray(improves), memory_mb)
         table, targets, differences = group_tables(
             groupings, plain, drawn, ends, target_ids, len(spec.runs)
         )
@@ -98,10 +101,14 @@ def _sums(
     rows: Sequence[ReadRows],
     spec: ScoresSpec,
     groupings: Sequence[Grouping],
-    n_targets: int,
+    improves: np.ndarray,
     memory_mb: int,
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Return sums, draws of means over all targets, and the intervals of each target's means."""
+    """Return sums, draws of means over all targets, and the intervals of each target's means.
+
+    Signs of what improves targets have shape (m,).
+    """
+    n_targets = len(improves)
     assert spec.runs is not None
     assert spec.loss_weight_power is not None
     sizes = [len(grouping.names) for grouping in groupings]
@@ -127,6 +134,7 @@ def _sums(
         block = need.rows(memory_mb)
         for start, stop in blocks_with_progress(n_train, block, "training samples"):
             similarities = np.stack([read(start, stop)[:, own] for read in rows]).astype(np.float64)
+            similarities *= improves[own]
             power = spec.loss_weight_power
             loss_weights = np.stack([
                 powered(part.vector("loss_weights", start, stop), power) for part in parts

@@ -16,10 +16,12 @@ from trak_core.artifacts import (
     check_same,
     open_artifact,
 )
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.scoring.lists import (
     best_in_turn,
     copies,
     few_targets,
+    most_consistent,
     most_harmful,
     nearest,
     suspects,
@@ -52,6 +54,7 @@ def write_list(
         train, top_influences = file.table("train"), file.table("top_influences")
         targets = file.table("targets")
         model_output = file.spec["model_output"]
+        about = about_output(model_output)
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
             check_made_for(file, spec.of_self_influence())
@@ -62,12 +65,15 @@ def write_list(
         rows = suspects(train)
         n_looks = rows["worth_a_look"].to_numpy().sum()
         said = "have a 1 as worth_a_look, since they harm more than they help: begin with these"
+    elif kind == "select" and about.better == "closer":
+        rows = most_consistent(train, fraction)
+        n_looks, said = len(rows), "help targets most consistently"
     elif kind == "select":
         rows = best_in_turn(train, top_influences, fraction)
         n_looks, said = len(rows), "are what targets take in turn"
     else:
         rows = most_harmful(train)
-        n_looks, said = len(rows), "push targets down on the whole"
+        n_looks, said = len(rows), "harm targets more than they help"
     if study_file is not None:
         # Only here, because it brings torch.
         from trak_core.study.sample_columns import with_class_names
@@ -77,7 +83,7 @@ def write_list(
     write_csv(listed, rows)
     print(f"{n_looks} of {len(train)} samples {said}.")
     if kind == "suspects" and few_targets(targets):
-        order = "self_influence" if self_influence else "output, lowest first"
+        order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(f"Warning: suspects from {n}: mostly chance. Take more targets, or sort by {order}.")
 

@@ -21,7 +21,7 @@ from trak_core.study.study import Study
 
 # Columns that the scores file's tables `train` and `targets`, and answers, have of their own.
 RESERVED = frozenset({
-    *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight"),
+    *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
     *("sign", "target_text", "target_output", "described_text", MEAN_OF),
 })
