@@ -75,6 +75,8 @@ def assert_all_give(model, inputs, expected):
     gramians.append(torch.from_numpy(train_gramian(model, parameters, OUTPUT, [(inputs,)])))
     for gramian in gramians:
         assert float((gramian - truth).abs().max()) <= 1e-9 * float(truth.abs().max())
+    alone = Engine(model).compute_gramian(values(model, inputs[:1]))
+    assert float((alone - truth[:1, :1]).abs().max()) <= 1e-9 * float(truth.abs().max())
     return method
 
 
