@@ -393,6 +393,13 @@ def test_training_arguments_that_train_does_not_take(tmp_path):
         check(workspace, yaml.safe_dump(workspace.config).encode())
 
 
+def test_lists_of_an_output_that_says_what_is_better(workspace):
+    study = workspace.path("diabetes.py")
+    study.write_text(f"{study.read_text()}\n\ndef f(x, y):\n    return -(x[0] - y) ** 2\n")
+    own = {"function": "diabetes.py:f", "larger_is_better": True}
+    check(workspace, {"model_output": own, "lists": ["suspects"]})
+
+
 def test_what_left_the_config_costs_no_memory(workspace):
     mine = {"targets": ["patient-342"]}
     check(workspace, {"experiments": {"mine": mine, "other": {"targets": ["patient-343"]}}})
