@@ -44,12 +44,12 @@ INSTALL = .venv/bin/python -m pip install --constraint constraints.txt --editabl
 
 IMPORTS_language = transformers, peft
 IMPORTS_vision = torchvision, timm
-HINT = Error: what WITH=$* installed must be importable. torchvision is only where it came from torch's index. If it did not, \
+HINT_vision = torchvision is only where it came from torch's index. If it did not, \
 	call: .venv/bin/python -m pip uninstall --yes torchvision; PIP_EXTRA_INDEX_URL=<torch's index> make install WITH=vision
 
 .venv/has-%: .venv/can-run
 	$(INSTALL) ".[workflow,slurm,$*]"
-	@.venv/bin/python -c "import $(or $(IMPORTS_$*),trak_core)" || { echo "$(HINT)" >&2; exit 1; }
+	@.venv/bin/python -c "import $(or $(IMPORTS_$*),trak_core)" || { echo "Error: what WITH=$* installed must be importable. $(HINT_$*)" >&2; exit 1; }
 	touch $@
 
 .venv/can-test: .venv/can-run

@@ -75,6 +75,8 @@ WRITTEN = ids("asked what is blue said sky"), ids("sky")
         ({"a": TURNS[:1], "b": TURNS[1:]}, {"prompt": "{a}", "text": "{b}"}),
         ({"prompt": json.dumps(TURNS[:1]), "completion": json.dumps(TURNS[1:])}, {}),
         ({"prompt": TURNS[:1], "text": TURNS[1:]}, {}),
+        ({"talk": TURNS}, {"text": "{talk}"}),
+        ({"messages": TURNS, "text": "sky"}, {"text": "{messages}"}),
         ({"messages": [{**m, "tool_calls": None} for m in TURNS]}, {}),
     ],
 )
@@ -124,7 +126,7 @@ def test_a_conversation_without_an_answer_is_refused(folder, messages, roles):
     weights = folder(ROLES)
     with refused("studies.chat_roles", roles, "rows.jsonl, line 1"):
         as_read({"messages": messages}, weights)
-    with refused("studies.chat_roles", roles):
+    with refused("studies.chat_roles"):
         as_read({"prompt": messages[:-1], "completion": messages[-1:]}, weights)
 
 
@@ -141,10 +143,22 @@ def test_a_text_beside_messages_is_refused(folder, row):
         as_read(row, folder(ROLES))
 
 
-@pytest.mark.parametrize("value", ["[", "text", [], [1], [{"content": "x"}], {}, "[1]", None, 3])
+@pytest.mark.parametrize("value", ["[", "text", [], [1], [{"content": "x"}], {}, "[1]", 3])
 def test_what_is_no_list_of_messages_is_refused(folder, value):
     with refused("studies.messages"):
         as_read({"messages": value}, folder(ROLES))
+    with refused("studies.messages", "text"):
+        as_read({"messages": TURNS, "text": "sky"}, folder(ROLES))
+
+
+def test_rows_of_both_kinds_are_each_read_as_theirs(folder):
+    """Parquet fills in the messages of a row of text with None."""
+    weights = folder(ROLES)
+    assert as_read({"messages": None, "text": "sky"}, weights) == (ids("sky"), ids("sky"))
+    assert as_read({"prompt": 0, "text": " sky"}, weights)[1] == ids("sky")
+    for prompt in (False, [], {}, ["what"]):
+        with refused("studies.value", "prompt"):
+            as_read({"prompt": prompt, "text": "sky"}, weights)
 
 
 def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
@@ -165,7 +179,7 @@ def test_a_template_that_is_missing_or_refuses_is_told_of(folder):
 
 @pytest.mark.parametrize(
     "template",
-    [DATED, "{{ strftime_now('%d %b %Y') }} " + ROLES, '{{ strftime_now( "%A" ) }} ' + ROLES],
+    [DATED, "{{ strftime_now('%d %b %Y') }} " + ROLES, '{{ strftime_now ( "%A" ) }} ' + ROLES],
 )
 def test_a_template_with_today_s_date_needs_one(folder, template):
     weights = folder(template)
@@ -174,6 +188,23 @@ def test_a_template_with_today_s_date_needs_one(folder, template):
     known = as_read({"messages": TURNS}, weights, date="2024-07-26")
     assert known == as_read({"messages": TURNS}, weights, date="2024-07-26")
     assert len(known[0]) > len(WRITTEN[0])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("{% set f = '%Y' %}{{ strftime_now(f) }}", "{{ strftime_now(format='%Y') }}"),
+        *("{% set now = strftime_now %}{{ now('%Y') }}", "{{ strftime_now('%Y' + '-%m') }}"),
+    ],
+)
+def test_no_call_writes_today_s_date(folder, call):
+    """Whatever way the template has to the function of transformers."""
+    weights = folder(f"{call} {ROLES}")
+    for date in (None, "2024-07-26"):
+        with refused("studies.chat_date", "strftime_now" if date else "2024-07-26"):
+            as_read({"messages": TURNS}, weights, date=date)
+    with refused("studies.chat_date", "26 July"):
+        as_read({"messages": TURNS}, weights, date="26 July")
 
 
 def test_a_row_may_give_the_date_to_the_template(folder):
@@ -212,8 +243,8 @@ def test_a_text_beyond_the_model_s_context_is_refused_at_once(folder, place):
         language_model(file, weights).train_data()
     cut = language_model(file, weights, max_tokens=small.POSITIONS).train_data()
     assert len(cut[place]["input_ids"]) == small.POSITIONS
-    with refused("studies.context"):
-        language_model(file, weights, max_tokens=small.POSITIONS + 1).train_data()[place]
+    whole = language_model(file, weights, max_tokens=small.POSITIONS + 1).train_data()
+    assert len(whole[place]["input_ids"]) == small.POSITIONS + 1
 
 
 def test_tokenizers_that_cannot_serve_are_refused(folder, tmp_path):

@@ -55,7 +55,10 @@ def numbers(study):
     return [int(sample[-1] if isinstance(sample, tuple) else sample["labels"]) for sample in study]
 
 
-@pytest.mark.parametrize("names", [list("12345"), ["1", "0"], ["zero", "2", "one"], ["-", "0"]])
+@pytest.mark.parametrize(
+    "names",
+    [list("12345"), ["1", "0"], ["zero", "2", "one"], ["-", "0"], ["01", "02"], ["1.0", "2.0"]],
+)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_classes_called_by_the_numbers_of_others_need_to_be_told_apart(classifier, names, suffix):
     """Names were looked up first: 0, 1, 2 of classes "1", "2", "3" were 0, 0, 1."""
@@ -70,7 +73,7 @@ def test_classes_called_by_the_numbers_of_others_need_to_be_told_apart(classifie
 
 
 @pytest.mark.parametrize(
-    "names", [["no", "yes"], ["0", "1"], ["LABEL_0", "LABEL_1"], ["1.0", "01"]]
+    "names", [["no", "yes"], ["0", "1"], ["LABEL_0", "LABEL_1"], ["0.0", "1.0"]]
 )
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_names_that_no_number_is_may_stand_with_numbers(classifier, names, suffix):
@@ -98,6 +101,7 @@ def test_what_is_neither_is_refused(classifier, label):
         (["1", "one"], ["1", "one"]),
         (["nan", "NA"], ["NA", "nan"]),
         (["-1", "1"], ["-1", "1"]),
+        (["0.5", "10.0"], ["0.5", "10.0"]),
     ],
 )
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -106,6 +110,30 @@ def test_classes_of_images_keep_their_names(labels, classes, suffix):
     study = image_folder(rows_with(labels, suffix, path="1.png"), "net.py:net")
     assert study.class_names() == classes
     assert numbers(study.train_data()) == [classes.index(label) for label in labels]
+
+
+@pytest.mark.parametrize("labels", [["0.0", "10.0", "2.0"], ["1e1", "2.0"], ["", "a"]])
+def test_labels_of_images_that_have_no_order_are_refused(labels):
+    """Numbers of classes that became floats would stand by the alphabet, and 10.0 before 2.0."""
+    Image.new("RGB", (2, 2)).save("1.png")
+    with refused("studies.label"):
+        image_folder(rows_with(labels, ".csv", path="1.png"), "net.py:net")
+    for label in (None, [1], {}):
+        with refused("studies.label", "rows.jsonl, line 2"):
+            image_folder(rows_with(["a", label], ".jsonl", path="1.png"), "net.py:net")
+
+
+@pytest.mark.parametrize("said", [{"no": 1, "yes": 0}, {"no": 0}, {"other": 0, "yes": 1}])
+def test_a_config_that_says_two_orders_is_refused(classifier, said):
+    weights = Path(classifier(["no", "yes"]))
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps({**config, "label2id": said}))
+    file = rows_with(["no"], ".csv", text="sky")
+    with refused("studies.ambiguous_labels", "no"):
+        text_classification(file, str(weights))
+    del config["label2id"]
+    (weights / "config.json").write_text(json.dumps(config))
+    assert numbers(text_classification(file, str(weights)).train_data()) == [0]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

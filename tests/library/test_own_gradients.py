@@ -233,7 +233,14 @@ def test_what_runs_no_hooks_refuses_them():
     with refused("gradients.hooks", "weight, bias", "FunctionalGradientComputer"):
         FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
     with refused("gradients.hooks", "weight", "projection: gauss_newton"):
-        _Tangents(SimpleNamespace(parameters={"weight": model.weight}))
+        _Tangents(SimpleNamespace(model=model, parameters={"weight": model.weight}))
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        model = nn.Sequential(nn.Linear(3, 2))
+        getattr(model[0], register)(lambda *_: None)
+        with refused("gradients.hooks", "0", "FunctionalGradientComputer"):
+            FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
+        with refused("gradients.hooks", "0", "projection: gauss_newton"):
+            _Tangents(SimpleNamespace(model=model, parameters=dict(model.named_parameters())))
 
 
 class Adjoint(torch.autograd.Function):

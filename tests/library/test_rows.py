@@ -28,6 +28,8 @@ AS_WRITTEN = [
         "1;2",
         'say "a"',
         "two\nlines",
+        "two\r\nlines",
+        "a\rb",
     ),
     *("\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{ARABIC-INDIC DIGIT THREE}", "x" * 200_000),
 ]
@@ -106,6 +108,9 @@ def test_a_table_s_columns_are_numbers_where_nothing_is_lost(tmp_path, cells, nu
         *((value, 1) for value in (True, "true", "TRUE", "True")),
         *((value, None) for value in ("1,234", "1.234,5", "1_000", "0x10", "nan", "inf", "", "x")),
         *((value, None) for value in (None, [1], float("nan"), float("inf"), "1e999", "1 000")),
+        *((value, None) for value in ("9" * 400, 10**400)),
+        (10**20, 1e20),
+        (str(10**20), 1e20),
     ],
 )
 def test_a_number_is_made_of_what_can_say_one_alone(value, number):
@@ -200,6 +205,7 @@ def test_files_that_hold_no_rows(tmp_path):
         'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, the header 2",
         'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
         "a,b,a\n1,2,3\n": "the field 'a' stands twice",
+        ",,\n1,2,3\n": "it has no rows",
         "a;b\n1;2\n": "these seem to be by ';'",
         "a|b\n1|2\n": r"these seem to be by '\|'",
     }
@@ -209,6 +215,8 @@ def test_files_that_hold_no_rows(tmp_path):
             with refused("data.rows", tmp_path / name, re.compile(words)):
                 read_rows(str(tmp_path / name))
     (tmp_path / "a.csv").write_text("a,b\n1,2,\n3,4,\n")  # as some programs end lines
+    assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    (tmp_path / "a.csv").write_text("a,b,,\n1,2,,\n3,4,,\n")  # and spreadsheets
     assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     # The words of pyarrow, or of Python where there is none, are in one line.

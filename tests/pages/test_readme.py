@@ -95,7 +95,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
     lines = [line.split() for line in run_code(code).splitlines()]
     assert ["1573", "1662", "678"] in lines
     assert ["target_id", "rank", "sign", "train_id", "train_label", "score"] in lines
-    assert ["id", "label", "prediction", "output", "output_sd"] in lines
+    assert ["id", "label", "prediction", "output", "output_sd", "improves"] in lines
     assert len(shown.splitlines()) == len(lines)
     ((_, code),) = blocks("docs/how-to/read-results.md", "In a notebook")
     looked = run_code(code)

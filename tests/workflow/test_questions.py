@@ -150,7 +150,7 @@ def test_bad_questions_are_refused_by_the_look_beforehand(tmp_path, text, name, 
 def test_a_bad_question_is_refused_before_any_job(study):
     study.path("asked.jsonl").write_text("{}\n[]\n")
     study.config["experiments"]["asked"] = {"data": "asked.jsonl"}
-    assert "every line must fill the same fields" in message(study.fail("--dry-run"))
+    assert "a line is not a JSON object" in message(study.fail("--dry-run"))
 
 
 SEPARATORS = "one\u2028line, \u0085 too"

@@ -204,9 +204,12 @@ def test_what_a_config_may_not_say(study, monkeypatch):
         ({"texts": "trian.jsonl"}, "trian.jsonl"),
         ({"texts": "train.jsonl", "txt": 3}, "unknown key txt"),
         ({"texts": "train.jsonl", "max_tokens": float("inf")}, "max_tokens: inf"),
-        ({"texts": "train.jsonl", "max_tokens": "64"}, "max_tokens: 64 (its type must be int)"),
-        ({"texts": "train.jsonl", "text": ["a", "b"]}, "text: ['a', 'b'] (its type must be str)"),
-        ({"texts": "train.jsonl", "date": date(2024, 7, 26)}, "date: 2024-07-26 (its type"),
+        ({"texts": "train.jsonl", "max_tokens": "64"}, "max_tokens: 64 (it must be an integer)"),
+        ({"texts": "train.jsonl", "text": ["a", "b"]}, "text: ['a', 'b'] (it must be a text"),
+        (
+            {"texts": "train.jsonl", "date": date(2024, 7, 26)},
+            "date: 2024-07-26 (it must be a text",
+        ),
     ):
         with refused("config.study_arguments", re.compile(re.escape(named))):
             with_ready_study({"study": "language_model", "study_arguments": wrong})
@@ -267,7 +270,11 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
             ("(4, 4)", "(4, 5)", "`transform: file.py:function`"),
         ),
         ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row, a", "`columns`")),
-        ("language_model", {}, ("training data", "tokenizer of out", "`weights`", "`max_tokens`")),
+        (
+            "language_model",
+            {"max_tokens": 80},
+            ("training data", "tokenizer of out", "`weights`", "`max_tokens`"),
+        ),
     ],
 )
 def test_samples_that_the_model_does_not_take_are_changed_by_a_key(

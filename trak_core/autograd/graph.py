@@ -80,7 +80,7 @@ def leaf_of(node: Node) -> Tensor | None:
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradients of a node's inputs from those of some outputs; the others have none.
 
-    They are dense.
+    Sparse ones are made dense.
     """
     own: list[Tensor | None] = [None] * len(node._input_metadata)
     if is_function(node):

@@ -178,9 +178,10 @@ class _SeenThroughVmap(torch.autograd.Function):
 def hooked(
     start: Iterable[GradientEdge], hooks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
 ) -> Generator[None, None, None]:
-    """Run one backward pass from ``start`` with hooks, each with what registers it.
+    """Register hooks for the one backward pass that runs inside, which begins at ``start``.
 
-    An operation may run a pass of its own, as the adjoint of an ODE does. No hook fires there.
+    ``hooks`` are pairs: a function that registers a hook, and the hook. Passes that an operation
+    runs by itself, as the adjoint of an ODE does, call none of them.
     """
     passes: list[int] = []
 

@@ -105,7 +105,7 @@ def _run_of(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _lack(path: Path) -> int:
-    """Return how little a name tells of a state's time: 0 if it says it, 2 or more of a mark."""
+    """Return 0 if a name has an epoch or a step, 1 if not, and from 2 on for one of ``_MARKS``."""
     words = _words(ENDING.sub("", path.name))
     marks = [rank for rank, mark in enumerate(_MARKS, 2) if mark in words]
     return max(marks, default=int(_TIME.search(path.name) is None))

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
+from importlib import import_module
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -16,12 +17,12 @@ import yaml
 
 from trak_core.command.choose_weights import ENDING, Shapes, chosen, loadable, times_of
 from trak_core.command.guess_network import Line, own_network, own_transform
-from trak_core.config.bind_study_arguments import ready_study
+from trak_core.config.bind_study_arguments import READY_MADE, first_checkpoint
 from trak_core.config.read_config import ALL_TARGETS
-from trak_core.data.rows import as_number, read_rows
+from trak_core.data.rows import SUFFIXES, TABLES, as_number, read_rows
 from trak_core.errors import InputError, listed
+from trak_core.study.study import beginning_and_end
 
-_ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _CONFIGS = ("adapter_config.json", "config.json")
 _EXPLAINED = re.compile(
@@ -36,8 +37,6 @@ _PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _N_TARGETS = 3
-# Characters of the first sample that are printed.
-_SHOWN = 1000
 # Columns whose largest values differ by more were hardly trained on as they are.
 _MOST_TIMES = 100
 # A Trainer's checkpoints may lie in runs/first/out.
@@ -47,11 +46,15 @@ _MOST_TARGETS = 2000
 _NEEDED = (
     "a folder of weights in Hugging Face format (config.json or adapter_config.json, by itself or "
     "in checkpoint-<step>) beside texts, or checkpoints of PyTorch beside a table of numbers or a "
-    f"folder of images for each class. Rows are in {', '.join(_ROWS)}"
+    f"folder of images for each class. Rows are in {', '.join(SUFFIXES)}"
 )
 
 # Which damping is best differs between studies: docs/explanation/scores.md, "The damping".
-_OF_TEXTS: Line = ("scoring", {"damping": 1}, "which damping is best differs between studies")
+_OF_TEXTS: Line = (
+    "scoring",
+    {"damping": 1},
+    "the default is 2; which is best differs between studies",
+)
 
 _AROUND = "what training put around it, such as a template or an end token, belongs in here"
 _OF_THE_TEXT = 'give what training put around it, such as an end token, by text: "{text}</s>"'
@@ -98,13 +101,18 @@ def init(words: Sequence[str]) -> None:
 
 def _first_sample(config: Mapping[str, Any]) -> str:
     """Return a line with the first training sample as the model reads it, or why it can't."""
+    name, arguments = config["study"], dict(config["study_arguments"])
+    if READY_MADE[name].takes_weights:
+        arguments.setdefault("weights", first_checkpoint(config["checkpoints"]))
+    make = getattr(import_module(f"trak_core.ready_made.{name}"), name)
     try:
-        study = ready_study(config)
         with redirect_stderr(StringIO()):  # notices, which a run repeats
+            study = make(**arguments)
             read = study.as_read(study.train_data()[0])
-    except (InputError, OSError, ValueError) as error:
-        return f"could not read: the first training sample: {error}"
-    return f"first training sample, as the model reads it: {read[:_SHOWN]}"
+    except Exception as error:  # the config is written, whatever data and weights are
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        return f"could not read: the first training sample: {kind}{error}"
+    return f"first training sample, as the model reads it: {beginning_and_end(read)}"
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
@@ -142,7 +150,7 @@ def _config_of(
     # A Trainer's folder may hold the texts, but no state dicts of its own.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
-    rows = [path for path in files if path.suffix in _ROWS]
+    rows = [path for path in files if path.suffix in SUFFIXES]
     states = [path for path in files if ENDING.search(path.name) and path.parent in plain]
     named = (("weights", weights), ("folders of images", images), ("rows", rows))
     report += [
@@ -370,7 +378,7 @@ def _of_network(
     names = {value for value in labels if value and isinstance(value, str)}
     # Where every cell is a text, 1 is a number and 01 a name.
     are_names = names == known.keys() and (
-        train.suffix not in {".csv", ".tsv"}
+        train.suffix not in TABLES
         or (are_whole and any(str(number) != name for name, number in known.items()))
     )
     are_texts = label in texts or are_names

@@ -211,7 +211,9 @@ class FunctionalGradientComputer(_OfChosenParameters):
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``func_weights`` and ``func_buffers``, names to tensors."""
         super().load_model_params(model)
-        refuse_hooks(self._chosen, "FunctionalGradientComputer", "Take IterativeGradientComputer")
+        refuse_hooks(
+            *(model, self._chosen, "FunctionalGradientComputer"), "Take IterativeGradientComputer"
+        )
         self.func_weights = dict(model.named_parameters())
         self.func_buffers = dict(model.named_buffers())
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +64,13 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
+# What an argument of each annotation is, and in words.
+_TYPES = {
+    "str": (str, "a text: put it into quotes"),
+    "int": (int, "an integer"),
+    "Sequence[str]": (list, "a list"),
+    "Sequence[Any]": (list, "a list"),
+}
 _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
 _STUDIES = Path(__file__).parents[1] / "ready_made"
 _FUNCTIONS = (
@@ -111,7 +117,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     if about.names_images:
         _refuse_results_in(arguments, results)
     if about.takes_weights and "weights" not in arguments:
-        arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
+        arguments["weights"] = first_checkpoint(config.get("checkpoints"))
     digest = code_digests(Path(results)).of(f"trak_core.ready_made.{name}")
     text = _source(name, arguments, about, digest)
     file = _written(name, text, results, writes=writes)
@@ -128,14 +134,6 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
         "study": file,
         "data_files": [*known, *(path for path in named if path not in known)],
     }
-
-
-def ready_study(config: Mapping[str, Any]) -> Any:
-    """Return the ``ReadyStudy`` of a config that names a ready-made study; no file is written."""
-    name, arguments = config["study"], dict(config["study_arguments"])
-    if READY_MADE[name].takes_weights:
-        arguments.setdefault("weights", _first_checkpoint(config.get("checkpoints")))
-    return getattr(import_module(f"trak_core.ready_made.{name}"), name)(**arguments)
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
@@ -220,12 +218,12 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
         for argument in function.args.args
         if argument.annotation
     }
-    problems += [
-        f"{key}: {value} (its type must be {types[key].removesuffix(' | None')})"
-        for key, value in arguments.items()
-        if key in types and not _is_of_type(value, types[key])
-    ]
-    problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
+    for key, value in arguments.items():
+        if key in types and not _is_of_type(value, types[key]):
+            kind = types[key].removesuffix(" | None")
+            problems.append(f"{key}: {value} (it must be {_TYPES[kind][1]})")
+        elif not _is_plain(value):
+            problems.append(f"{key}: {value}")
     if problems:
         raise InputError(
             f"study_arguments of {name} must be plain values for {', '.join(names)}, with "
@@ -256,8 +254,7 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
 
 def _is_of_type(value: Any, annotation: str) -> bool:
     """Return whether a value is of a ready-made study's type: a text, an integer or a list."""
-    known = {"str": str, "int": int, "Sequence[str]": list, "Sequence[Any]": list}
-    return type(value) is known[annotation.removesuffix(" | None")]
+    return type(value) is _TYPES[annotation.removesuffix(" | None")][0]
 
 
 def _is_plain(value: Any) -> bool:
@@ -331,7 +328,7 @@ def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     return str(file)
 
 
-def _first_checkpoint(checkpoints: Any) -> str:
+def first_checkpoint(checkpoints: Any) -> str:
     """Return the path of the first checkpoint that a config names."""
     first = next(iter(checkpoints.values()), None) if isinstance(checkpoints, Mapping) else None
     path = first.get("path") if isinstance(first, Mapping) else first

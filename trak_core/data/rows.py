@@ -51,7 +51,7 @@ class RowFile(Sequence[dict[str, Any]]):
         path: The file.
         rows: Their fields.
         numbers: The line, counted from 1, in which each row begins; of Parquet the number of the
-            row. None where the rows are those of a folder.
+            row. Empty where the rows are those of a folder.
     """
 
     path: Path
@@ -80,19 +80,15 @@ class RowFile(Sequence[dict[str, Any]]):
         texts.
         """
         values = [row.get(name) for row in self.rows]
-        values = self._integers(values)
-        if self.path.suffix not in TABLES or isinstance(values[0], int):
+        if self.path.suffix not in TABLES:
             return values
-        numbers = [as_number(value) for value in values]
-        exact = [
-            float(x) for x in numbers if isinstance(x, float) or (x is not None and abs(x) < 2**53)
-        ]
-        is_kept = [str(number) for number in numbers] == values and len(exact) == len(values)
-        return exact if is_kept else values
-
-    def _integers(self, values: list[Any]) -> list[Any]:
-        is_written = self.path.suffix in TABLES and all(map(_is_whole, values))
-        return [int(value) for value in values] if is_written else values
+        numbers = [n for n in map(as_number, values) if n is not None and abs(n) < 2**53]
+        for kind in (int, float):
+            kept = [kind(number) for number in numbers]
+            written = [{str(number), str(number).removesuffix(".0")} for number in kept]
+            if len(kept) == len(values) and all(map(set.__contains__, written, values)):
+                return kept
+        return values
 
     def ids(self) -> list[int] | list[str]:
         """Return the field ``id`` of each row; 0, 1, 2, ... where no row has that field.
@@ -105,7 +101,9 @@ class RowFile(Sequence[dict[str, Any]]):
         """
         if not any("id" in row for row in self.rows):
             return list(range(len(self.rows)))
-        ids = self._integers([row.get("id") for row in self.rows])
+        ids: list[Any] = [row.get("id") for row in self.rows]
+        if self.path.suffix in TABLES and all(map(_is_whole, ids)):
+            ids = [int(value) for value in ids]
         first: dict[Any, int] = {}
         for index, value in enumerate(ids):
             if value is None or value == "":
@@ -115,9 +113,10 @@ class RowFile(Sequence[dict[str, Any]]):
                     code="data.missing_id",
                 )
             if type(value) is not type(ids[0]) or type(value) not in {int, str}:
+                first_id = f"; the first is {ids[0]!r}" if index else ""
                 raise InputError(
                     f"{self.place(index)}: ids must all be integers or all be texts. Found "
-                    f"{value!r}; the first is {ids[0]!r}.",
+                    f"{value!r}{first_id}.",
                     code="data.mixed_ids",
                 )
             if value in first:
@@ -151,8 +150,11 @@ def read_rows(path: str | Path) -> RowFile:
         if file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-            # pandas would make floats of integers where one is missing.
-            rows: list[Any] = parquet.read_table(file).to_pylist()
+            # pandas would make floats of integers where one is missing. Its index is no field.
+            table = parquet.read_table(file)
+            index = (table.schema.pandas_metadata or {}).get("index_columns", [])
+            unread = [name for name in index if isinstance(name, str) and name != "id"]
+            rows: list[Any] = table.drop_columns(unread).to_pylist()
             numbers: Sequence[int] = range(1, len(rows) + 1)
         else:
             numbered = dict(_numbered_rows(file))
@@ -170,7 +172,8 @@ def read_rows(path: str | Path) -> RowFile:
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin UTF-8 with a mark
+    # Not read_text(), which changes ends of lines in cells. Spreadsheets begin UTF-8 with a mark.
+    text = file.read_bytes().decode("utf-8-sig")
     if file.suffix in TABLES:
         yield from _rows_of_table(text, TABLES[file.suffix], file.suffix)
         return
@@ -197,8 +200,8 @@ def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int
             if cells and not header:
                 header = _checked_header(cells, separator, suffix)
             elif cells:
-                # Some programs end every row with a separator.
-                if len(cells) == len(header) + 1 and not cells[-1]:
+                # Spreadsheets and some programs write empty cells beyond the header's.
+                while len(cells) > len(header) and not cells[-1]:
                     cells.pop()
                 if len(cells) != len(header):
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
@@ -211,12 +214,14 @@ def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int
 
 
 def _checked_header(cells: list[str], separator: str, suffix: str) -> list[str]:
+    while cells and not cells[-1]:
+        cells.pop()
     _unique([(cell, None) for cell in cells])
-    other = next((s for s in _OTHER_SEPARATORS if s != separator and s in cells[0]), None)
-    if len(cells) == 1 and other:
+    others = [mark for mark in _OTHER_SEPARATORS if mark != separator and mark in "".join(cells)]
+    if len(cells) == 1 and others:
         raise ValueError(
             f"the header is one cell, {cells[0][:80]!r}; cells of {suffix} must be separated by "
-            f"{separator!r}, and these seem to be by {other!r}"
+            f"{separator!r}, and these seem to be by {others[0]!r}"
         )
     return cells
 
@@ -265,15 +270,13 @@ def as_number(value: Any) -> int | float | None:
     A text is a decimal number as Python and C write it, or true or false, which are 1 and 0, in any
     case. Separators of thousands and decimal commas are not read.
     """
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, int | float):
+    if isinstance(value, float):
         return value if math.isfinite(value) else None
-    text = value.strip() if isinstance(value, str) else ""
+    text = str(value).strip() if isinstance(value, int | str) else ""
     if not _NUMBER.fullmatch(text):
         return _TRUTHS.get(text.lower())
     number = float(text)
-    is_whole = text.lstrip("+-").isdigit()
+    is_whole = text.lstrip("+-").isdigit() and abs(number) < 2**63
     return (int(text) if is_whole else number) if math.isfinite(number) else None
 
 

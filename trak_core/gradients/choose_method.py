@@ -140,7 +140,7 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
             if _difference(given, gradients_with_copies, own) is None:
                 notice = f"{_ALONE_IS_WRONG.format(f'{difference:.1g}')}."
                 return gradients_at_once_or_with_copies, notice
-            why = "the model's own gradient is not the derivative, as with a hook"
+            why = "a hook or a function of the model changes gradients"
         reason = f"differs from autograd by {difference:.1g} of the largest entry; {why}"
         if right is _Right.BOTH:
             return gradients_at_once, f"one backward pass for all samples {reason}."

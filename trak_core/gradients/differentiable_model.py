@@ -161,12 +161,19 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
     )
 
 
-def refuse_hooks(parameters: Mapping[str, Tensor], way: str, instead: str) -> None:
-    """Refuse hooks on parameters where ``torch.func``, which runs none, differentiates."""
+def refuse_hooks(
+    model: nn.Module, parameters: Mapping[str, Tensor], way: str, instead: str
+) -> None:
+    """Refuse backward hooks where ``torch.func``, which runs none, differentiates."""
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
+    hooked += [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
     if hooked:
         raise InputError(
-            f"Parameters must have no hooks for {way}, which would leave them out. Found hooks on "
+            f"Parameters and modules must have no backward hooks for {way}. Found hooks on "
             f"{listed(hooked)}. {instead}, or remove the hooks.",
             code="gradients.hooks",
         )

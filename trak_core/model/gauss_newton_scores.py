@@ -202,7 +202,10 @@ class _Tangents:
     """Derivatives of a model along vectors of all parameters, shape (p,), in their order."""
 
     def __init__(self, loaded: LoadedModel):
-        refuse_hooks(loaded.parameters, "projection: gauss_newton", "Take `exact`, or a projection")
+        refuse_hooks(
+            *(loaded.model, loaded.parameters, "projection: gauss_newton"),
+            "Take `exact`, or a projection",
+        )
         self._called, self._output = _Called(loaded.model), loaded.output
         self._theta = {f"model.{n}": p.detach() for n, p in loaded.parameters.items()}
         self._sizes = [p.numel() for p in self._theta.values()]

@@ -11,12 +11,16 @@ from trak_core.errors import InputError
 
 # What a row may give to a chat template, by the names of transformers and TRL.
 ROW_ARGUMENTS = ("tools", "documents", "chat_template_kwargs")
-# transformers gives this function to templates, and no other in its place.
-_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+# transformers gives this function to templates, and takes no other in its place.
+_TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
     "study_arguments: date must be a day, because the tokenizer's chat template writes today's "
     "date, with which features would change from day to day. Found none. Give the date that "
     "training had, or any other: date: '2024-07-26'."
+)
+_NO_FORM = (
+    "A chat template that writes today's date must call strftime_now with a format in quotes. "
+    "Found another call. Write the date into the template that lies with the weights."
 )
 
 
@@ -82,15 +86,14 @@ def chat_texts(
         )
     given = {name: _parsed(row[name]) for name in ROW_ARGUMENTS if row.get(name)}
     arguments = {**given, **given.pop("chat_template_kwargs", {}), "tokenize": False}
-    template = tokenizer.get_chat_template(tools=given.get("tools"))
-    arguments["chat_template"] = _TODAY.sub(lambda call: _day(date, call[2]), template)
+    arguments["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), date)
     try:
         before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **arguments)
         whole = tokenizer.apply_chat_template([*prompt, *answer], **arguments)
     except MemoryError:
         raise
     except Exception as error:  # whatever the template, which is code of the model, raises
-        is_dated = str(error) == _NO_DATE
+        is_dated = str(error) in {_NO_DATE, _NO_FORM}
         fails = "" if is_dated else "The tokenizer's chat template must write the row's messages: "
         code = "studies.chat_date" if is_dated else "studies.chat_template"
         raise InputError(f"{fails}{error}", code=code) from error
@@ -104,8 +107,20 @@ def chat_texts(
     return before, whole
 
 
-def _day(date: str | None, form: str) -> str:
-    """Return what a template has in place of a call that writes today's date."""
-    if date is None:
-        return f"raise_exception({_NO_DATE!r})"
-    return repr(Date.fromisoformat(date).strftime(form))
+def _dated(template: str, date: str | None) -> str:
+    """Return a template that writes ``date`` in place of today's date, or fails without one."""
+    try:
+        day = None if date is None else Date.fromisoformat(date)
+    except ValueError as error:
+        raise InputError(
+            f"study_arguments: date must be a day such as '2024-07-26'. Found {date!r}.",
+            code="studies.chat_date",
+        ) from error
+    if day is not None:
+        template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
+    # A macro hides the function of transformers in every call that is left.
+    fails = _NO_DATE if day is None else _NO_FORM
+    macro = (
+        f"{{% macro strftime_now(format) %}}{{{{ raise_exception({fails!r}) }}}}{{% endmacro %}}"
+    )
+    return f"{macro}\n{template}"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, class_number, read_rows
+from trak_core.data.rows import RowFile, as_number, class_number, read_rows
 from trak_core.errors import InputError
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
@@ -151,10 +151,23 @@ def _network(model: str, n_classes: int) -> nn.Module:
 def _class_names(rows: RowFile) -> list[str]:
     """Return the classes in order: by number if all labels are numbers, else by the alphabet."""
     labels = [row.get("label") for row in rows]
-    numbers = [class_number(label) for label in labels] if rows.numbers else [None]
-    known = [number for number in numbers if number is not None]
-    if len(known) == len(labels):
-        return [str(number) for number in range(max(known) + 1)]
+    for index, label in enumerate(labels):
+        if label == "" or not isinstance(label, str | int | float):
+            raise InputError(
+                f"{rows.place(index)}: a label must be a text or a number. Found {label!r}.",
+                code="studies.label",
+            )
+    if rows.numbers:  # the names of folders are texts
+        numbers = [as_number(label) for label in labels]
+        known = [number for number in map(class_number, labels) if number is not None]
+        if len(known) == len(labels):
+            return [str(number) for number in range(max(known) + 1)]
+        if all(isinstance(number, float) and number.is_integer() for number in numbers):
+            raise InputError(
+                "study_arguments: classes must list labels such as "
+                f"{labels[0]} in the order of the model's logits, which is not the alphabet's.",
+                code="studies.label",
+            )
     return sorted({str(label) for label in labels})
 
 

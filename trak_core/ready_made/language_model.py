@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import RowFile, read_rows
+from trak_core.data.rows import RowFile, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
 from trak_core.ready_made.pretrained import from_folder
@@ -78,22 +78,31 @@ def language_model(
 
     def texts_of(row: Mapping[str, Any], *, is_asked: bool) -> tuple[str, str, bool]:
         """Return what comes before, all of it, and whether a chat template wrote it."""
-        if text is None and "messages" in row:
+        if text is None and row.get("messages") is not None:
             messages = messages_in(row["messages"])
-            if messages is None:
+            if messages is None or row.get("text") is not None:
                 raise InputError(
-                    "The field messages must be a list of objects with `role` and `content`. Found "
-                    f"{row['messages']!r:.80}.",
+                    "The field messages must be a list of objects with `role` and `content`, in a "
+                    "row without `text`, unless `text` in study_arguments names the field that "
+                    f"counts. Found {shortened(row)}.",
                     code="studies.messages",
                 )
             return *chat_texts(tokenizer, messages[:-1], messages[-1:], row, date), True
         if prompt is None and "prompt" not in row:
             _refuse_near_prompt([name for name in row if name not in used])
-        own = "{prompt}" if row.get("prompt") else ""  # ruff: ignore[missing-f-string-syntax]
+        own = "" if row.get("prompt") is None else "{prompt}"  # ruff: ignore[missing-f-string-syntax]
         own = own if prompt is None else prompt
         answer, asked = (messages_in(row.get(_only_field(part))) for part in (template, own))
+        if answer and not own:  # a whole conversation
+            asked, answer = answer[:-1], answer[-1:]
+        if answer is not None and asked is not None:
+            return *chat_texts(tokenizer, asked, answer, row, date), True
         if answer or asked:
-            return *chat_texts(tokenizer, asked or [], answer or [], row, date), True
+            raise InputError(
+                "Prompt and text must both be lists of messages, or both be texts. Found messages "
+                f"in {template if answer else own} alone.",
+                code="studies.chat_roles",
+            )
         before, after = filled_in(own, row), filled_in(template, row)
         if _runs_on(before, after) and is_asked not in told:
             told.add(is_asked)
@@ -118,11 +127,12 @@ def language_model(
         ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
         if ids[:2] == [tokenizer.bos_token_id] * 2 and whole.startswith(tokenizer.bos_token):
             ids, offsets = ids[1:], offsets[1:]  # the text has the one that the tokenizer adds
-        if context is not None and len(ids) > context:
+        if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
                 f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
-                f"in a text that begins with {whole[:40]!r}. If training cut its texts, give the "
-                f"length to study_arguments, such as max_tokens: {context}; or leave out the row.",
+                f"in a text that begins with {whole[:40]!r}. Say in study_arguments where training "
+                f"cut its texts, such as max_tokens: {context}; or max_tokens: {len(ids)} if it "
+                "read them whole.",
                 code="studies.context",
             )
         input_ids = torch.tensor(ids, dtype=torch.long)
@@ -133,7 +143,7 @@ def language_model(
         return {"input_ids": input_ids, "labels": labels}
 
     def encode(**row: Any) -> dict[str, Tensor]:
-        if text is None and "messages" in row:
+        if text is None and row.get("messages") is not None:
             return sample(row)
         names = sorted(used_by(prompt, template))
         return encoder(partial(sample, is_asked=True), rows[0], names)(**row)

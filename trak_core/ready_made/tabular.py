@@ -59,10 +59,12 @@ def tabular(
     labels = [as_number(row.get(label)) for row in rows]
     are_whole = all(isinstance(value, int) for value in labels)
 
+    answer = f"one of `classes`, written so: {listed([*numbers])}" if classes else "a number"
+
     def refused(row: Mapping[str, Any], column: str) -> InputError:
         return InputError(
-            f"{label} must be a number or one of `classes`, and the model's inputs numbers: "
-            f"{', '.join(names)}. Found {shortened({column: row[column]})}. Write what training "
+            f"{label} must be {answer}, and the model's inputs numbers: {', '.join(names)}. Found "
+            f"{shortened({column: row[column]})}. Write what training "
             "had for it, without separators of thousands and with a decimal point, or delete the "
             "row if training did. `columns` in study_arguments names the model's inputs.",
             code="studies.numbers",

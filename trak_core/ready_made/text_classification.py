@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import class_number, read_rows
+from trak_core.data.rows import as_number, class_number, read_rows
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
@@ -71,11 +71,19 @@ def text_classification(
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
     # Without names transformers calls the classes so.
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
-    # A saved config has them by the alphabet.
-    numbers: dict[str, int] = dict(sorted(config.label2id.items(), key=lambda pair: pair[1]))
+    said: dict[str, int] = config.label2id or {}
+    numbers = {name: number for number, name in enumerate(given)} or said
+    is_said_twice = len(numbers) < len(given) or (names and said and said != numbers)
     if classes is not None:
         numbers = class_numbers(classes)
-    elif any(class_number(name) not in {None, number} for name, number in numbers.items()):
+    elif is_said_twice:
+        raise InputError(
+            f"study_arguments: classes must list the rows' labels in the order of the model's "
+            f"logits, because id2label and label2id in {weights}/config.json differ. Found "
+            f"{config.id2label} and {said}.",
+            code="studies.ambiguous_labels",
+        )
+    elif any(as_number(name) not in {None, number} for name, number in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
             f"logits, because names of the model's classes could be numbers of others: "

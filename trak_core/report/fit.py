@@ -43,10 +43,9 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     guess.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
-    is_own_class = bool(about.is_own and about.label) and predictions.dtype.kind in "iu"
-    if about.is_own and not is_own_class:
+    if about.is_own:
         return None  # such a prediction may be anything
-    if about.labels_are_classes or is_own_class:
+    if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
         # Only samples on which the two differ tell them apart.

@@ -59,7 +59,7 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
     """Return the training samples that harm targets more than they help, most harmful first.
 
-    Columns are id, rank, ``score`` (help less harm, below 0 for each sample), and those of
+    Columns are id, rank, ``score`` (help minus harm, below 0 for each sample), and those of
     ``train``, the table of a scores file.
     """
     score = _mean_score(train)
@@ -73,9 +73,9 @@ def best_in_turn(
     """Return the training samples that help targets most, for which the targets take turns.
 
     In their turn, each takes the best of its top influences that nobody has taken, if there is one
-    that improves it. So no kind of target is left out, as it would be if the samples of the most
-    help less harm were taken, which can be much alike. Where all top influences are taken, these
-    follow.
+    that improves it. So no kind of target is left out, as it would be if the samples with the
+    largest help minus harm were taken, which can be much alike. Where all top influences are taken,
+    these follow.
 
     A positive score must improve its target. The tables are those of a scores file; the
     ``fraction`` that is taken is rounded up. Columns are as for ``most_harmful``.

@@ -97,9 +97,10 @@ def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
 
 
 class Fit(NamedTuple):
-    """Weights by a model's names; these by the file's; and what was done to fit them.
+    """Weights that fit a model.
 
-    No ``names``, None, are those of weights which transformers had to give the model's.
+    ``weights`` are by the model's names. ``names`` maps the file's names to these; it is None where
+    transformers renamed them. ``told`` are sentences for the log.
     """
 
     weights: dict[str, Tensor]

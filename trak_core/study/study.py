@@ -108,6 +108,11 @@ def _first(calls: list[ast.Call], training: set[str]) -> ast.Call | None:
     return None
 
 
+def beginning_and_end(text: str) -> str:
+    """Return a text, or the beginning and the end of a long one, for a person to read."""
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Study:
     """The functions of a study's file, checked as they are used."""
@@ -221,17 +226,13 @@ class Study:
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return what the model reads of the first sample; empty if the study doesn't say it.
-
-        It is for a person to compare with what training read: the beginning and the end, if it is
-        long.
-        """
+        """Return what the model reads of the first sample; empty if the study doesn't say it."""
         if not self.has("as_read"):
             return ""
         with users_code(f"reading sample {split.ids[0]}"):
             sample = split.samples[0]
         text = self.describe(split.ids[0], sample, "as_read")
-        return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
+        return beginning_and_end(text)
 
     def words(self, split: Split) -> Iterator[list[str]]:
         """Yield the words of each sample's text, as ``describe`` says it, whatever their case.

@@ -262,7 +262,7 @@ def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Ten
     The keys are joined by dots. An optimizer's state is none, nor are numbers without a shape.
     """
     if is_state_dict(saved):
-        if any(value.ndim for value in saved.values()):
+        if any(value.ndim and value.is_floating_point() for value in saved.values()):
             yield name, saved
     elif isinstance(saved, dict) and "param_groups" not in saved:
         for key, value in saved.items():
