@@ -1,5 +1,6 @@
 """Files of rows: text stays as written, numbers are made where needed, wrong ids are refused."""
 
+import csv
 import json
 import re
 
@@ -36,9 +37,9 @@ AS_WRITTEN = [
 
 
 def table(path, rows):
-    """Write rows as pandas does, which quotes what must be quoted."""
-    frame = pd.DataFrame(rows)
-    frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    """Write rows by pandas, with quotes around each cell: it would leave them out around CR."""
+    separator = "\t" if path.suffix == ".tsv" else ","
+    pd.DataFrame(rows).to_csv(path, index=False, sep=separator, quoting=csv.QUOTE_ALL)
     return path
 
 
