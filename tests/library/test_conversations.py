@@ -247,6 +247,19 @@ def test_a_text_beyond_the_model_s_context_is_refused_at_once(folder, place):
     assert len(whole[place]["input_ids"]) == small.POSITIONS + 1
 
 
+@pytest.mark.parametrize(
+    ("row", "max_tokens"),
+    [
+        ({"text": ""}, None),
+        ({"prompt": "what is", "text": ""}, None),
+        ({"prompt": "what is", "text": " red"}, 2),
+    ],
+)
+def test_a_text_of_which_nothing_counts_is_refused_with_its_line(folder, row, max_tokens):
+    with refused("studies.empty_text", "rows.jsonl, line 1", "max_tokens"):
+        as_read(row, folder(ROLES), max_tokens=max_tokens)
+
+
 def test_tokenizers_that_cannot_serve_are_refused(folder, tmp_path):
     weights, file = folder(ROLES), write(tmp_path / "rows.jsonl", [{"text": "sky", "label": 0}])
     transformers.ByT5Tokenizer().save_pretrained(weights)

@@ -77,7 +77,7 @@ def test_the_first_training_sample_is_shown_as_the_model_reads_it(capsys):
     assert "as the model reads it: 'what is', then what counts: 'red'\n" in printed
     write({"train.jsonl": '{"prompt": ["what"], "completion": "red"}\n'})
     init(["--config", "other.yaml"])
-    assert "could not read: the first training sample: " in capsys.readouterr().out
+    assert "could not read the training samples: " in capsys.readouterr().out
 
 
 def test_each_config_has_results_of_its_own(capsys):
@@ -224,6 +224,9 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
     assert config["experiments"] == {"asked": {"targets": targets}}
 
 
+IMAGES = "label", "image_classification"
+
+
 @pytest.mark.parametrize(
     ("table", "label", "output", "more"),
     [
@@ -241,6 +244,8 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
         ("a,label\n1,2.5\n2,?\n3,0.5\n", "label", "regression", {}),
         ("a,label\n1,2\n2,?\n3,0\n", "label", "image_classification", {}),
         ("a,label\n1,x\n2,\n3,y\n", "label", "image_classification", {"classes": ["x", "y"]}),
+        ('a,b,label\n"1,234",x,1\n"5,678",y,0\n', *IMAGES, {"columns": ["a"]}),
+        ("a,b,label\n2024-01-02,1,1\n2024-01-03,2,0\n", *IMAGES, {"columns": ["b"]}),
         # Without the row numbers that pandas writes.
         (
             ",a,b,label\n0,1,2,1\n1,3,4,0\n",

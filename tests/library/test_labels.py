@@ -168,3 +168,19 @@ def test_a_cell_that_is_no_number_is_named(cell):
         study = tabular(rows_with([label], ".csv", **fields), "label", "net.py:net")
         with refused("studies.numbers", "rows.csv, line 2", "separators of thousands"):
             study.train_data()[0]
+
+
+@pytest.mark.parametrize(("n_words", "positions", "length"), [(130, 512, 128), (40, 32, 32)])
+def test_a_text_beyond_the_length_is_not_cut_unasked(classifier, n_words, positions, length):
+    weights = Path(classifier(["no", "yes"]))
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps({**config, "n_positions": positions}))
+    file = rows_with(["no"], ".jsonl", text="sky " * n_words)
+    with refused("studies.context", length, n_words, "rows.jsonl, line 1", "max_tokens"):
+        text_classification(file, str(weights)).train_data()[0]
+    (sample,) = text_classification(file, str(weights), max_tokens=9).train_data()
+    assert sample["input_ids"].shape == (9,)
+    (sample,) = text_classification(
+        rows_with(["no"], ".jsonl", text="sky"), str(weights)
+    ).train_data()
+    assert sample["input_ids"].shape == (length,)

@@ -121,7 +121,7 @@ def test_questions_in_python_and_in_a_table(study):
         ("{}\n[]\n", "asked.jsonl", "a line is not a JSON object"),
         ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
         ('{"a": 1, "a": 2}\n', "asked.jsonl", "failed: line 1: the field 'a' stands twice, in"),
-        ('{"a": null}\n', "asked.jsonl", "encode(), and none may be null"),
+        ('{"a": null}\n', "asked.jsonl", "same fields, and none may be null"),
         (
             '{"patient": 1}\n',
             "asked.jsonl",

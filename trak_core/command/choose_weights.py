@@ -33,6 +33,8 @@ def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shape
         except InputError as error:
             report.append(f"left out: {error}")
             continue
+        if weights is not None and weights.notice:
+            report.append(f"found: {path}: {weights.notice}")
         prefix = shared_prefixes(state)[-1]
         loaded[path] = {key.removeprefix(prefix): tuple(t.shape) for key, t in state.items()}
     return loaded

@@ -19,7 +19,7 @@ from trak_core.command.choose_weights import ENDING, Shapes, chosen, loadable, t
 from trak_core.command.guess_network import Line, own_network, own_transform
 from trak_core.config.bind_study_arguments import READY_MADE, first_checkpoint
 from trak_core.config.read_config import ALL_TARGETS
-from trak_core.data.rows import SUFFIXES, TABLES, as_number, read_rows
+from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, read_rows
 from trak_core.errors import InputError, listed
 from trak_core.study.study import beginning_and_end
 
@@ -111,7 +111,7 @@ def _first_sample(config: Mapping[str, Any]) -> str:
             read = study.as_read(study.train_data()[0])
     except Exception as error:  # the config is written, whatever data and weights are
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        return f"could not read: the first training sample: {kind}{error}"
+        return f"could not read the training samples: {kind}{' '.join(str(error).split())}"
     return f"first training sample, as the model reads it: {beginning_and_end(read)}"
 
 
@@ -225,7 +225,7 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
         )
     train = (trained or sorted(others, key=lambda path: -path.stat().st_size))[0]
     target = explained[0] if explained else None
-    report.append(f"chose: {train} as training data, {target or 'some of it'} to explain")
+    report.append(f"chose: {train} as training data, {target or 'samples of it'} to explain")
     if unused := [path for path in paths if path not in {train, target}]:
         report.append(f"could not tell what else is for: {listed(unused)}")
     return train, target
@@ -264,7 +264,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
         arguments.append(("weights", str(last), "what the model is built from"))
     arguments += _text_fields(samples, classifies, report)
     asked: list[Line]
-    if target is not None and target.suffix == ".jsonl":
+    if target is not None and target.suffix in {LINES, *(() if classifies else TABLES)}:
         asked = [("data", str(target), "")]
     else:
         explained = target or train
@@ -374,7 +374,7 @@ def _of_network(
     texts = [name for name in cells if _are_texts(cells[name])]
     labels = cells[label]
     known = {value: n for value in labels if (n := as_number(value)) is not None}
-    are_whole = all(isinstance(number, int) for number in known.values())
+    are_whole = bool(known) and all(isinstance(number, int) for number in known.values())
     names = {value for value in labels if value and isinstance(value, str)}
     # Where every cell is a text, 1 is a number and 01 a name.
     are_names = names == known.keys() and (
@@ -409,7 +409,9 @@ def _of_network(
 
 def _are_texts(values: Sequence[Any]) -> bool:
     """Return whether most cells are no numbers; an empty one is a number that is missing."""
-    n_texts = sum(isinstance(value, str) and bool(value) for value in values)
+    # Separators of thousands make no text; the run refuses them by line.
+    is_text = re.compile(r"(?![-+]?\d[\d.,' ]*$).+", re.S).match
+    n_texts = sum(isinstance(value, str) and is_text(value) is not None for value in values)
     return sum(as_number(value) is not None for value in values) < min(n_texts, len(values) / 2)
 
 

@@ -94,7 +94,8 @@ def image_folder(
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         pixels, number = sample[0], int(sample[1])
         ends = f"{pixels.min():.4g} to {pixels.max():.4g}"
-        return f"numbers of shape {tuple(pixels.shape)}, {ends}, of class {number}, {names[number]}"
+        known = f"with the label {names[number]!r}, class {number}"
+        return f"numbers of shape {tuple(pixels.shape)}, {ends}, {known}"
 
     used = {"path", "label"}
     return ReadyStudy(

@@ -140,6 +140,12 @@ def language_model(
         in_prompt = [i for i, (_, end) in enumerate(offsets) if 0 < end <= len(before)]
         labels = input_ids.clone()
         labels[: max(in_prompt, default=-1) + 1] = -100
+        if (labels == -100).all():
+            raise InputError(
+                f"A text must have a part that counts, after its prompt. Found none in "
+                f"{shortened(row)}. Is it empty, or does max_tokens cut it off?",
+                code="studies.empty_text",
+            )
         return {"input_ids": input_ids, "labels": labels}
 
     def encode(**row: Any) -> dict[str, Tensor]:

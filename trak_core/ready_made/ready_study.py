@@ -205,7 +205,11 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         missing = sorted(used_by(template) - row.keys())
         if missing:
             has = f"values in {', '.join(row)}" if row else "no value at all"
-            texts = [key for key, value in row.items() if isinstance(value, str) and key != "id"]
+            texts = [
+                key
+                for key, value in row.items()
+                if isinstance(value, str) and key not in {"id", "prompt"}
+            ]
             own = "{" + [*texts, "answer"][0] + "}"
             raise InputError(
                 f"A row must have a value in the field {missing[0]}. Found {has}. Fill it in, or "

@@ -105,7 +105,9 @@ def tabular(
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         values = zip(names, sample[0].tolist(), strict=True)
         inputs = ", ".join(f"{name} {value:.6g}" for name, value in values)
-        return f"{inputs}; {label} {sample[1].item():.6g}"
+        number = sample[1].item()
+        name = f"{[*numbers][int(number)]!r}, class " if classes else ""
+        return f"{inputs}; {label} {name}{number:.6g}"
 
     used = {label, *names}
     return ReadyStudy(

@@ -23,6 +23,9 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 
+# Tokens to which texts are padded, if nothing says otherwise.
+_LENGTH = 128
+
 
 def text_classification(
     texts: str,
@@ -30,7 +33,7 @@ def text_classification(
     targets: str | None = None,
     text: str = "{text}",
     label: str = "label",
-    max_tokens: int = 128,
+    max_tokens: int | None = None,
     classes: Sequence[Any] | None = None,
 ) -> ReadyStudy:
     """Return the study of labelled texts that trained a classifier.
@@ -41,7 +44,8 @@ def text_classification(
         targets: Rows to explain, by id; ``texts`` themselves, if there are none.
         text: The text, a template with fields of a row.
         label: The field with the label: a class's number, or its name in the model's config.
-        max_tokens: All texts are cut or padded to this length.
+        max_tokens: All texts are cut or padded to this length. If not given, they are padded to 128
+            tokens, or to the model's context if that is less, and longer ones are refused.
         classes: The labels of the rows in the order of the model's logits, where they are neither
             or could be both: ``[0, 1, 2]`` for the numbers of classes that are called "1" to "3".
 
@@ -87,10 +91,13 @@ def text_classification(
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
             f"logits, because names of the model's classes could be numbers of others: "
-            f"{listed([*numbers])}. Give classes: {list(range(len(numbers)))} if labels are "
-            f"numbers, and classes: {[*numbers]} if they are names.",
+            f"{listed([*numbers])}. Give classes: {list(range(len(numbers)))} if labels "
+            f"count classes from 0, and classes: {[*numbers]} if they are names.",
             code="studies.ambiguous_labels",
         )
+
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or _LENGTH
+    length = max_tokens or min(_LENGTH, context)
 
     def make_model() -> nn.Module:
         return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
@@ -107,16 +114,26 @@ def text_classification(
                 code="studies.label",
             )
         tokens = tokenizer(
-            filled_in(text, row), truncation=True, max_length=max_tokens, padding="max_length"
+            filled_in(text, row),
+            truncation=max_tokens is not None,
+            max_length=length,
+            padding="max_length",
         )
+        n_tokens = len(tokens["input_ids"])
+        if n_tokens > length:
+            raise InputError(
+                f"A text must have at most {length} tokens where study_arguments have no "
+                f"max_tokens. Found {n_tokens}. Give the length to which training cut its texts.",
+                code="studies.context",
+            )
         inputs = {name: torch.tensor(values) for name, values in tokens.items()}
         return {**inputs, "labels": torch.tensor(number)}
 
     def as_read(sample: Mapping[str, Tensor]) -> str:
         counted = sample["input_ids"][sample["attention_mask"] == 1]
         number = int(sample["labels"])
-        name = f", {names[number]}" if number < len(names) else ""
-        return f"{tokenizer.decode(counted)!r}, of class {number}{name}"
+        name = f" {names[number]!r}," if number < len(names) else ""
+        return f"{tokenizer.decode(counted)!r}, with the label{name} class {number}"
 
     rows = read_rows(texts)
     target_rows = read_rows(targets) if targets else rows

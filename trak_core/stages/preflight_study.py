@@ -286,6 +286,8 @@ def _as_told(error: InputError, study: Study) -> str:
     if ready:
         for words in (CHANGE_SAMPLES, ONE_SHAPE):
             message = message.replace(words, ready.to_change_samples)
+        if error.code == "gradients.label_value":
+            message += " `classes` in study_arguments lists the labels in the order of the logits."
     return message
 
 

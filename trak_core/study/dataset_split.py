@@ -45,7 +45,7 @@ class Split:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
                 f"data. Found {listed(unknown)}; it has {len(position)}, such as "
-                f"{self.ids[0]} and {self.ids[-1]}."
+                f"{self.ids[0]!r} and {self.ids[-1]!r}."
             )
         twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
         if twice:

@@ -61,15 +61,14 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
     All rows must have the same fields, and a value in each.
     """
     rows = read_rows(path)
+    ids = checked_ids(rows.ids(), len(rows), f"{path}: the field id")
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys() or None in row.values():
             raise InputError(
-                f"{rows.place(index)}: every row must have the same fields for the study's "
-                f"encode(), and none may be null. Found {shortened(row)}; the first has "
-                f"{', '.join(rows[0]) or 'none'}.",
+                f"{rows.place(index)}: every row must have the same fields, and none may be null. "
+                f"Found {shortened(row)}; the first has {', '.join(rows[0]) or 'none'}.",
                 code="data.fields",
             )
-    ids = checked_ids(rows.ids(), len(rows), f"{path}: the field id")
     fields = [{key: value for key, value in row.items() if key != "id"} for row in rows]
     return ids, replace(rows, rows=fields)
 
