@@ -48,10 +48,16 @@ def lines(path, rows):
     return path
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def parquet(path, rows, **of_frame):
+    pytest.importorskip("pyarrow", reason="with the extra `test`")
+    pd.DataFrame(rows, **of_frame).to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
 def test_text_stays_as_written_in_every_use(tmp_path, suffix):
     """As a row, as a question and in a template: a column of texts with any other text in it."""
-    write = lines if suffix == ".jsonl" else table
+    write = {".jsonl": lines, ".parquet": parquet}.get(suffix, table)
     for other in ("1.5", "7", "text"):
         rows = [{"answer": text, "other": other} for text in AS_WRITTEN]
         file = write(tmp_path / f"rows{suffix}", rows)
@@ -178,6 +184,28 @@ def test_an_id_that_pandas_reads_as_missing_is_refused():
     assert checked_ids(names, 7, "ids()") == names
     with pytest.raises(InputError, match="Found 'nan'"):
         checked_ids([*names, "nan"], 8, "ids()")
+
+
+def test_parquet_keeps_types_and_has_no_index(tmp_path):
+    """Integers beside missing ones stay integers, and an index of pandas is no field."""
+    columns = {"id": [3, 10], "label": pd.array([1, None], dtype="Int64"), "x": [0.5, 2]}
+    columns |= {"messages": [[{"role": "user", "content": "x"}], None], "b": [True, False]}
+    for index in (["r1", "r2"], pd.Index([7, 8], name="row"), pd.Index([7, 8], name="x y")):
+        rows = read_rows(parquet(tmp_path / "a.parquet", columns, index=index))
+        assert list(rows[0]) == list(columns)
+        assert rows.ids() == rows.column("id") == [3, 10]
+        assert rows.column("label") == [1, None]
+        assert type(rows[0]["label"]) is int
+        assert [row["messages"] for row in rows] == columns["messages"]
+        assert rows.place(1) == f"{tmp_path}/a.parquet, row 2"
+    named = parquet(tmp_path / "b.parquet", {"x": [1, 2]}, index=pd.Index([7, 8], name="id"))
+    assert read_rows(named).ids() == [7, 8]
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    with refused("data.rows", re.compile(r"Parquet|parquet")):
+        read_rows(tmp_path / "c.parquet")
+    broken = parquet(tmp_path / "d.parquet", {"id": pd.array([3, None], dtype="Int64")})
+    with refused("data.missing_id", f"{broken}, row 2"):
+        read_rows(broken).ids()
 
 
 def test_rows_without_ids_are_numbered(tmp_path):
