@@ -64,7 +64,7 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# What an argument of each annotation is, and in words.
+# The type of an argument by its annotation, and how a message says it.
 _TYPES = {
     "str": (str, "a text: put it into quotes"),
     "int": (int, "an integer"),

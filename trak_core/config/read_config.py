@@ -140,7 +140,7 @@ def record_config(
     """Keep the config of a start in its results folder, for who has no more than that folder.
 
     With it are the working folder, from which its paths count, the results folder's own path, the
-    ``config_files``, and what was ``given`` by ``--config`` beside them, whose ``entries`` stand as
+    ``config_files``, and what was ``given`` by ``--config`` in addition, whose ``entries`` stand as
     on the command line. Without ``must`` a folder that may only be read stays as it is.
     """
     known = {

@@ -42,7 +42,7 @@ class ReadyStudy:
 
 
 class Rows:
-    """Samples that are made of rows as they are needed; errors name the row's line."""
+    """Samples that are made from rows on access; errors name the row's line."""
 
     def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
         self._rows, self._sample = rows, sample

@@ -275,9 +275,9 @@ def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
 class Shared:
     """A training sample that stands out in more than one experiment.
 
-    ``moved`` has, for each experiment that says what helps, its ``harm`` and ``help``, ``score``,
-    the help less the harm, and whether it ``stands_out``: beside a target that is shown, or among
-    the 100 that harm most.
+    ``moved`` has, for each experiment that says what helps, its ``harm`` and ``help``, ``score``
+    (help minus harm), and whether it ``stands_out``: among the strongest of a target that is shown,
+    or among the 100 that harm most.
     """
 
     id: Any

@@ -31,7 +31,7 @@ _PREFIXES = 4
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return in words what keeps a checkpoint from fitting a model, with the keys.
+    """Return the kinds of differences between a checkpoint and a model, with the keys of each.
 
     Keys of the model's ``own`` that are ``unread`` in evaluation mode need not be there.
     """
@@ -122,7 +122,7 @@ def fit_weights(
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     unread = {f"{norm}.num_batches_tracked".lstrip(".") for norm in norms}
     # Prefixes, and what misfits without each. A part of the model itself may be called `module`, so
-    # that keys as they are come first, and count if they fit best.
+    # that unchanged keys are tried first, and are taken if they fit best.
     tried: list[tuple[str, dict[str, list[str]]]] = []
     alone: list[str] = []  # prefixes of all that the model has
     for wrappers in _WRAPPERS_OF_NAMES:
