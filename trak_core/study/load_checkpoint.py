@@ -106,7 +106,7 @@ def _weights(
         raise InputError(
             f"{source}: `state_dict` of a checkpoint must be the keys that lead to its weights, "
             f"joined by dots. Found no {part}, and weights under "
-            f"{listed(dict.fromkeys(key.split('.')[0] for key in state))}.",
+            f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
     return _Weights(chosen, within, notice)

@@ -26,6 +26,7 @@ from typing import IO, Any, NoReturn
 
 from trak_core.system.fork_server import (
     LENGTH,
+    NO_ARROW_THREAD,
     ONE_THREAD,
     PROCESS,
     SOCKET,
@@ -72,7 +73,7 @@ def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] |
         [sys.executable, "-m", "trak_core.system.fork_server", name, *modules],
         # A module in the user's folder must not stand for one of ours.
         cwd="/",
-        env=os.environ | ONE_THREAD | {SOCKET: name},  # as jobs have it
+        env=os.environ | ONE_THREAD | NO_ARROW_THREAD | {SOCKET: name},  # as jobs have it
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -40,9 +40,11 @@ SOCKET = "TRAK_CORE_FORK_SERVER"
 # What Snakemake sets for a job of one thread: libraries read it once, when they are imported.
 _LIBRARIES = ("GOTO_NUM", "MKL_NUM", "NUMEXPR_NUM", "OMP_NUM", "OPENBLAS_NUM", "VECLIB_MAXIMUM")
 ONE_THREAD = {f"{library}_THREADS": "1" for library in _LIBRARIES}
+# pandas imports pyarrow where there is one, whose allocator would start a thread.
+NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Environment variables that change from job to job, and that no library reads at import; the last
 # two are set by Snakemake's plugin for S3.
-_CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
+_CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR", *NO_ARROW_THREAD}
 _CHANGING |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
 YES, _NO = b"y", b"n"
 # A request begins with its length. A fork's process follows the yes; its status, as Popen gives it,
