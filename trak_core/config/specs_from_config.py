@@ -58,7 +58,7 @@ _SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, trainings without each set of samples; the seed of what is drawn.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 # Functions of a study that are called to show samples alone, for columns alone, and for targets.
-_SHOWING = {"draw", "describe", "token_texts", "class_names"}
+_SHOWING = {"draw", "describe", "as_read", "token_texts", "class_names"}
 _COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
