@@ -18,7 +18,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def listed(files, n_classes=2):
-    """Return the checkpoints of the config for files beside images, and what is told of others."""
+    """Return the checkpoints of the config for files and images, and what is told of the others."""
     write({f"train/class{n}/1.png": "" for n in range(n_classes)} | files)
     text, report = config_for(Path())
     checkpoints = yaml.safe_load(text)["checkpoints"].values()
@@ -124,7 +124,7 @@ def test_a_table_s_outputs_are_its_classes_or_one_number():
 @pytest.mark.parametrize(
     ("names", "kept"),
     [
-        # The states of one run without their time, beside others.
+        # States of one run whose names tell no time, among states whose names do.
         (["checkpoint.pth.tar", "model_best.pth.tar"], ["checkpoint.pth.tar"]),
         (["best.pt", "last.pt"], ["last.pt"]),
         (["model.pt", "model_ema.pt"], ["model.pt"]),

@@ -162,9 +162,8 @@ def test_closure_holds_every_module_that_importing_runs():
             del sys.modules[name]
         for name in names:
             real(".".join(name))
-        everything = ours()
-        others = {name: sys.modules[name] for name in sys.modules.keys() - everything}
-    sys.modules.update(others)  # NumPy's can't be imported twice
+        everything, imported = ours(), dict(sys.modules)  # NumPy's can't be imported twice
+    sys.modules.update({name: imported[name] for name in imported.keys() - everything})
     found = {name: reached(".".join(name)) for name in names}
     # Nothing was imported in a way that is not watched.
     assert set().union(*found.values()) | {"trak_core", "trak_core.stages"} == everything

@@ -187,7 +187,7 @@ def test_an_id_that_pandas_reads_as_missing_is_refused():
 
 
 def test_parquet_keeps_types_and_has_no_index(tmp_path):
-    """Integers beside missing ones stay integers, and an index of pandas is no field."""
+    """Integers stay integers in a column with missing values; an index of pandas is no field."""
     columns = {"id": [3, 10], "label": pd.array([1, None], dtype="Int64"), "x": [0.5, 2]}
     columns |= {"messages": [[{"role": "user", "content": "x"}], None], "b": [True, False]}
     for index in (["r1", "r2"], pd.Index([7, 8], name="row"), pd.Index([7, 8], name="x y")):

@@ -232,7 +232,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     notice on standard output says where a file has more than the weights that are taken. A folder
     of an adapter of PEFT's gives the active adapter of a PeftModel its weights: every one must be
     there, with its shape, and nothing else; and the model must have the settings that it was saved
-    with, without which its weights mean something else. The base's stay as they are.
+    with, because they decide what its weights mean. The base's weights don't change.
 
     Returns:
         What tells these weights from others: ``sha256``, of the files (see ``read_state_dict``).
