@@ -32,6 +32,7 @@ import torch
 from machine import environment, seconds_now, write_csv
 from torch import Tensor, nn
 
+from trak_core.attribution.device import full_precision
 from trak_core.gradients import (
     Batch,
     GradientMethod,
@@ -43,7 +44,6 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.gradient_consumers import Digest
-from trak_core.model.device import full_precision
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, SEQUENCE_TO_SEQUENCE
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION

@@ -40,8 +40,8 @@ from board_scores import DEFAULT, OURS, all_scores
 from board_study import DROPS, SIZES, Board, Size, Training, board, save, train, trainings, written
 from machine import environment, write_csv
 
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
-from trak_core.scoring.intervals import interval
 
 _PACKAGES = "kronfluence", "bergson", "dattri", "logix"
 _LEAST, _FEWEST = 0.8, 4

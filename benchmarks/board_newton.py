@@ -26,8 +26,8 @@ from machine import environment
 from planted_ways import Way
 from torch import Tensor, nn
 
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
-from trak_core.scoring.intervals import interval
 
 _FOLDER = "TRAK_CORE_BOARD"  # where the study finds its board
 _END = 1.0

@@ -29,10 +29,10 @@ from planted_products import Products, along, features
 from planted_ways import Scored, Way
 from small_changes import CASES, Measured
 
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.scoring.intervals import interval
 from trak_core.spec import usual_kind
 from trak_core.study.load_checkpoint import load_checkpoint
 from trak_core.study.study import Study

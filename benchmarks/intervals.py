@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from trak_core.evaluation.intervals import accuracy_interval, interval, mean_interval
 from trak_core.evaluation.lds import bootstrap, noise_ceiling
-from trak_core.scoring.groups import GroupSums, chance_of_samples, group_interval, run_weights
-from trak_core.scoring.intervals import accuracy_interval, interval, mean_interval
+from trak_core.lists.groups import GroupSums, chance_of_samples, group_interval, run_weights
 from trak_core.spec import Combine
 
 Draw = Callable[..., np.ndarray]

@@ -110,7 +110,7 @@ import torch
 from trak_core.system.job import keep_freed, quiet_libraries
 quiet_libraries()
 keep_freed()
-from trak_core.model.loaded_model import LoadedModel
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.spec import FeaturesSpec
 spec = FeaturesSpec(**json.loads(sys.argv[1]))
 LoadedModel.load(Path("study.py"), Path("model"), spec, torch.device("cpu"))

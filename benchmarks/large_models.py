@@ -43,7 +43,8 @@ from sides import FLOOR, HEADER, Row, floor, measured, print_peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from trak_core.autograd.gradient_terms import Contribution
+from trak_core.attribution.device import full_precision
+from trak_core.attribution.project_gradients import Features
 from trak_core.gradients import (
     Batch,
     GradientMethod,
@@ -55,8 +56,7 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.model.device import full_precision
-from trak_core.model.project_gradients import Features
+from trak_core.gradients.gradient_terms import Contribution
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION

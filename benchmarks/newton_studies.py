@@ -29,15 +29,15 @@ from board_study import save, written
 from machine import environment, write_csv
 from small_changes import CASES, Measured
 
+from trak_core.attribution.gauss_newton_scores import newton_scores
+from trak_core.attribution.inner_products import inner_products
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.scores import combined, powered
+from trak_core.attribution.solve import DampedGramian
 from trak_core.config.cross_checks import usual_power, usual_weighting
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
-from trak_core.model.gauss_newton_scores import newton_scores
-from trak_core.model.inner_products import inner_products
-from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.scoring.intervals import interval
-from trak_core.scoring.scores import combined, powered
-from trak_core.scoring.solve import DampedGramian
 from trak_core.spec import Combine, FeaturesSpec, curvature_power
 
 EXACT, PROJECTED, NEWTON = "exact", "k = 512", "gauss_newton"

@@ -17,8 +17,8 @@ import numpy as np
 from machine import environment
 
 from trak_core.artifacts import FEATURES, open_artifact, read_frame
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
-from trak_core.scoring.intervals import interval
 
 _POWER, _DAMPING = 0.75, 2.0
 _WAYS = "as it is", "before", "after", "under the inverse"

@@ -26,9 +26,9 @@ from planted_products import along, seconds_by_words
 from planted_ways import Scored, ways
 from torch.utils.data import Subset
 
+from trak_core.attribution.sample_outputs import outputs_and_predictions
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
-from trak_core.model.sample_outputs import outputs_and_predictions
-from trak_core.scoring.intervals import interval
 from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import read_ground_truth
 from trak_core.stages.retrain import retrain

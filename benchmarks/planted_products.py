@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import default_collate
 
+from trak_core.attribution.project_gradients import Features
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
-from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape

@@ -24,9 +24,9 @@ from planted_products import Products, along
 from planted_ways import Way, bm25, cosines, tf_idf
 from torch.utils.data import Subset
 
-from trak_core.model.sample_outputs import outputs_and_predictions
-from trak_core.scoring.intervals import mean_interval
-from trak_core.scoring.lists import best_in_turn
+from trak_core.attribution.sample_outputs import outputs_and_predictions
+from trak_core.evaluation.intervals import mean_interval
+from trak_core.lists.lists import best_in_turn
 from trak_core.study.study import Study
 
 _STUDY = Path(__file__).parents[1] / "config/facts.py"

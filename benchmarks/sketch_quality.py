@@ -28,9 +28,9 @@ from machine import environment, write_csv
 from scipy.stats import rankdata
 from torch import Tensor, nn
 
+from trak_core.attribution.project_gradients import Features
 from trak_core.gradients import Batch, as_batch, formed_gradients, gradients_at_once
 from trak_core.gradients import select_parameters as selected
-from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION

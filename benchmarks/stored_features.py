@@ -28,8 +28,8 @@ import numpy as np
 from machine import environment
 
 from trak_core.artifacts import FEATURES, SCORES, create, open_artifact
+from trak_core.attribution.project_gradients import stored_rows
 from trak_core.evaluation.lds import rank_correlations
-from trak_core.model.project_gradients import stored_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.spec import ScoresSpec
 from trak_core.system.job import stage_of

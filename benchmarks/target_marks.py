@@ -29,8 +29,8 @@ from scipy.special import stdtrit
 from small_changes import CASES, Chosen, Measured
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, rank_correlations
-from trak_core.scoring.intervals import interval
 
 _DAMPING, _EACH, _DRAWS = 2, 10, 2000
 

@@ -15,9 +15,9 @@ import torch
 from machine import environment
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from trak_core.attribution.project_gradients import Features
+from trak_core.attribution.token_shares import Directions, Pairs, Shares
 from trak_core.gradients import gradient_method, select_parameters
-from trak_core.model.project_gradients import Features
-from trak_core.model.token_shares import Directions, Pairs, Shares
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 

@@ -27,9 +27,9 @@ from machine import environment, write_csv
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.read_config import target_ids
 from trak_core.dependency_digests import content_digest
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
-from trak_core.scoring.intervals import interval
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.evaluate_scores import read_ground_truth

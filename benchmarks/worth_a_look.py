@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from sklearn.datasets import load_digits
 
-from trak_core.scoring.lists import suspects
+from trak_core.lists.lists import suspects
 
 _N_TRAIN, _N_TARGETS, _UNITS, _K, _BATCH = 700, 300, 32, 256, 64
 _STEPS, _AT, _RUNS, _RATE = 300, (60, 300), 2, 3e-3

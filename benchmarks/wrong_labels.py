@@ -38,9 +38,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
 from trak_core.config.specs_from_config import specs_of
+from trak_core.evaluation.intervals import mean_interval
 from trak_core.evaluation.lds import auc
-from trak_core.scoring.intervals import mean_interval
-from trak_core.scoring.lists import best_in_turn
+from trak_core.lists.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import (

@@ -8,19 +8,20 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_core.autograd import gradient_terms, margins_in_pieces
+from trak_core.attribution.deferred_logits import MarginsOfTokens
+from trak_core.attribution.project_gradients import Features
 from trak_core.gradients import (
     as_batch,
     choose_method,
     formed_gradients,
+    gradient_terms,
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
+    margins_in_pieces,
     select_parameters,
 )
 from trak_core.gramian import train_gramian
-from trak_core.model.deferred_logits import MarginsOfTokens
-from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, matrix_shape
@@ -151,7 +152,9 @@ def test_what_needs_all_logits_gets_them(make):
 
 @pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)
 def test_consumers_take_the_last_layer_without_its_gradient(make, monkeypatch):
-    monkeypatch.setattr("trak_core.model.project_gradients.prefers_factors", lambda *sizes: True)
+    monkeypatch.setattr(
+        "trak_core.attribution.project_gradients.prefers_factors", lambda *sizes: True
+    )
     whole, pieces = prepared(make)
     gradients = formed_gradients(gradients_one_by_one, *whole)
     rows = torch.cat(gradients.blocks(), dim=1)

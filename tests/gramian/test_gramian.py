@@ -8,7 +8,6 @@ from architectures import ARCHITECTURES
 from refused import refused
 from torch import nn
 
-from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gradients.gradient_methods import (
@@ -16,6 +15,7 @@ from trak_core.gradients.gradient_methods import (
     gradients_in_turn,
     gradients_one_by_one,
 )
+from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -104,7 +104,7 @@ def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
     expected = by_entries(output, list(parameters.values()))
     scale = max(float(rows.abs().max()) for rows in expected)
     for keep_graph, piece in ((True, 2**22), (False, 7)):
-        monkeypatch.setattr("trak_core.autograd.gradient_terms.PIECE", piece)
+        monkeypatch.setattr("trak_core.gradients.gradient_terms.PIECE", piece)
         plan = plan_of(output, list(parameters.values()), 0)
         assert plan is not None
         formed = Formed.zeros(parameters, len(output))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from test_gramian import assert_equal, by_jacobian
 from torch import nn
 
-from trak_core.autograd.sample_owner_rules import MixedSamplesError
+from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.gramian import Engine
 from trak_core.gramian.jacobian_gramian import parameter_gramian
 

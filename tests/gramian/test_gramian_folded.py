@@ -8,6 +8,7 @@ from refused import refused
 from torch import nn
 from torch.utils.data import default_collate
 
+from trak_core.attribution.solve import DampedGramian
 from trak_core.errors import InputError
 from trak_core.gradients import formed_gradients, gradients_one_by_one, select_parameters
 from trak_core.gramian import cross_gramian, train_gramian
@@ -16,7 +17,6 @@ from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import IGNORED
 from trak_core.model_outputs.supervised import SEGMENTATION
-from trak_core.scoring.solve import DampedGramian
 
 
 def network(n_outputs):

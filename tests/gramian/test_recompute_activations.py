@@ -12,6 +12,8 @@ from refused import refused
 from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.inner_products import _room
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import (
     as_batch,
     choose_method,
@@ -27,8 +29,6 @@ from trak_core.gradients import (
 from trak_core.gradients.batch_size import TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.gramian import train_gramian
-from trak_core.model.inner_products import _room
-from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.compute_features import compute_features

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from trak_core.attribution.project_gradients import Features
 from trak_core.compat.gradient_computers import _gradients_by_vmap, _Value
 from trak_core.compat.modelout_functions import ImageClassificationModelOutput
 from trak_core.gradients import (
@@ -25,7 +26,6 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gramian import train_gramian
-from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import ProjectionSpec, matrix_shape

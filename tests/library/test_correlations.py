@@ -5,8 +5,8 @@ import pytest
 from refused import refused
 from scipy.stats import spearmanr
 
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import auc, bootstrap, noise_ceiling, rank_correlations, reliability
-from trak_core.scoring.intervals import interval
 from trak_core.study.retraining_draws import (
     flipped_labels,
     flipped_samples,

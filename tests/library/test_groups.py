@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 from refused import refused
 
-from trak_core.scoring.groups import (
+from trak_core.attribution.scores import combined
+from trak_core.lists.groups import (
     N_DRAWS,
     RUN_DRAWS,
     SAMPLE_DRAWS,
@@ -17,7 +18,6 @@ from trak_core.scoring.groups import (
     group_tables,
     run_weights,
 )
-from trak_core.scoring.scores import combined
 from trak_core.spec import Combine
 from trak_core.stages.preflight_study import preflight_study
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trak_core.scoring.intervals import CONFIDENCE, Chance, expanded, mean_interval
+from trak_core.evaluation.intervals import CONFIDENCE, Chance, expanded, mean_interval
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 20])

@@ -5,6 +5,8 @@ import torch
 from refused import refused
 from torch.nn.functional import cross_entropy
 
+from trak_core.attribution.batch_by_length import order_samples
+from trak_core.attribution.sample_outputs import model_output
 from trak_core.gradients import (
     as_batch,
     check_labels,
@@ -15,8 +17,6 @@ from trak_core.gradients import (
     gradients_at_once,
     select_parameters,
 )
-from trak_core.model.batch_by_length import order_samples
-from trak_core.model.sample_outputs import model_output
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.study.dataset_split import Split

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trak_core.scoring.lists import (
+from trak_core.attribution.scores import Extremes, harmed_class, help_and_harm, improving_signs
+from trak_core.lists.lists import (
     best_in_turn,
     copies,
     most_consistent,
@@ -12,7 +13,6 @@ from trak_core.scoring.lists import (
     nearest,
     suspects,
 )
-from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm, improving_signs
 from trak_core.system.files import write_csv
 
 

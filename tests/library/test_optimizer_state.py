@@ -292,7 +292,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
 def test_features_are_those_of_divided_gradients(trained, tmp_path, kind, monkeypatch):
     """The scales of a matrix that comes in parts are those of the whole."""
-    monkeypatch.setattr("trak_core.autograd.gradient_terms.PIECE", 1000)
+    monkeypatch.setattr("trak_core.gradients.gradient_terms.PIECE", 1000)
     path, model, scale = trained
     study = Study.load(STUDIES / "small_digits.py")
     targets = study.function("target_ids")()[:5].tolist()

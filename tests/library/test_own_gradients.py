@@ -9,13 +9,13 @@ from refused import refused
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from trak_core.attribution.gauss_newton_scores import _Tangents
 from trak_core.compat.gradient_computers import FunctionalGradientComputer
 from trak_core.compat.modelout_functions import ImageClassificationModelOutput
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.check_gradients import check_samples_apart
 from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
 from trak_core.gramian import Engine, train_gramian
-from trak_core.model.gauss_newton_scores import _Tangents
 from trak_core.model_outputs.model_output import ModelOutput
 
 OUTPUT = ModelOutput(

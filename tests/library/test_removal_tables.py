@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from trak_core.lists.lists import best_in_turn
 from trak_core.model_outputs.about_outputs import TABLE, about_output
-from trak_core.scoring.lists import best_in_turn
 from trak_core.stages.compare_removals import measures, proof_tables
 from trak_core.study.retraining_draws import sizes_of
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring import scores as of_scores
-from trak_core.scoring.scores import combined, powered, similarities, unit_rows
-from trak_core.scoring.solve import divide_by_lengths
+from trak_core.attribution import scores as of_scores
+from trak_core.attribution.scores import combined, powered, similarities, unit_rows
+from trak_core.attribution.solve import divide_by_lengths
 from trak_core.spec import Combine
 
 RNG = np.random.default_rng(0)

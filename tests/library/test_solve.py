@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from refused import refused
 
-from trak_core.scoring.solve import (
+from trak_core.attribution.solve import (
     DampedGramian,
     Spectrum,
     damped_solve,

@@ -5,15 +5,15 @@ from math import log
 import numpy as np
 import pytest
 
-from trak_core.evaluation.baselines import Bm25
-from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
-from trak_core.scoring.solve import (
+from trak_core.attribution.solve import (
     Spectrum,
     damped_factor,
     damped_squares,
     mean_squared_norm,
     weighted_gramians,
 )
+from trak_core.evaluation.baselines import Bm25
+from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
 
 N, K, M, S = 90, 24, 5, 11
 

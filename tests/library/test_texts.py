@@ -7,9 +7,9 @@ import pytest
 import torch
 from refused import refused
 
+from trak_core.attribution.batch_by_length import order_samples, subset
 from trak_core.gradients import Batch, as_batch, joined, select_parameters, shapes_of
 from trak_core.gradients.batch_size import in_chunks, memory_by_length, sample_memory
-from trak_core.model.batch_by_length import order_samples, subset
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.study.dataset_split import Split

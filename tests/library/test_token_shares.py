@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trak_core.autograd.gradient_terms import Dense
+from trak_core.attribution.deferred_logits import MarginsOfTokens
+from trak_core.attribution.token_shares import Directions, Pairs, Shares
 from trak_core.gradients import (
     gradient_method,
     gradients_at_once,
@@ -16,9 +17,8 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.gradient_consumers import Formed
+from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.model_inputs import as_batch
-from trak_core.model.deferred_logits import MarginsOfTokens
-from trak_core.model.token_shares import Directions, Pairs, Shares
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
@@ -109,7 +109,7 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions of few parameters are held, and of others some at a time
-        monkeypatch.setattr("trak_core.model.token_shares.PIECE", 300)
+        monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 300)
     # Factors of some texts at a time, or of some tokens of a text.
     most = N_TOKENS if proj_dim == 32 else 3
     monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", 2 * proj_dim * most)
@@ -190,7 +190,7 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
-    monkeypatch.setattr("trak_core.autograd.margins_in_pieces.PIECE", 3 * N_TEXTS * N_WORDS)
+    monkeypatch.setattr("trak_core.gradients.margins_in_pieces.PIECE", 3 * N_TEXTS * N_WORDS)
     in_pieces = MarginsOfTokens(model, output)
     found = []
     for given, of, rows in (
@@ -263,7 +263,7 @@ def test_a_sample_without_pairs_has_no_shares():
 
 def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     """Layers of one size are held as far as they fit, not all or none."""
-    monkeypatch.setattr("trak_core.model.token_shares.PIECE", 100)
+    monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
     spec = ProjectionSpec(kind="sjlt", n_params=100, proj_dim=32, seed=1, stream=2)
     directions = Directions(parameters, spec, torch.randn(2, 32))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring.scores import combined, powered, similarities
-from trak_core.scoring.solve import (
+from trak_core.attribution.scores import combined, powered, similarities
+from trak_core.attribution.solve import (
     DampedGramian,
     Spectrum,
     damped_solve,

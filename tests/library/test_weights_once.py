@@ -11,7 +11,7 @@ from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
-from trak_core.model.loaded_model import _move
+from trak_core.attribution.loaded_model import _move
 from trak_core.study.load_checkpoint import _is_finite, load_checkpoint, read_state_dict
 from trak_core.study.weight_files import read_shapes, stream_tensors
 

@@ -65,7 +65,7 @@ def no_figure(monkeypatch):
 @pytest.fixture
 def reads(monkeypatch):
     """The checkpoints that models get their weights from, one after another."""
-    from trak_core.model.loaded_model import LoadedModel
+    from trak_core.attribution.loaded_model import LoadedModel
 
     paths, of = [], LoadedModel.of
 

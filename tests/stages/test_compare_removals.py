@@ -11,7 +11,7 @@ from small_run import ARGUMENTS, RETRAINED, STUDY, embeddings_spec, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
-from trak_core.scoring.intervals import mean_interval
+from trak_core.evaluation.intervals import mean_interval
 from trak_core.stages.compare_removals import compare_removals
 from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import retrain

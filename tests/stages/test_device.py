@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.device import hold_one
 from trak_core.gradients import (
     as_batch,
     formed_gradients,
@@ -24,7 +25,6 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.model.device import hold_one
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.stages.compute_features import compute_features
 
@@ -107,7 +107,7 @@ def test_a_bias_of_fused_attention_goes_in_one_pass_on_a_gpu():
 
 HOLD = """
 import os, signal, sys
-from trak_core.model.device import hold_one
+from trak_core.attribution.device import hold_one
 
 for _ in sys.stdin:
     if not os.fork():

@@ -7,9 +7,9 @@ import torch
 from pipeline import read_scores
 from trained_cases import assert_close
 
+from trak_core.attribution import inner_products as gramian
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
-from trak_core.model import inner_products as gramian
 
 
 @pytest.mark.parametrize(

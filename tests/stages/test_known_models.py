@@ -12,9 +12,9 @@ from pipeline import ON_CPU, features_spec, run_stages, scores_spec
 from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution import known_models
+from trak_core.attribution.known_models import _beginnings
 from trak_core.gradients import Batch
-from trak_core.model import known_models
-from trak_core.model.known_models import _beginnings
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.stages.compute_distortion import compute_distortion

@@ -146,7 +146,7 @@ def printed(program, *arguments):
 
 SOLVE = """
 import numpy as np
-from trak_core.scoring.solve import DampedGramian
+from trak_core.attribution.solve import DampedGramian
 def solve(gramian, cross):
     damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
     damped.similarities(cross)
@@ -193,7 +193,7 @@ def test_distortion_holds_what_is_said():
 
 MEASURE = """
 import numpy as np
-from trak_core.scoring.solve import Spectrum
+from trak_core.attribution.solve import Spectrum
 from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
 rng = np.random.default_rng(0)
 def measure(k, n_train, n_targets, n_subsets, block):

@@ -12,11 +12,11 @@ from refused import refused
 from torch import nn
 from trained_cases import assert_close
 
+from trak_core.attribution import gauss_newton_scores
+from trak_core.attribution.gauss_newton_scores import newton_scores
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.config.memory_needs import check_memory
 from trak_core.errors import InputError
-from trak_core.model import gauss_newton_scores
-from trak_core.model.gauss_newton_scores import newton_scores
-from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.stages.compute_gramian import compute_newton_scores
 from trak_core.study.study import Study

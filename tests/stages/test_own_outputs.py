@@ -23,6 +23,8 @@ from torch.nn.functional import (
     softplus,
 )
 
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.sample_outputs import model_output, outputs_and_predictions
 from trak_core.config.read_config import check_config
 from trak_core.gradients import (
     check_samples_apart,
@@ -33,8 +35,6 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.model_inputs import as_batch
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_outputs import model_output, outputs_and_predictions
 from trak_core.model_outputs.about_outputs import TABLE, output_name
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output

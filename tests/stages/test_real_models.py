@@ -10,6 +10,7 @@ from refused import refused
 from torch.nn.functional import cross_entropy
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.sample_outputs import model_output
 from trak_core.errors import InputError
 from trak_core.gradients import (
     formed_gradients,
@@ -18,7 +19,6 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.model.sample_outputs import model_output
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
@@ -166,7 +166,9 @@ def test_features_equal_plain_autograd(name, dtype, tmp_path):
 )
 def test_tensor_sketches_equal_plain_autograd(name, dtype, by_factors, tmp_path, monkeypatch):
     """Wherever factors are there they are taken, or formed rows are; sides are longer than k."""
-    monkeypatch.setattr("trak_core.model.project_gradients.prefers_factors", lambda *_: by_factors)
+    monkeypatch.setattr(
+        "trak_core.attribution.project_gradients.prefers_factors", lambda *_: by_factors
+    )
     case = Case(name, dtype, tmp_path)
     features, *_ = read(case.features(tmp_path, batch_size=9, kind="tensor_sketch"))
     expected, *_ = case.expected(16, "tensor_sketch")

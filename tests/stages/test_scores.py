@@ -15,13 +15,13 @@ from scipy.stats import spearmanr
 from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
+from trak_core.attribution.device import find_device
+from trak_core.attribution.project_gradients import batch_features, projecting_device, stored_rows
+from trak_core.attribution.sample_outputs import warn_of_saturation
+from trak_core.attribution.scores import unit_of
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
-from trak_core.model.device import find_device
-from trak_core.model.project_gradients import batch_features, projecting_device, stored_rows
-from trak_core.model.sample_outputs import warn_of_saturation
 from trak_core.projection.cuda import project as project_cuda
-from trak_core.scoring.scores import unit_of
 
 # Each setting with one of the studies: scoring sees no more of a study than its arrays. Every value
 # of a setting is there with both, and with every way to combine.

@@ -11,11 +11,11 @@ from pipeline import ON_CPU, features_spec
 from refused import refused
 
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, OUTPUTS, open_artifact
-from trak_core.autograd import margins_in_pieces
+from trak_core.attribution import loaded_model
+from trak_core.attribution.batch_by_length import order_samples
+from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.errors import InputError
-from trak_core.model import loaded_model
-from trak_core.model.batch_by_length import order_samples
-from trak_core.model.sample_outputs import outputs_and_predictions
+from trak_core.gradients import margins_in_pieces
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of

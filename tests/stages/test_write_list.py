@@ -11,7 +11,7 @@ from report_page import Page
 from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_with
 
 from trak_core.artifacts import ArtifactError
-from trak_core.scoring.lists import few_targets
+from trak_core.lists.lists import few_targets
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.draw_influences import _facts, show_list

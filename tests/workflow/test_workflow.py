@@ -88,7 +88,7 @@ def test_what_a_change_of_the_config_runs_again(study, name):
 def test_a_module_edited(study):
     """That a digest is of all imports: test_dispatch.py, test_dependency_digests.py."""
     study.take_code()
-    path = study.path("trak_core/scoring/solve.py")
+    path = study.path("trak_core/attribution/solve.py")
     path.write_text(path.read_text() + "\n_EDITED = 1\n")
     assert study.would_run("all") == {"compute_normal_matrix": 3, **SCORES, **SHOWN}
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from trak_core.attribution.project_gradients import Features
 from trak_core.compat.modelout_functions import (
     AbstractModelOutput,
     ClassificationModelOutput,
@@ -38,7 +39,6 @@ from trak_core.gradients import (
     in_evaluation_mode,
     refuse_hooks,
 )
-from trak_core.model.project_gradients import Features
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import NotFiniteError

@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 
+from trak_core.attribution.scores import powered, unit_rows
 from trak_core.evaluation.subset_sums import (
     Blocks,
     CheckpointRows,
@@ -16,7 +17,6 @@ from trak_core.evaluation.subset_sums import (
     subset_sums,
     weighted_sums,
 )
-from trak_core.scoring.scores import powered, unit_rows
 
 # Seed of the random baseline.
 _SEED = 0

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from trak_core.errors import InputError
+from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.subset_sums import Key
-from trak_core.scoring.intervals import interval
 from trak_core.spec import Setting
 
 

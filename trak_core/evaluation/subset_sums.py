@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trak_core.scoring.scores import powered
-from trak_core.scoring.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
+from trak_core.attribution.scores import powered
+from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.spec import Combine, Setting
 
 # A row of the summary: method, kind, proj_dim (0 where there is none).

@@ -3,7 +3,7 @@
 The layout of the whole project is fixed here: a gradient has one coordinate a parameter entry, the
 parameters in ``named_parameters`` order, each row-major. A batch is differentiated by one backward
 pass (``gradients_at_once``), or sample by sample where a model's graph can't be read. Gradients go
-to a consumer as they come, for instance to ``trak_core.model.project_gradients``.
+to a consumer as they come, for instance to ``trak_core.attribution.project_gradients``.
 
 Functions take the same things: a ``model`` on the samples' device, in any mode, which they leave as
 it was; the ``parameters`` to differentiate, from ``select_parameters``; the model ``output`` f;

@@ -14,14 +14,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.gradient_terms import PIECE, piece_on
-from trak_core.autograd.graph import UnreadableGraphError
-from trak_core.autograd.one_pass import plan_of
-from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.differentiable_model import differentiating
+from trak_core.gradients.gradient_terms import PIECE, piece_on
+from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
+from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.recompute_activations import Recomputation
+from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 T = TypeVar("T")

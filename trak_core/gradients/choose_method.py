@@ -8,9 +8,6 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from trak_core.autograd.graph import UnreadableGraphError
-from trak_core.autograd.one_pass import plan_of
-from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.differentiable_model import (
     check_graph,
@@ -28,7 +25,10 @@ from trak_core.gradients.gradient_methods import (
     gradients_one_by_one,
     gradients_with_copies,
 )
+from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, least_rounding, rounding
+from trak_core.gradients.one_pass import plan_of
+from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 

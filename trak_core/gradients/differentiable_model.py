@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
-from trak_core.autograd.graph import Node, name_of
 from trak_core.errors import InputError, listed
+from trak_core.gradients.graph import Node, name_of
 
 
 @contextlib.contextmanager

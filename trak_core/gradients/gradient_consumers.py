@@ -13,8 +13,8 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.gradient_terms import Consumer, Contribution, summed_parts
 from trak_core.gradients.differentiable_model import in_evaluation_mode
+from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_parts
 from trak_core.gradients.model_inputs import Batch, rounding
 from trak_core.model_outputs.model_output import ModelOutput, of_sample
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.gradient_terms import Dense
-from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gradients.differentiable_model import (
     check_graph,
     differentiating,
@@ -16,7 +14,9 @@ from trak_core.gradients.differentiable_model import (
     memory_formats_kept_apart,
 )
 from trak_core.gradients.gradient_consumers import Formed, SampleConsumer
+from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.model_inputs import Samples, as_batch, joined
+from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,
@@ -126,7 +126,7 @@ def gradients_at_once(
 
     One forward and one backward pass serve all samples, and form no gradient of a weight. Where a
     parameter is used, the saved inputs and the gradient of the operation's output give every
-    sample's gradient (see ``trak_core.autograd``), which the consumer takes in the form it likes.
+    sample's gradient (see ``trak_core.gradients``), which the consumer takes in the form it likes.
     The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
     is used in evaluation mode, and a parameter must lead to f.
 

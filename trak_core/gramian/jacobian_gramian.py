@@ -16,10 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trak_core.autograd.gradient_terms import Contribution, add_product, summed_parts
-from trak_core.autograd.graph import UnreadableGraphError
-from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
-from trak_core.autograd.sample_owner_rules import MixedSamplesError
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,
@@ -29,6 +25,10 @@ from trak_core.gradients import (
     joined,
     memory_formats_kept_apart,
 )
+from trak_core.gradients.gradient_terms import Contribution, add_product, summed_parts
+from trak_core.gradients.graph import UnreadableGraphError
+from trak_core.gradients.one_pass import by_rows, by_samples, plan_of
+from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 

@@ -20,6 +20,20 @@ from trak_core.artifacts import (
     made_for,
     open_artifact,
 )
+from trak_core.attribution.batch_by_length import subset
+from trak_core.attribution.device import find_device, full_precision
+from trak_core.attribution.inner_products import inner_products
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import batch_features, projecting_device, stored_rows
+from trak_core.attribution.scores import powered, similarities
+from trak_core.attribution.solve import DampedGramian, damped_factor, divide_by_lengths
+from trak_core.attribution.token_scores import (
+    Between,
+    Cut,
+    count_tokens,
+    cut_scores,
+    divided_by_lengths,
+)
 from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.gradients import (
     Batch,
@@ -29,15 +43,7 @@ from trak_core.gradients import (
     gradients_at_once,
 )
 from trak_core.gradients.model_inputs import least_rounding
-from trak_core.model.batch_by_length import subset
-from trak_core.model.device import find_device, full_precision
-from trak_core.model.inner_products import inner_products
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.project_gradients import batch_features, projecting_device, stored_rows
-from trak_core.model.token_scores import Between, Cut, count_tokens, cut_scores, divided_by_lengths
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.scoring.scores import powered, similarities
-from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._shared import Damped, normal_weights, read_rows
 from trak_core.study.dataset_split import Split

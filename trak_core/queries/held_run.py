@@ -13,8 +13,9 @@ import pandas as pd
 import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.scores import checkpoint_weights, combined
+from trak_core.attribution.token_scores import SIDES, Cut, token_tables
 from trak_core.errors import InputError, came_from_no_memory, no_room
-from trak_core.model.token_scores import SIDES, Cut, token_tables
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import (
     HeldCheckpoint,
@@ -31,7 +32,6 @@ from trak_core.queries.question_and_answer import (
     strongest,
 )
 from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
-from trak_core.scoring.scores import checkpoint_weights, combined
 from trak_core.spec import TRAIN, Combine
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.read_targets import split_of

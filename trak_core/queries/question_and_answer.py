@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 import torch
 
+from trak_core.attribution.scores import largest, most_frequent
 from trak_core.data.rows import parsed_json, shortened
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
-from trak_core.scoring.scores import largest, most_frequent
 from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
 from trak_core.study.study import Study
 

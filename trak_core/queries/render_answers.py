@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trak_core.attribution.scores import unit_of
 from trak_core.queries.held_run import HeldRun
 from trak_core.queries.question_and_answer import Answer
 from trak_core.report.describe_samples import Picture, are_drawn, contents_digest, show_sample
 from trak_core.report.explore_data import Tokens, explore
 from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
-from trak_core.scoring.scores import unit_of
 from trak_core.spec import EXACT
 from trak_core.study.sample_columns import short_columns
 

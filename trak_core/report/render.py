@@ -19,6 +19,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.config.cross_checks import lists_of
+from trak_core.lists.lists import ENOUGH_TARGETS, few_targets
 from trak_core.report import charts, template_filters
 from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.explore_data import AT_ONCE, EACH_ON_PAGE, Answer
@@ -32,7 +33,6 @@ from trak_core.report.read_results import (
     rows_with,
     strongest,
 )
-from trak_core.scoring.lists import ENOUGH_TARGETS, few_targets
 from trak_core.spec import EXACT, GAUSS_NEWTON, Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second

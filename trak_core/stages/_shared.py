@@ -21,10 +21,10 @@ from trak_core.artifacts import (
     check_same,
     open_artifact,
 )
+from trak_core.attribution.scores import combined, most_frequent, powered, similarities, unit_rows
+from trak_core.attribution.solve import damped_factor, damped_squares, train_norm
 from trak_core.config.memory_needs import CHUNK_ROWS, scores_need
 from trak_core.errors import InputError
-from trak_core.scoring.scores import combined, most_frequent, powered, similarities, unit_rows
-from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
 from trak_core.spec import Combine, FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 

@@ -25,9 +25,7 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.artifacts.format import plain_ids
-from trak_core.config.memory_needs import CHUNK_ROWS, average_need, holds_solved, shard_rows
-from trak_core.model_outputs.about_outputs import about_output
-from trak_core.scoring.scores import (
+from trak_core.attribution.scores import (
     Extremes,
     harmed_class,
     help_and_harm,
@@ -37,6 +35,8 @@ from trak_core.scoring.scores import (
     most_frequent,
     unit_of,
 )
+from trak_core.config.memory_needs import CHUNK_ROWS, average_need, holds_solved, shard_rows
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.spec import MEAN_OF, POOL, TRAIN, ScoresSpec
 from trak_core.stages._shared import ReadRows, score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import PROOF, REMOVALS, SCORES, check_same, create, open_artifact, software
+from trak_core.evaluation.intervals import CONFIDENCE, accuracy_interval, mean_interval
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.scoring.intervals import CONFIDENCE, accuracy_interval, mean_interval
 from trak_core.spec import RetrainedSpec, removed_sizes
 from trak_core.stages._shared import Retrained, embeddings_hashes
 from trak_core.study.retraining_draws import random_removals, top_removals

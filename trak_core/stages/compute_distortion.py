@@ -8,6 +8,11 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import DISTORTION, create, software
+from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples
+from trak_core.attribution.device import device_name, full_precision
+from trak_core.attribution.known_models import known_or_compared
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import Features, compilers, projecting_device
 from trak_core.config.memory_needs import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError, listed
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
@@ -21,11 +26,6 @@ from trak_core.gradients import (
     in_chunks,
     n_params,
 )
-from trak_core.model.batch_by_length import OrderedSamples, StoredSamples
-from trak_core.model.device import device_name, full_precision
-from trak_core.model.known_models import known_or_compared
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.project_gradients import Features, compilers, projecting_device
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress

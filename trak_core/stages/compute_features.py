@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids, software
-from trak_core.dependency_digests import content_digest
-from trak_core.gradients import Variety, check_labels, in_chunks
-from trak_core.model.batch_by_length import subset
-from trak_core.model.device import device_name
-from trak_core.model.known_models import known_or_compared
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.project_gradients import (
+from trak_core.attribution.batch_by_length import subset
+from trak_core.attribution.device import device_name
+from trak_core.attribution.known_models import known_or_compared
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import (
     batch_features,
     compilers,
     projecting_device,
     stored_rows,
 )
-from trak_core.model.sample_outputs import write_columns
+from trak_core.attribution.sample_outputs import write_columns
+from trak_core.dependency_digests import content_digest
+from trak_core.gradients import Variety, check_labels, in_chunks
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
 from trak_core.study.dataset_split import with_flipped_labels
 from trak_core.study.read_targets import split_of

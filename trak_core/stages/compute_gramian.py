@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import GRAMIAN, checkpoint_scores_kind, create, selected_ids, software
+from trak_core.attribution.device import device_name, find_device, full_precision
+from trak_core.attribution.gauss_newton_scores import STEPS, newton_scores
+from trak_core.attribution.inner_products import inner_products
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.sample_outputs import warn_of_saturation, write_columns
 from trak_core.gradients import Variety
-from trak_core.model.device import device_name, find_device, full_precision
-from trak_core.model.gauss_newton_scores import STEPS, newton_scores
-from trak_core.model.inner_products import inner_products
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_outputs import warn_of_saturation, write_columns
 from trak_core.spec import TRAIN, FeaturesSpec, ScoresSpec
 from trak_core.stages._shared import PER_SAMPLE
 from trak_core.study.read_targets import split_of

@@ -8,6 +8,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from trak_core.artifacts import EMBEDDINGS, OUTPUTS, create, software
+from trak_core.attribution.batch_by_length import OrderedSamples
+from trak_core.attribution.device import device_name, find_device
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.sample_outputs import embed_samples
 from trak_core.gradients import (
     Room,
     budget_bytes,
@@ -16,10 +20,6 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
-from trak_core.model.batch_by_length import OrderedSamples
-from trak_core.model.device import device_name, find_device
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_outputs import embed_samples
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.system.progress import with_progress

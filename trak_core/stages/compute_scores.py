@@ -22,10 +22,8 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.config.memory_needs import exact_need, normal_matrix_need, scores_need
-from trak_core.dependency_digests import content_digest
-from trak_core.scoring.scores import powered, similarities
-from trak_core.scoring.solve import (
+from trak_core.attribution.scores import powered, similarities
+from trak_core.attribution.solve import (
     DampedGramian,
     Spectrum,
     damped_solve,
@@ -34,6 +32,8 @@ from trak_core.scoring.solve import (
     mean_squared_norm,
     weighted_gramians,
 )
+from trak_core.config.memory_needs import exact_need, normal_matrix_need, scores_need
+from trak_core.dependency_digests import content_digest
 from trak_core.spec import NormalSpec, ScoresSpec
 from trak_core.stages._shared import (
     PER_SAMPLE,

@@ -20,20 +20,20 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.model.device import device_name
-from trak_core.model.known_models import known_or_compared
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.project_gradients import compilers, projecting_device
-from trak_core.model.token_scores import (
+from trak_core.attribution.device import device_name
+from trak_core.attribution.known_models import known_or_compared
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import compilers, projecting_device
+from trak_core.attribution.scores import checkpoint_weights, powered
+from trak_core.attribution.solve import damped_solve
+from trak_core.attribution.token_scores import (
     SIDES,
     Between,
     cut_scores,
     divided_by_lengths,
     token_tables,
 )
-from trak_core.model.token_shares import Shares
-from trak_core.scoring.scores import checkpoint_weights, powered
-from trak_core.scoring.solve import damped_solve
+from trak_core.attribution.token_shares import Shares
 from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
 from trak_core.stages._shared import Damped
 from trak_core.study.read_targets import split_of

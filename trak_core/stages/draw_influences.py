@@ -19,6 +19,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.lists.lists import few_targets
 from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
 from trak_core.report.describe_samples import (
     BEGINNING,
@@ -40,7 +41,6 @@ from trak_core.report.read_results import File, output_of, read_experiment, with
 from trak_core.report.render import answer as answer_page
 from trak_core.report.render import listed_samples, score_warnings
 from trak_core.report.template_filters import anchor, number
-from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of

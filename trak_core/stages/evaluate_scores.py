@@ -40,6 +40,7 @@ from trak_core.evaluation.baselines import (
     label_sums,
     random_sums,
 )
+from trak_core.evaluation.intervals import CONFIDENCE
 from trak_core.evaluation.lds import (
     GroundTruth,
     auc,
@@ -58,7 +59,6 @@ from trak_core.evaluation.subset_sums import (
     subset_sums,
 )
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.scoring.intervals import CONFIDENCE
 from trak_core.spec import (
     TRAIN,
     Combine,

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from trak_core.attribution.batch_by_length import naming_text
+from trak_core.attribution.sample_outputs import model_output as named_output
 from trak_core.errors import InputError, listed
 from trak_core.gradients import (
     Batch,
@@ -33,12 +35,10 @@ from trak_core.gradients import (
     shapes_of,
 )
 from trak_core.gradients.model_inputs import CHANGE_SAMPLES, ONE_SHAPE
-from trak_core.model.batch_by_length import naming_text
-from trak_core.model.sample_outputs import model_output as named_output
+from trak_core.lists.groups import Grouping, check_groups
 from trak_core.model_outputs.about_outputs import TABLE, about_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.ready_made.ready_study import ReadyStudy
-from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting
 from trak_core.spec.target_filter import Condition
 from trak_core.study.dataset_split import Split, users_code

@@ -31,10 +31,10 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.attribution.sample_outputs import outputs_and_predictions
+from trak_core.attribution.scores import unit_rows
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
-from trak_core.model.sample_outputs import outputs_and_predictions
-from trak_core.scoring.scores import unit_rows
 from trak_core.spec import (
     TRAIN,
     FeaturesSpec,

@@ -15,8 +15,8 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.attribution.scores import most_frequent
 from trak_core.errors import InputError
-from trak_core.scoring.scores import most_frequent
 from trak_core.spec import FeaturesSpec
 from trak_core.spec.target_filter import MOST_TARGETS, Condition
 

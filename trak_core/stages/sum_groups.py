@@ -19,8 +19,10 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.attribution.scores import powered
 from trak_core.config.memory_needs import GroupsNeed
-from trak_core.scoring.groups import (
+from trak_core.evaluation.intervals import CONFIDENCE
+from trak_core.lists.groups import (
     N_DRAWS,
     Grouping,
     GroupSums,
@@ -30,8 +32,6 @@ from trak_core.scoring.groups import (
     group_tables,
     run_weights,
 )
-from trak_core.scoring.intervals import CONFIDENCE
-from trak_core.scoring.scores import powered
 from trak_core.spec import Combine, ScoresSpec
 from trak_core.stages._shared import ReadRows, similarity_rows
 from trak_core.system.progress import blocks_with_progress

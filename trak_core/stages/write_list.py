@@ -16,8 +16,7 @@ from trak_core.artifacts import (
     check_same,
     open_artifact,
 )
-from trak_core.model_outputs.about_outputs import about_output
-from trak_core.scoring.lists import (
+from trak_core.lists.lists import (
     best_in_turn,
     copies,
     few_targets,
@@ -26,6 +25,7 @@ from trak_core.scoring.lists import (
     nearest,
     suspects,
 )
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.spec import ScoresSpec
 from trak_core.system.files import write_csv
 from trak_core.system.progress import blocks_with_progress

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.autograd.graph import (
+from trak_core.gradients.graph import (
     Edge,
     Layout,
     Node,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from trak_core.autograd.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
-from trak_core.autograd.gradient_formulas import closed_form, has_form
-from trak_core.autograd.gradient_terms import Consumer, Contribution, Dense, transposed
-from trak_core.autograd.graph import (
+from trak_core.gradients.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
+from trak_core.gradients.gradient_formulas import closed_form, has_form
+from trak_core.gradients.gradient_terms import Consumer, Contribution, Dense, transposed
+from trak_core.gradients.graph import (
     Edge,
     Layout,
     Node,

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trak_core.autograd.gradient_terms import PIECE, Contribution, Dense, Outer, add_product, pieces
+from trak_core.gradients.gradient_terms import (
+    PIECE,
+    Contribution,
+    Dense,
+    Outer,
+    add_product,
+    pieces,
+)
 from trak_core.model_outputs.model_output import at_least_float32
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trak_core.autograd.gradient_terms import PIECE
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.scores import unit_rows
+from trak_core.attribution.token_shares import Directions, Pairs, Shares
 from trak_core.gradients import Batch, GradientMethod, gradient_method, in_chunks
-from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.token_shares import Directions, Pairs, Shares
-from trak_core.scoring.scores import unit_rows
+from trak_core.gradients.gradient_terms import PIECE
 from trak_core.spec import ProjectionSpec
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress

@@ -9,6 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples, order_samples
+from trak_core.attribution.deferred_logits import MarginsOfTokens, vocabulary_size
+from trak_core.attribution.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.dependency_digests import parameters_digest
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
@@ -24,9 +27,6 @@ from trak_core.gradients import (
 )
 from trak_core.gradients.batch_size import PIECE_BYTES, TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
-from trak_core.model.batch_by_length import OrderedSamples, StoredSamples, order_samples
-from trak_core.model.deferred_logits import MarginsOfTokens, vocabulary_size
-from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, FeaturesSpec

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pandas as pd
 
-from trak_core.scoring.scores import Extremes, largest, unit_rows
+from trak_core.attribution.scores import Extremes, largest, unit_rows
 from trak_core.spec import MEAN_OF
 
 # A copy is so much nearer than the fifth nearest sample; rounding of a row of features aside.

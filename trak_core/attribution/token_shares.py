@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.gradient_terms import (
+from trak_core.gradients.gradient_terms import (
     PIECE,
     Contribution,
     Dense,
@@ -16,7 +16,7 @@ from trak_core.autograd.gradient_terms import (
     Outer,
     summed_parts,
 )
-from trak_core.autograd.margins_in_pieces import BiasFactors, MarginFactors
+from trak_core.gradients.margins_in_pieces import BiasFactors, MarginFactors
 from trak_core.projection import Contractions, back_project
 from trak_core.spec import ProjectionSpec, matrix_shape
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from trak_core.autograd.gradient_terms import (
+from trak_core.gradients.gradient_terms import (
     Contribution,
     Dense,
     Lookup,
@@ -21,8 +21,8 @@ from trak_core.autograd.gradient_terms import (
     pieces,
     prefers_inner_products,
 )
-from trak_core.autograd.graph import Edge, Layout, locate, name_of, shape_of
-from trak_core.autograd.margins_in_pieces import head_factors
+from trak_core.gradients.graph import Edge, Layout, locate, name_of, shape_of
+from trak_core.gradients.margins_in_pieces import head_factors
 
 # From so many input channels on, a product for each place of the kernel is faster than patches.
 _BY_PLACE_CHANNELS = 8

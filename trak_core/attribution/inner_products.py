@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
     Room,
@@ -18,8 +20,6 @@ from trak_core.gradients import (
     refuse_not_finite,
 )
 from trak_core.gramian import cross_gramian, train_gramian
-from trak_core.model.batch_by_length import OrderedSamples, StoredSamples
-from trak_core.model.loaded_model import LoadedModel
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress
 

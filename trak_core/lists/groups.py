@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.errors import InputError
-from trak_core.scoring.intervals import Chance, expanded
+from trak_core.evaluation.intervals import Chance, expanded
 from trak_core.spec import Combine
 
 # Draws of runs, and draws of samples under each of them.

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trak_core.attribution.device import device_name
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.dependency_digests import code_files, content_digest
 from trak_core.errors import InputError
 from trak_core.gradients import (
@@ -22,8 +24,6 @@ from trak_core.gradients import (
     gradients_at_once,
     gradients_in_turn,
 )
-from trak_core.model.device import device_name
-from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.spec import FeaturesSpec
 from trak_core.system.files import CONFIG_RECORD, file_digest, read_record, write_record

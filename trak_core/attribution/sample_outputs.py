@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import Writer
+from trak_core.attribution.batch_by_length import order_samples
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
@@ -19,7 +20,6 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
-from trak_core.model.batch_by_length import order_samples
 from trak_core.model_outputs.about_outputs import TABLE, about_output, place_of
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model

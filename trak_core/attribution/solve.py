@@ -163,7 +163,7 @@ def damped_solve(
 
     Example:
         >>> import numpy as np
-        >>> from trak_core.scoring.solve import (
+        >>> from trak_core.attribution.solve import (
         ...     extreme_eigenvalues, mean_squared_norm, weighted_gramians
         ... )
         >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])

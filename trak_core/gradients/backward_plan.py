@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trak_core.autograd.graph import Edge, Graph, Layout, Node, joined, name_of, settled, shape_of
-from trak_core.autograd.sample_owner_rules import input_layouts
+from trak_core.gradients.graph import Edge, Graph, Layout, Node, joined, name_of, settled, shape_of
+from trak_core.gradients.sample_owner_rules import input_layouts
 
 # Operations that only move entries. Inner products of gradients don't see them.
 MOVES = {

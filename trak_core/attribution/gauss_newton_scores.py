@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples, subset
+from trak_core.attribution.inner_products import columns_in_order
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.config.memory_needs import newton_targets
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
@@ -28,9 +31,6 @@ from trak_core.gradients import (
     refuse_hooks,
     refuse_not_finite,
 )
-from trak_core.model.batch_by_length import OrderedSamples, StoredSamples, subset
-from trak_core.model.inner_products import columns_in_order
-from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import blocks_with_progress

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import scaled_integers
-from trak_core.autograd.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
-from trak_core.autograd.margins_in_pieces import MarginFactors
+from trak_core.attribution.device import find_device, takes_cuda
 from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
-from trak_core.model.device import find_device, takes_cuda
+from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
+from trak_core.gradients.margins_in_pieces import MarginFactors
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
 from trak_core.spec import ProjectionSpec, matrix_shape

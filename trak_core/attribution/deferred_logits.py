@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from trak_core.autograd.margins_in_pieces import Head, margins_of_tokens
+from trak_core.gradients.margins_in_pieces import Head, margins_of_tokens
 from trak_core.gradients.model_inputs import without_virtual_tokens
 from trak_core.model_outputs.language_modelling import of_margins
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput

@@ -1,1 +1,0 @@
-"""Formulas between features and scores; arrays only."""
