@@ -188,11 +188,11 @@ def test_all_ways_give_the_same(name, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     prefers = {"all": False}
     for path, value in {
-        "autograd.gradient_terms.prefers_inner_products": lambda *_: prefers["all"],
-        "autograd.gradient_formulas.prefers_inner_products": lambda *_: prefers["all"],
-        "autograd.gradient_terms.PIECE": 100,
-        "autograd.gradient_formulas._BY_PLACE_CHANNELS": 1,
-        "autograd.gradient_formulas._CACHED": 10,
+        "gradients.gradient_terms.prefers_inner_products": lambda *_: prefers["all"],
+        "gradients.gradient_formulas.prefers_inner_products": lambda *_: prefers["all"],
+        "gradients.gradient_terms.PIECE": 100,
+        "gradients.gradient_formulas._BY_PLACE_CHANNELS": 1,
+        "gradients.gradient_formulas._CACHED": 10,
     }.items():
         monkeypatch.setattr(f"trak_core.{path}", value)
     model, call = run(name, 2)

@@ -8,7 +8,7 @@ import pytest
 # Each has an example at least: a package counts by its public names.
 PACKAGES = ("gradients", "gramian", "projection", "spec", "artifacts")
 MODULES = (
-    *("scoring.solve", "evaluation.lds", "dependency_digests"),
+    *("attribution.solve", "evaluation.lds", "dependency_digests"),
     *(f"compat.{name}" for name in ("gradient_computers", "modelout_functions", "projectors")),
     *(f"compat.{name}" for name in ("score_computers", "traker", "utils")),
 )
