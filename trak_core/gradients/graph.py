@@ -11,9 +11,12 @@ Layouts come from rules (``sample_owner_rules.py``), or by trial: ``probed_layou
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+import operator
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +26,7 @@ from torch import Tensor
 Node = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """Input ``index`` of ``user`` is output ``number`` of ``node``."""
 
     user: Node
@@ -40,12 +42,12 @@ class Graph:
     Attributes:
         order: The nodes from which a chosen parameter is reached; users come before what they use.
         edges: The edges among them, for each user in the order of its inputs.
-        parameters: The chosen parameters, by the node that stands for them.
+        parameters: For nodes of chosen parameters, their places among them.
     """
 
     order: list[Node]
     edges: dict[Node, list[Edge]]
-    parameters: dict[Node, Tensor]
+    parameters: dict[Node, int]
 
 
 def name_of(node: Node) -> str:
@@ -98,10 +100,64 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     return tuple(None if answer is None else answer.to_dense() for answer in answers)
 
 
+def nodes_below(root: Node) -> list[Node]:
+    """Return all nodes of a graph in an order that its structure decides, the root first."""
+    seen: dict[Node, None] = {root: None}
+    stack = [root]
+    while stack:
+        for used, _ in stack.pop().next_functions:
+            if used is not None and used not in seen:
+                seen[used] = None
+                stack.append(used)
+    return list(seen)
+
+
+# Settings of operations that rules for layouts may read; a signature has them.
+SETTINGS = (
+    "dim",
+    "dims",
+    "dim0",
+    "dim1",
+    "keepdim",
+    "pad",
+    "normalized_shape",
+    "training",
+    "stride",
+)
+
+
+@lru_cache(maxsize=512)
+def _settings_of(kind: type) -> list[str]:
+    return [f"_saved_{name}" for name in SETTINGS if hasattr(kind, f"_saved_{name}")]
+
+
+def signature(nodes: Sequence[Node], parameters: Sequence[Tensor]) -> Hashable:
+    """Return all that layouts depend on, except values of tensors that operations have saved.
+
+    That is for each of the nodes, as ``nodes_below`` orders them, its name, its settings, the
+    shapes of its outputs and what it uses. And where a parameter is among the chosen ones, and
+    whether it has hooks.
+    """
+    number: dict[Node | None, int | None] = {node: i for i, node in enumerate(nodes)}
+    number[None] = None
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    return tuple(
+        (
+            node.name(),
+            place.get(id(leaf := leaf_of(node))),
+            leaf is not None and bool(leaf._backward_hooks),
+            tuple(getattr(node, setting) for setting in _settings_of(type(node))),
+            tuple(shape_of(node, i) for i in range(len(node._input_metadata))),
+            tuple((number[used], output) for used, output in node.next_functions),
+        )
+        for node in nodes
+    )
+
+
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     """Return what leads from a graph's roots to the parameters; other parameters are constants."""
-    chosen = {id(parameter) for parameter in parameters}
-    leaves: dict[Node, Tensor] = {}
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # a node comes before its users
     seen: set[Node] = set()
@@ -118,8 +174,8 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
             continue
         leading = [edge for edge in _used(node) if edge.node in edges]
         leaf = leaf_of(node)
-        if leaf is not None and id(leaf) in chosen:
-            leaves[node] = leaf
+        if leaf is not None and id(leaf) in place:
+            leaves[node] = place[id(leaf)]
         if leading or node in leaves:
             edges[node] = leading
             finished.append(node)
@@ -174,7 +230,7 @@ class Layout:
 
 def strides(shape: Sequence[int]) -> list[int]:
     """Return the row-major strides of a shape, in entries."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return list(accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else []
 
 
 def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | None:
