@@ -66,8 +66,9 @@ class Features:
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
             self._places[id(parameter)] = offset, number
             offset += parameter.numel()
-        # Parts that wait, by their first coordinate.
+        # Parts that wait, by their first coordinate, and their entries.
         self._held: dict[int, Tensor] = {}
+        self._n_held = 0
 
     @classmethod
     def zeros(
@@ -100,10 +101,10 @@ class Features:
             part = part.float() if part.dtype is torch.float64 else part
             if scale is not None:
                 part = part * scale[first : first + part.shape[1]]
-            n_held = sum(block.numel() for block in self._held.values())
-            if n_held + part.numel() > piece_on(part.device):
+            if self._n_held + part.numel() > piece_on(part.device):
                 self._project_held()
             self._held[offset + first] = part
+            self._n_held += part.numel()
 
     def _sketched(self, number: int, shape: tuple[int, int], use: Contribution) -> bool:
         """Sketch a use by its factors if that is cheaper; return whether it was."""
@@ -141,7 +142,7 @@ class Features:
             stop = first + block.shape[1]
         if run:
             self._project(run, start)
-        self._held = {}
+        self._held, self._n_held = {}, 0
 
     def _project(self, blocks: list[Tensor], offset: int) -> None:
         for projection, rows in zip(self._projections, self.rows, strict=True):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -189,8 +189,7 @@ class Patches(Contribution):
 _CACHED = 2**18
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One input of an operation that all samples share, at the end of an edge.
 
     The gradient is that of the operation's output, shape (C, *shape). The output's dimension
@@ -221,8 +220,11 @@ class Use:
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
-        at = lead + dim
-        size = tensor.shape[at] // (self.layout.period * self.width)
+        at, shape = lead + dim, tensor.shape
+        size = shape[at] // (self.layout.period * self.width)
+        if size == 1 and self.layout.owners is None:
+            cut = tensor.view(*shape[:at], self.layout.period, self.width, *shape[at + 1 :])
+            return cut.movedim(at, lead) if dim else cut
         cut = tensor.unflatten(at, (size, self.layout.period, self.width))
         if self.layout.owners is None:
             return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
@@ -392,7 +394,8 @@ def _weighted_sums(
         return (gradients * normed(slice(None))).flatten(2, dims[-1])
 
     has_terms = dims and dims == [*range(2, 2 + len(dims))]
-    return Dense(torch.cat(sums, dim=1), terms if has_terms else None)
+    total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+    return Dense(total, terms if has_terms else None)
 
 
 def _layer_normed(use: Use) -> Contribution | None:

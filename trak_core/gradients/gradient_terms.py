@@ -6,6 +6,7 @@ that matrix times its transpose to a Gramian, or return it, flattened in the ten
 a whole or in parts. A consumer takes the contributions of one parameter after the other.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,7 +112,7 @@ class Dense(Contribution):
     @property
     def matrix(self) -> tuple[int, int]:
         first = self.gradients.shape[2] if self.gradients.ndim > 2 else 1
-        return first, self.gradients[0, 0].numel() // max(1, first)
+        return first, math.prod(self.gradients.shape[3:])
 
     def add_to(self, gramian: Tensor) -> None:
         add_product(gramian, self.whole())

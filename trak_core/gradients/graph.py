@@ -61,7 +61,10 @@ class UnreadableGraphError(Exception):
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
     """Return the shape of one output of a node, or raise ``UnreadableGraphError``."""
-    metadata = node._input_metadata[number]
+    return _shape(node._input_metadata[number])
+
+
+def _shape(metadata: Any) -> tuple[int, ...]:
     if metadata.is_nested_tensor:
         raise UnreadableGraphError(
             "has nested tensors in it, which have no shape that all samples share"
@@ -141,17 +144,17 @@ def signature(nodes: Sequence[Node], parameters: Sequence[Tensor]) -> Hashable:
     number: dict[Node | None, int | None] = {node: i for i, node in enumerate(nodes)}
     number[None] = None
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
-    return tuple(
-        (
+    described = []
+    for node in nodes:
+        leaf = leaf_of(node)
+        described.append((
             node.name(),
-            place.get(id(leaf := leaf_of(node))),
-            leaf is not None and bool(leaf._backward_hooks),
-            tuple(getattr(node, setting) for setting in _settings_of(type(node))),
-            tuple(shape_of(node, i) for i in range(len(node._input_metadata))),
-            tuple((number[used], output) for used, output in node.next_functions),
-        )
-        for node in nodes
-    )
+            leaf is not None and (place.get(id(leaf)), bool(leaf._backward_hooks)),
+            tuple([getattr(node, setting) for setting in _settings_of(type(node))]),
+            tuple([_shape(metadata) for metadata in node._input_metadata]),
+            tuple([(number[used], output) for used, output in node.next_functions]),
+        ))
+    return tuple(described)
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
