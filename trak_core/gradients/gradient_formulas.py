@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -259,22 +259,21 @@ def has_form(edge: Edge) -> bool:
     return name_of(edge.user) in _FORMS
 
 
-def closed_form(
-    edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, Layout]
-) -> Contribution | None:
-    """Return the contribution of a crossing; None if the operation has to be differentiated.
+def closed_forms(
+    edges: Sequence[Edge], gradients: dict[int, Tensor], layouts: dict[int, Layout]
+) -> Iterator[Contribution | None]:
+    """Yield the contributions of an operation's crossings; None where it must be differentiated.
 
-    The edge leads from split outputs to a shared input; ``gradients``, shape (C, *shape) each, and
+    The edges lead from split outputs to shared inputs; ``gradients``, shape (C, *shape) each, and
     ``layouts`` are those of the outputs. The formulas are those of real numbers.
     """
-    make = _FORMS.get(name_of(edge.user))
-    if make is None or set(gradients) != {0} or gradients[0].is_complex():
-        return None
-    place = locate(shape_of(edge.user, 0), layouts[0])
-    contribution = make(Use(edge, gradients[0], *place, layouts[0])) if place else None
-    if contribution is None or layouts[0].owners is None:
-        return contribution
-    return replace(contribution, has_ranks=True)
+    make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
+    is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
+    place = locate(shape_of(user, 0), layouts[0]) if is_known else None
+    for edge in edges:
+        form = make(Use(edge, gradients[0], *place, layouts[0])) if make and place else None
+        has_ranks = form is not None and layouts[0].owners is not None
+        yield replace(form, has_ranks=True) if has_ranks else form
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:

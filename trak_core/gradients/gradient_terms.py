@@ -74,7 +74,7 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     Yields:
         The first entry, and gradients of shape (rows, entries), in the tensor's own order.
     """
-    if len({use.matrix for use in uses}) > 1:  # seen in several shapes
+    if len(uses) > 1 and len({use.matrix for use in uses}) > 1:  # seen in several shapes
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
     most = piece_on(uses[0].gradients.device)
@@ -168,9 +168,9 @@ class Outer(Contribution):
                 gramian[i * b + part.start : i * b + part.stop] += sums.to(gramian.dtype)
 
     def part(self, first: int, last: int) -> Tensor:
-        factors = self.inputs, self.gradients
-        left, right = reversed(factors) if self.is_transposed else factors
-        left = left[..., first:last].transpose(-1, -2)
+        gradients = self.gradients[0] if len(self.gradients) == 1 else self.gradients
+        left, right = (gradients, self.inputs) if self.is_transposed else (self.inputs, gradients)
+        left = left[..., first:last].mT
         # Broadcasting is faster than a matrix product with nothing to sum.
         rows = left * right if left.shape[-1] == 1 else left @ right
         return rows.reshape(self.n_rows, -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trak_core.gradients.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
-from trak_core.gradients.gradient_formulas import closed_form, has_form
+from trak_core.gradients.gradient_formulas import closed_forms, has_form
 from trak_core.gradients.gradient_terms import Consumer, Contribution, Dense, transposed
 from trak_core.gradients.graph import (
     Edge,
@@ -316,7 +316,7 @@ class _Pass:
         self.plan, self.consumer = plan, consumer
         self.is_kept = is_kept  # the graph, after the pass
         # Earlier uses of parameters that are used more than once.
-        self.uses: dict[int, list[Contribution]] = defaultdict(list)
+        self.uses: dict[int, list[Contribution]] = {}
         # Crossings without a closed form, with the gradients of the outputs.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
         # For regions with operations in them: rows at the tensors where they arrive.
@@ -324,9 +324,9 @@ class _Pass:
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
         """Take the gradients of a node's outputs, shape (C, *shape)."""
-        layouts, waiting = self.plan.layouts[node], []
-        for edge, region in self.plan.crossings[node]:
-            contribution = closed_form(edge, gradients, layouts)
+        layouts, waiting, crossings = self.plan.layouts[node], [], self.plan.crossings[node]
+        forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
+        for (edge, region), contribution in zip(crossings, forms, strict=True):
             if isinstance(contribution, Dense) and not self.consumer.reads_terms:
                 contribution = Dense(contribution.gradients)  # what it is a sum of can go
             if contribution is None:
@@ -340,10 +340,11 @@ class _Pass:
 
     def _take(self, contribution: Contribution, edge: Edge, region: Region) -> None:
         if region.is_direct:
-            uses = self.uses[id(region)]
-            uses.append(_to_parameter(contribution, edge))
+            uses = [*self.uses.pop(id(region), ()), _to_parameter(contribution, edge)]
             if len(uses) == region.n_crossings:
-                self.consumer.take(self._parameters(region)[0], self.uses.pop(id(region)))
+                self.consumer.take(self._parameters(region)[0], uses)
+            else:
+                self.uses[id(region)] = uses
             return
         if region.is_simple and not self.consumer.in_order:
             self.consumer.take(self._parameters(region)[0], [contribution])
