@@ -80,9 +80,9 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     most = piece_on(uses[0].gradients.device)
     step = max(1, most // max(1, width * uses[0].n_rows))
     for first in range(0, n, step):
-        total, *others = (use.part(first, min(first + step, n)) for use in uses)
-        for other in others:
-            total = total + other
+        total = uses[0].part(first, min(first + step, n))
+        for use in uses[1:]:
+            total = total + use.part(first, min(first + step, n))
         yield first * width, total
 
 

@@ -77,9 +77,13 @@ def is_function(node: Node) -> bool:
     return hasattr(node, "saved_tensors")
 
 
+# How the names of nodes end that collect gradients for a tensor.
+_LEAF = "AccumulateGrad"
+
+
 def leaf_of(node: Node) -> Tensor | None:
     """Return the tensor that a node collects gradients for, if it is such a node."""
-    return node.variable if node.name().endswith("AccumulateGrad") else None
+    return node.variable if node.name().endswith(_LEAF) else None
 
 
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
@@ -130,31 +134,35 @@ SETTINGS = (
 
 
 @lru_cache(maxsize=512)
-def _settings_of(kind: type) -> list[str]:
-    return [f"_saved_{name}" for name in SETTINGS if hasattr(kind, f"_saved_{name}")]
+def _settings_of(kind: type) -> tuple[str, ...]:
+    names = (f"_saved_{name}" for name in SETTINGS)
+    return tuple(name for name in names if hasattr(kind, name))
 
 
-def signature(nodes: Sequence[Node], parameters: Sequence[Tensor]) -> Hashable:
-    """Return all that layouts depend on, except values of tensors that operations have saved.
+def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
+    """Return a graph's nodes, the root first, and all that decides who owns the entries there.
 
-    That is for each of the nodes, as ``nodes_below`` orders them, its name, its settings, the
-    shapes of its outputs and what it uses. And where a parameter is among the chosen ones, and
-    whether it has hooks.
+    That is of each node in turn its name, its settings, the shapes of its outputs and what it uses,
+    and which of the chosen parameters it stands for, and whether that has hooks. Only values of
+    tensors that operations have saved are left out. Equal signatures number nodes alike.
     """
-    number: dict[Node | None, int | None] = {node: i for i, node in enumerate(nodes)}
-    number[None] = None
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
-    described = []
-    for node in nodes:
-        leaf = leaf_of(node)
-        described.append((
-            node.name(),
-            leaf is not None and (place.get(id(leaf)), bool(leaf._backward_hooks)),
-            tuple([getattr(node, setting) for setting in _settings_of(type(node))]),
-            tuple([_shape(metadata) for metadata in node._input_metadata]),
-            tuple([(number[used], output) for used, output in node.next_functions]),
-        ))
-    return tuple(described)
+    nodes, parts = [root], list[Hashable]()
+    number: dict[Node | None, int] = {root: 0}
+    for node in iter(nodes):  # which grow
+        name, functions, outputs = node.name(), node.next_functions, node._input_metadata
+        settings = _settings_of(type(node))
+        parts += (name, len(functions), len(outputs))
+        parts.append(settings and tuple([getattr(node, setting) for setting in settings]))
+        if name.endswith(_LEAF):
+            parts += (place.get(id(node.variable)), bool(node.variable._backward_hooks))
+        for used, output in functions:
+            if used is not None and used not in number:
+                number[used] = len(nodes)
+                nodes.append(used)
+            parts += (number.get(used), output)
+        parts += map(_shape, outputs)
+    return nodes, tuple(parts)
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:

@@ -21,7 +21,6 @@ from trak_core.gradients.graph import (
     differentiate,
     leaf_of,
     name_of,
-    nodes_below,
     shape_of,
     signature,
     stride_at,
@@ -241,9 +240,9 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
     stride = stride_at(output.shape, dim, 1, n_samples)
     if stride is None:
         return None
-    nodes = nodes_below(edge.node)
-    key = signature(nodes, parameters), edge.output_nr, stride, n_samples
-    plan = _PLANS.pop(key, None)
+    nodes, signed = signature(edge.node, parameters)
+    key = signed, edge.output_nr, stride, n_samples
+    plan = _PLANS.get(key)
     if plan is None:
         graph = trace([edge.node], parameters)
         of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
@@ -255,10 +254,9 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
         plan = make_plan(graph, (edge.node, edge.output_nr), layout, parameters)
         if not plan.is_fixed:
             return plan if plan.crossings else None
-        plan = plan.of({node: i for i, node in enumerate(nodes)}, ())
-    _PLANS[key] = plan  # the last used behind all others
-    if len(_PLANS) > _MOST_PLANS:
-        del _PLANS[next(iter(_PLANS))]
+        plan = _PLANS[key] = plan.of({node: i for i, node in enumerate(nodes)}, ())
+        if len(_PLANS) > _MOST_PLANS:
+            del _PLANS[next(iter(_PLANS))]
     return plan.of(nodes, parameters) if plan.crossings else None
 
 
