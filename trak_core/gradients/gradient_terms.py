@@ -77,8 +77,7 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     if len(uses) > 1 and len({use.matrix for use in uses}) > 1:  # seen in several shapes
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
-    most = piece_on(uses[0].gradients.device)
-    step = max(1, most // max(1, width * uses[0].n_rows))
+    step = max(1, piece_on(uses[0].gradients.device) // max(1, width * uses[0].n_rows))
     for first in range(0, n, step):
         total = uses[0].part(first, min(first + step, n))
         for use in uses[1:]:
@@ -111,15 +110,16 @@ class Dense(Contribution):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        first = self.gradients.shape[2] if self.gradients.ndim > 2 else 1
-        return first, math.prod(self.gradients.shape[3:])
+        _, _, *shape = self.gradients.shape
+        return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
     def add_to(self, gramian: Tensor) -> None:
         add_product(gramian, self.whole())
 
     def part(self, first: int, last: int) -> Tensor:
-        width = self.matrix[1]
-        return self.gradients.reshape(self.n_rows, -1)[:, first * width : last * width]
+        n, width = self.matrix
+        rows = self.gradients.reshape(self.n_rows, n * width)
+        return rows if last - first == n else rows[:, first * width : last * width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,13 @@ class Outer(Contribution):
                 gramian[i * b + part.start : i * b + part.stop] += sums.to(gramian.dtype)
 
     def part(self, first: int, last: int) -> Tensor:
-        gradients = self.gradients[0] if len(self.gradients) == 1 else self.gradients
+        alone = self.gradients.shape[0] == 1  # without a first dimension, torch does less
+        gradients = self.gradients[0] if alone else self.gradients
         left, right = (gradients, self.inputs) if self.is_transposed else (self.inputs, gradients)
-        left = left[..., first:last].mT
+        left = left.mT[..., first:last, :]
         # Broadcasting is faster than a matrix product with nothing to sum.
-        rows = left * right if left.shape[-1] == 1 else left @ right
-        return rows.reshape(self.n_rows, -1)
+        product = torch.mul if left.shape[-1] == 1 else torch.bmm if alone else torch.matmul
+        return product(left, right).reshape(self.n_rows, -1)
 
 
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
