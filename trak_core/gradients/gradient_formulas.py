@@ -272,8 +272,8 @@ def closed_forms(
     place = locate(shape_of(user, 0), layouts[0]) if is_known else None
     for edge in edges:
         form = make(Use(edge, gradients[0], *place, layouts[0])) if make and place else None
-        has_ranks = form is not None and layouts[0].owners is not None
-        yield replace(form, has_ranks=True) if has_ranks else form
+        is_ranked = layouts[0].owners is not None if place else False
+        yield replace(form, has_ranks=True) if form is not None and is_ranked else form
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:

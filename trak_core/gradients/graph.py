@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from torch import Tensor
 Node = Any
 
 
-class Edge(NamedTuple):
+@dataclass(slots=True, eq=False)  # not frozen: a pass makes many, which takes thrice the time
+class Edge:
     """Input ``index`` of ``user`` is output ``number`` of ``node``."""
 
     user: Node
