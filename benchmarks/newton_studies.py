@@ -34,7 +34,7 @@ from trak_core.attribution.inner_products import inner_products
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import combined, powered
 from trak_core.attribution.solve import DampedGramian
-from trak_core.config.cross_checks import usual_power, usual_weighting
+from trak_core.config.scoring_settings import usual_power, usual_weighting
 from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
 from trak_core.model_outputs.about_outputs import about_output
