@@ -7,12 +7,14 @@ import numpy as np
 import pandas as pd
 import torch
 
+from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import unit_rows
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
+from trak_core.attribution.write_features import projection_for
 from trak_core.gradients import Batch, GradientMethod, gradient_method, in_chunks
 from trak_core.gradients.gradient_terms import PIECE
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress
 
@@ -62,6 +64,38 @@ def divided_by_lengths(phi: np.ndarray, *, normalize: bool) -> tuple[np.ndarray,
     lengths = np.linalg.norm(phi, axis=1)
     lengths[lengths == 0] = 1
     return unit_rows(phi), lengths
+
+
+def cut_pairs(
+    loaded: LoadedModel,
+    spec: ScoresSpec,
+    damped: DampedNormalMatrix,
+    splits: tuple[Split, Split],
+    features: tuple[np.ndarray, np.ndarray],
+    pairs: Sequence[tuple[int, int]],
+    batch_size: int,
+    memory_mb: int,
+    method_of: Callable[[LoadedModel, Batch], GradientMethod] | None = None,
+) -> tuple[Cut, Cut]:
+    """Return one checkpoint's scores of pairs, cut by tokens; see ``cut_scores``.
+
+    Args:
+        loaded: The model under the checkpoint.
+        spec: That of the checkpoint's scores.
+        damped: The checkpoint's damped normal matrix.
+        splits: Training samples, n of them, and m targets.
+        features: Those of both, shapes (n, k) and (m, k), float64.
+        pairs: Places of a training sample and of a target.
+        batch_size: Samples in the model at once, at most.
+        memory_mb: MiB for gradients and activations.
+        method_of: As ``cut_scores`` takes it.
+    """
+    phi, lengths = divided_by_lengths(features[0], normalize=spec.normalize)
+    solved = damped.solve(np.concatenate([features[1], phi])).T
+    m = len(features[1])
+    projection = projection_for(loaded, spec.of_train())
+    between = Between(*splits, solved[m:], solved[:m], lengths, pairs)
+    return cut_scores(loaded, projection, between, batch_size, memory_mb, method_of)
 
 
 def cut_scores(
