@@ -23,6 +23,7 @@ from trak_core.gradients import (
     formed_gradients,
     gradient_method,
     gradients_one_by_one,
+    refuse_hooks,
     select_parameters,
 )
 from trak_core.model_outputs.model_output import ModelOutput
@@ -132,6 +133,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         if samples is not None:
             given = self.model, self.parameters, CLASSIFICATION, samples
         else:
+            if self._functional:
+                refuse_hooks(self.model, self.parameters, "torch.vmap", "Go one by one")
             value = _Value(self.model, self.modelout_fn, self._functional)
             given = value, self.parameters, _VALUE, as_batch(tuple(batch), _VALUE)
         if self._method is None and len(batch[0]) > 1:

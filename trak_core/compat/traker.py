@@ -121,24 +121,14 @@ class TRAKer:
     ) -> None:
         """Open or make ``save_dir``; one that was made with other settings is refused.
 
-        Args:
-            model: In any mode, on the batches' device; its weights come with each checkpoint.
-            task: A key of ``TASK_TO_MODELOUT``, or a model output of your own.
-            train_set_size: n.
-            save_dir: The store; give each study its own.
-            load_from_save_dir: Whether model ids and experiments of other processes count.
-            device: Computes gradients, projection and sums.
-            gradient_computer: A class, as are ``saver`` and ``score_computer``.
-            projector: An instance, with its own k; a rademacher projection to ``proj_dim`` if None.
-            saver: MmapSaver if None.
-            score_computer: BasicScoreComputer if None.
-            proj_dim: k, well below n and p, the number of entries that are differentiated.
-            logging_level: That of the saver.
-            use_half_precision: Store features as float16. Sums and solves are float32 or better.
-            proj_max_batch_size: Not needed; batches of any size are projected.
-            projector_seed: Decides the projection matrix, with the model id.
-            grad_wrt: Names of the parameters to differentiate; all if None.
-            lambda_reg: lambda, at least 0.
+        The model, in any mode, and batches lie on ``device``, which computes. The task is a key of
+        ``TASK_TO_MODELOUT``, or a model output of your own. ``gradient_computer``, ``saver`` and
+        ``score_computer`` are classes, ``projector`` an instance with a ``proj_dim`` of its own; if
+        None there is a rademacher projection to ``proj_dim``, well below ``train_set_size`` and the
+        number of parameters. ``grad_wrt`` names the parameters to differentiate, all if None.
+        ``load_from_save_dir`` says whether other processes' model ids and experiments count,
+        ``use_half_precision`` that features are stored as float16: sums and solves are float32 or
+        better. ``proj_max_batch_size`` is not needed.
         """
         if not 0 <= lambda_reg < math.inf:
             words = f"`lambda_reg` must be a number, at least 0. Found {lambda_reg!r}."
@@ -296,16 +286,13 @@ class TRAKer:
     ) -> None:
         """Compute gradients and loss weights of training samples, where they are missing.
 
-        Args:
-            batch: What the task takes, stacked along the first dimension.
-            inds: Positions of the samples in the training set; or
-            num_samples: How many there are: they follow those of the last call.
+        The batch is what the task takes, stacked along the first dimension. ``inds`` are the
+        samples' positions in the training set; or ``num_samples`` follow those of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
             words = "Load a checkpoint using traker.load_checkpoint before featurizing. Found none."
             raise AssertedError(words, code="compat.no_checkpoint")
-        batch, model_id = list(batch), self.ckpt_loaded
-        last = self._last_ind
+        batch, model_id, last = list(batch), self.ckpt_loaded, self._last_ind
         ids = _positions(inds, num_samples, last, len(batch[0]), self.train_set_size)
         # Other calls in between may have opened another model id, or this one for reading.
         self.saver.load_current_store(model_id)
@@ -452,11 +439,8 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store them.
 
-        Args:
-            exp_name: The experiment.
-            model_ids: Checkpoints to average. None means all in ``save_dir``, and leaves out those
-                whose features are not finalized, with a warning.
-            allow_skip: Leave out, with a warning, every checkpoint that cannot count.
+        ``model_ids`` None means all in ``save_dir``, and leaves out those whose features are not
+        finalized, with a warning; ``allow_skip`` leaves out every checkpoint that cannot count.
 
         Returns:
             Shape (n, m), float32, also in ``scores/{exp_name}.mmap`` and ``scores``. A positive

@@ -65,15 +65,8 @@ def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-param
     model = nn.Linear(256, 2, bias=False).to(device)
     images, labels = torch.eye(20, 256, device=device), torch.arange(20, device=device) % 2
     with tempfile.TemporaryDirectory() as folder:
-        tracer = TRAKer(
-            model=model,
-            task="image_classification",
-            train_set_size=20,
-            save_dir=folder,
-            device=device,
-            proj_dim=512,
-            logging_level=100,
-        )
+        options = {"train_set_size": 20, "save_dir": folder, "device": device, "proj_dim": 512}
+        tracer = TRAKer(model, "image_classification", logging_level=100, **options)
         tracer.load_checkpoint(model.state_dict(), model_id=0)
         tracer.featurize((images, labels), num_samples=20)
     print(f"trak_core.compat works on {device}.")
