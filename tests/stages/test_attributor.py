@@ -169,9 +169,7 @@ def test_data_may_be_tensors_arrays_a_dataset_a_list_or_a_loader(linear):
         tuple(tensor.numpy() for tensor in train),
         {"input": train[0], "labels": train[1]},
         DataLoader(dataset, batch_size=7, shuffle=True, drop_last=True),
-        DataLoader(
-            dataset, batch_size=4, collate_fn=lambda rows: [torch.stack(c) for c in zip(*rows)]
-        ),
+        DataLoader(dataset, batch_size=4, collate_fn=collated),
     ]
     expected = attributor().fit(train).score(targets).frame
     for kind in kinds:
