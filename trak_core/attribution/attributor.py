@@ -93,7 +93,7 @@ class Attributor(FittedAttributor):
         preconditioner: Literal["none", "adam"] = "none",
         features_dtype: str = "float32",
         device: str | torch.device = "cpu",
-        batch_size: int = 64,
+        batch_size: int = 128,
         memory_mb: int = 1000,
         threads: int | None = None,
         describe: Callable[[Any], str] | None = None,

@@ -1,5 +1,6 @@
 """Compute features by projecting per-sample gradients piece by piece, as they come."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
@@ -21,6 +22,9 @@ from trak_core.spec import ProjectionSpec, matrix_shape
 # to float16 costs 5e-4 at most, more is lost where entries fall below 6e-5 or overflow. Rounding
 # entries alike in size to int8 costs 1e-2; one far larger than the others leaves them few steps.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
+
+# Parts with so many entries together are copied into one, which is cheaper than to look at each.
+_JOINED = 2**18
 
 
 class Features:
@@ -50,13 +54,7 @@ class Features:
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ):
-        self._parameters, self._projections, self._scales = parameters, projections, scales
-        self.rows, self._threads = list(rows), threads
-        self.products = [
-            OuterProducts(projection, len(rows), rows.device)
-            for projection, rows in zip(projections, self.rows, strict=True)
-            if projection.kind.about.of_matrices
-        ]
+        self._projections, self._threads = projections, threads
         # First coordinate, and the number among the parameters with entries.
         self._places: dict[int, tuple[int, int]] = {}
         self._scale_of = {
@@ -66,8 +64,19 @@ class Features:
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
             self._places[id(parameter)] = offset, number
             offset += parameter.numel()
-        # Parts that wait, by their first coordinate.
+        self._begin(rows)
+
+    def _begin(self, rows: Sequence[Tensor]) -> None:
+        """Add to these rows from now on."""
+        self.rows = list(rows)
+        self.products = [
+            OuterProducts(projection, len(rows), rows.device)
+            for projection, rows in zip(self._projections, self.rows, strict=True)
+            if projection.kind.about.of_matrices
+        ]
+        # Parts that wait, by their first coordinate, and their entries.
         self._held: dict[int, Tensor] = {}
+        self._n_held = 0
 
     @classmethod
     def zeros(
@@ -100,10 +109,10 @@ class Features:
             part = part.float() if part.dtype is torch.float64 else part
             if scale is not None:
                 part = part * scale[first : first + part.shape[1]]
-            n_held = sum(block.numel() for block in self._held.values())
-            if n_held + part.numel() > piece_on(part.device):
+            if self._n_held + part.numel() > piece_on(part.device):
                 self._project_held()
             self._held[offset + first] = part
+            self._n_held += part.numel()
 
     def _sketched(self, number: int, shape: tuple[int, int], use: Contribution) -> bool:
         """Sketch a use by its factors if that is cheaper; return whether it was."""
@@ -141,9 +150,11 @@ class Features:
             stop = first + block.shape[1]
         if run:
             self._project(run, start)
-        self._held = {}
+        self._held, self._n_held = {}, 0
 
     def _project(self, blocks: list[Tensor], offset: int) -> None:
+        if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
+            blocks = [torch.cat(blocks, dim=1)]
         for projection, rows in zip(self._projections, self.rows, strict=True):
             project(
                 blocks, projection, offset=offset, out=rows, accumulate=True, threads=self._threads
@@ -162,7 +173,9 @@ class Features:
         return self._with([torch.zeros_like(rows) for rows in self.rows])
 
     def _with(self, rows: Sequence[Tensor]) -> Self:
-        return type(self)(self._parameters, self._projections, rows, self._threads, self._scales)
+        other = copy.copy(self)
+        other._begin(rows)
+        return other
 
     def add(self, other: Self) -> None:
         other.finish()

@@ -8,7 +8,9 @@ or its inner products by a closed form.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -43,15 +45,16 @@ class Region:
     """A connected set of shared nodes, with the parameters below them.
 
     Attributes:
-        crossings: The edges that lead into it.
+        n_crossings: How many edges lead into it.
+        parameters: Their places among the chosen ones.
         is_direct: There is one parameter, and each crossing leads to that parameter itself, perhaps
             transposed or in another shape.
         is_simple: Every crossing leads, through operations that only move entries, to entries of
             one parameter that no other crossing leads to. Their contributions don't overlap.
     """
 
-    crossings: list[Edge] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
+    n_crossings: int = 0
+    parameters: list[int] = field(default_factory=list)
     is_direct: bool = True
     is_simple: bool = True
 
@@ -61,10 +64,13 @@ class Plan:
     """How the backward pass goes.
 
     Attributes:
-        layouts: For each split node, the layouts of the outputs that are used.
-        crossings: For each split node, its crossings, with their region.
-        inner: Split nodes with crossings above other such nodes.
-        last: Split nodes with crossings above no others, where the backward pass can end.
+        layouts: For each split node with crossings, the layouts of the outputs that are used.
+        crossings: For each such node, its crossings, with their region.
+        inner: Such nodes that are above others.
+        last: Those above no others, where the backward pass can end.
+        parameters: The chosen ones.
+        is_fixed: Whether the graph's signature decides the plan, so that neither indices nor other
+            values that operations have saved do.
     """
 
     layouts: dict[Node, dict[int, Layout]]
@@ -72,21 +78,40 @@ class Plan:
     regions: list[Region]
     inner: list[Node]
     last: list[Node]
+    parameters: Sequence[Tensor]
+    is_fixed: bool
+
+    def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
+        """Return the plan of a graph with the same signature, by what stands for each node there.
+
+        Those may be numbers, without parameters, so that the plan keeps no tensor.
+        """
+        crossings = {
+            like[user]: [
+                (Edge(like[user], e.index, like[e.node], e.number), region) for e, region in pairs
+            ]
+            for user, pairs in self.crossings.items()
+        }
+        layouts = {like[node]: layouts for node, layouts in self.layouts.items()}
+        inner, last = ([like[node] for node in nodes] for nodes in (self.inner, self.last))
+        return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return names of operations and shapes of tensors where gradients arrive as rows."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
-            for region in self.regions
+            for pairs in self.crossings.values()
+            for edge, region in pairs
             if not region.is_direct
-            for edge in region.crossings
         ]
 
 
-def make_plan(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> Plan:
-    """Return the plan from the layouts of the outputs that the backward pass starts from."""
-    (n_samples,) = {layout.n_samples for layout in roots.values()}
-    layouts = _layouts(graph, roots) if n_samples > 1 else _of_one_sample(graph, roots)
+def make_plan(
+    graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
+) -> Plan:
+    """Return the plan from the layout of the output that the backward pass starts from."""
+    layouts_of = _layouts if layout.n_samples > 1 else _of_one_sample
+    layouts, is_fixed = layouts_of(graph, root, layout)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
     region_of = _regions(below, crossings, graph)
@@ -102,17 +127,15 @@ def make_plan(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> Plan:
             if is_above or node in by_node:
                 above.add(node)
     regions = list({id(region): region for region in region_of.values()}.values())
-    return Plan(layouts, dict(by_node), regions, inner, last)
+    crossed = {node: layouts[node] for node in by_node}
+    return Plan(crossed, dict(by_node), regions, inner, last, parameters, is_fixed)
 
 
 def _of_one_sample(
-    graph: Graph, roots: dict[tuple[Node, int], Layout]
-) -> dict[Node, dict[int, Layout]]:
+    graph: Graph, root: tuple[Node, int], layout: Layout
+) -> tuple[dict[Node, dict[int, Layout]], bool]:
     """Give everything to the only sample, except parameters and what only moves their entries."""
-    (layout, *_) = roots.values()
-    used: dict[Node, dict[int, Layout]] = defaultdict(dict)
-    for node, number in roots:
-        used[node][number] = layout
+    used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
     for node in reversed(graph.order):
         edges = graph.edges[node]
@@ -120,14 +143,16 @@ def _of_one_sample(
             moved.add(node)
         for edge in edges:
             used[edge.node][edge.number] = layout
-    return {node: used[node] for node in graph.order if node not in moved}
+    return {node: used[node] for node in graph.order if node not in moved}, True
 
 
-def _layouts(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> dict[Node, dict[int, Layout]]:
+def _layouts(
+    graph: Graph, root: tuple[Node, int], layout: Layout
+) -> tuple[dict[Node, dict[int, Layout]], bool]:
     """Visit nodes in topological order, users first, so that every user has set its layout."""
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
-    for (node, number), layout in roots.items():
-        layouts[node][number] = layout
+    layouts[root[0]][root[1]] = layout
+    all_fixed = True
     split: dict[Node, dict[int, Layout]] = {}
     for node in graph.order:
         outputs = {number: settled(layout) for number, layout in layouts.pop(node, {}).items()}
@@ -136,13 +161,14 @@ def _layouts(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> dict[Node, 
         answers: list[Layout | None] = [None] * len(edges)
         if len(known) == len(outputs) > 0 and node not in graph.parameters:
             split[node] = known
-            answers = input_layouts(edges, known)
+            answers, is_fixed = input_layouts(edges, known)
+            all_fixed &= is_fixed
         for edge, answer in zip(edges, answers, strict=True):
             before = layouts[edge.node]
             # Users that disagree mix samples: no entry below belongs to one sample alone.
             known_before = edge.number in before
             before[edge.number] = joined(before[edge.number], answer) if known_before else answer
-    return split
+    return split, all_fixed
 
 
 def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
@@ -159,9 +185,9 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
     regions: dict[Node, Region] = defaultdict(Region)
     arrivals = {(edge.node, edge.number) for edge in (*below, *crossings)}
     for edge in crossings:
-        regions[head(edge.node)].crossings.append(edge)
-    for node, parameter in graph.parameters.items():
-        regions[head(node)].parameters.append(parameter)
+        regions[head(edge.node)].n_crossings += 1
+    for node, place in graph.parameters.items():
+        regions[head(node)].parameters.append(place)
     region_of = {node: regions[head(node)] for node in list(parent)}
     n_edges = Counter(id(region_of[edge.node]) for edge in (*below, *crossings))
     n_arrivals = Counter(id(region_of[node]) for node, _ in arrivals)

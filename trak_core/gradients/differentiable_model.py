@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from trak_core.errors import InputError, listed
-from trak_core.gradients.graph import Node, name_of
+from trak_core.gradients.graph import Node, nodes_below
 
 
 @contextlib.contextmanager
@@ -29,32 +29,35 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     differentiated, are off because they leave no graph to read. Layers run in their plain form.
     What modules derived from parameters and keep in a cache is derived anew.
     """
-    training = [module for module in model.modules() if module.training]
+    modules = list(model.modules())
+    training = [module for module in modules if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    model.eval()
+    if training:
+        model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
-    _empty_caches(model)
+    _empty_caches(modules)
     try:
         with plain_layers():
             yield
     finally:
-        _empty_caches(model)
+        _empty_caches(modules)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module in training:
             module.training = True
 
 
-def _empty_caches(model: nn.Module) -> None:
-    """Have modules that keep a cache until training empty it; the model is in evaluation mode.
+def _empty_caches(modules: Iterable[nn.Module]) -> None:
+    """Have modules that keep a cache until training empty it; all are in evaluation mode.
 
     LeViT, TinyViT and EfficientFormer of timm keep biases that they derive from parameters. The
     graph of such a bias is used up by one pass, or isn't there, so that its parameter's gradient
     would be 0. What a module forgets for training is its own choice, in ``train``: other caches
     may hold what nobody makes again.
     """
-    for module in model.modules():
-        keeps = any("cache" in name and value for name, value in vars(module).items())
-        if keeps and type(module).train is not nn.Module.train:
+    for module in modules:
+        if type(module).train is not nn.Module.train and any(
+            "cache" in name and value for name, value in vars(module).items()
+        ):
             module.train()  # which returns nothing in timm
             module.eval()
 
@@ -263,18 +266,13 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     InstanceNorm is a BatchNorm with one sample. Gradients that torch reads rightly stay as they
     are, bit for bit. The passes begin at ``values`` or below.
     """
-    stack: list[Node] = [] if values.grad_fn is None else [values.grad_fn]
-    seen = set(stack)
+    nodes = [] if values.grad_fn is None else nodes_below(values.grad_fn)
     # Hooks must go: they hold their node, which holds them.
     with ExitStack() as hooks:
-        while stack:
-            node = stack.pop()
-            if name_of(node) == "NativeBatchNorm":
+        for node in nodes:
+            if node.name() == "NativeBatchNormBackward0":
                 hooks.callback(node.register_prehook(_reader(node)).remove)
-            used = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= used
-            stack.extend(used)
-        del seen
+        del nodes
         yield
 
 

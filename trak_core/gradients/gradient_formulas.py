@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -189,8 +189,7 @@ class Patches(Contribution):
 _CACHED = 2**18
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One input of an operation that all samples share, at the end of an edge.
 
     The gradient is that of the operation's output, shape (C, *shape). The output's dimension
@@ -221,8 +220,11 @@ class Use:
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
-        at = lead + dim
-        size = tensor.shape[at] // (self.layout.period * self.width)
+        at, shape = lead + dim, tensor.shape
+        size = shape[at] // (self.layout.period * self.width)
+        if size == 1 and self.layout.owners is None:
+            cut = tensor.view(*shape[:at], self.layout.period, self.width, *shape[at + 1 :])
+            return cut.movedim(at, lead) if dim else cut
         cut = tensor.unflatten(at, (size, self.layout.period, self.width))
         if self.layout.owners is None:
             return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
@@ -257,22 +259,21 @@ def has_form(edge: Edge) -> bool:
     return name_of(edge.user) in _FORMS
 
 
-def closed_form(
-    edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, Layout]
-) -> Contribution | None:
-    """Return the contribution of a crossing; None if the operation has to be differentiated.
+def closed_forms(
+    edges: Sequence[Edge], gradients: dict[int, Tensor], layouts: dict[int, Layout]
+) -> Iterator[Contribution | None]:
+    """Yield the contributions of an operation's crossings; None where it must be differentiated.
 
-    The edge leads from split outputs to a shared input; ``gradients``, shape (C, *shape) each, and
+    The edges lead from split outputs to shared inputs; ``gradients``, shape (C, *shape) each, and
     ``layouts`` are those of the outputs. The formulas are those of real numbers.
     """
-    make = _FORMS.get(name_of(edge.user))
-    if make is None or set(gradients) != {0} or gradients[0].is_complex():
-        return None
-    place = locate(shape_of(edge.user, 0), layouts[0])
-    contribution = make(Use(edge, gradients[0], *place, layouts[0])) if place else None
-    if contribution is None or layouts[0].owners is None:
-        return contribution
-    return replace(contribution, has_ranks=True)
+    make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
+    is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
+    place = locate(shape_of(user, 0), layouts[0]) if is_known else None
+    for edge in edges:
+        form = make(Use(edge, gradients[0], *place, layouts[0])) if make and place else None
+        is_ranked = layouts[0].owners is not None if place else False
+        yield replace(form, has_ranks=True) if form is not None and is_ranked else form
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
@@ -392,7 +393,8 @@ def _weighted_sums(
         return (gradients * normed(slice(None))).flatten(2, dims[-1])
 
     has_terms = dims and dims == [*range(2, 2 + len(dims))]
-    return Dense(torch.cat(sums, dim=1), terms if has_terms else None)
+    total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+    return Dense(total, terms if has_terms else None)
 
 
 def _layer_normed(use: Use) -> Contribution | None:

@@ -6,6 +6,7 @@ that matrix times its transpose to a Gramian, or return it, flattened in the ten
 a whole or in parts. A consumer takes the contributions of one parameter after the other.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,15 +74,14 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     Yields:
         The first entry, and gradients of shape (rows, entries), in the tensor's own order.
     """
-    if len({use.matrix for use in uses}) > 1:  # seen in several shapes
+    if len(uses) > 1 and len({use.matrix for use in uses}) > 1:  # seen in several shapes
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
-    most = piece_on(uses[0].gradients.device)
-    step = max(1, most // max(1, width * uses[0].n_rows))
+    step = max(1, piece_on(uses[0].gradients.device) // max(1, width * uses[0].n_rows))
     for first in range(0, n, step):
-        total, *others = (use.part(first, min(first + step, n)) for use in uses)
-        for other in others:
-            total = total + other
+        total = uses[0].part(first, min(first + step, n))
+        for use in uses[1:]:
+            total = total + use.part(first, min(first + step, n))
         yield first * width, total
 
 
@@ -110,15 +110,16 @@ class Dense(Contribution):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        first = self.gradients.shape[2] if self.gradients.ndim > 2 else 1
-        return first, self.gradients[0, 0].numel() // max(1, first)
+        _, _, *shape = self.gradients.shape
+        return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
     def add_to(self, gramian: Tensor) -> None:
         add_product(gramian, self.whole())
 
     def part(self, first: int, last: int) -> Tensor:
-        width = self.matrix[1]
-        return self.gradients.reshape(self.n_rows, -1)[:, first * width : last * width]
+        n, width = self.matrix
+        rows = self.gradients.reshape(self.n_rows, n * width)
+        return rows if last - first == n else rows[:, first * width : last * width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +168,13 @@ class Outer(Contribution):
                 gramian[i * b + part.start : i * b + part.stop] += sums.to(gramian.dtype)
 
     def part(self, first: int, last: int) -> Tensor:
-        factors = self.inputs, self.gradients
-        left, right = reversed(factors) if self.is_transposed else factors
-        left = left[..., first:last].transpose(-1, -2)
+        alone = self.gradients.shape[0] == 1  # without a first dimension, torch does less
+        gradients = self.gradients[0] if alone else self.gradients
+        left, right = (gradients, self.inputs) if self.is_transposed else (self.inputs, gradients)
+        left = left.mT[..., first:last, :]
         # Broadcasting is faster than a matrix product with nothing to sum.
-        rows = left * right if left.shape[-1] == 1 else left @ right
-        return rows.reshape(self.n_rows, -1)
+        product = torch.mul if left.shape[-1] == 1 else torch.bmm if alone else torch.matmul
+        return product(left, right).reshape(self.n_rows, -1)
 
 
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:

@@ -11,8 +11,11 @@ Layouts come from rules (``sample_owner_rules.py``), or by trial: ``probed_layou
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+import operator
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from torch import Tensor
 Node = Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: a pass makes many, which takes thrice the time
 class Edge:
     """Input ``index`` of ``user`` is output ``number`` of ``node``."""
 
@@ -40,12 +43,12 @@ class Graph:
     Attributes:
         order: The nodes from which a chosen parameter is reached; users come before what they use.
         edges: The edges among them, for each user in the order of its inputs.
-        parameters: The chosen parameters, by the node that stands for them.
+        parameters: For nodes of chosen parameters, their places among them.
     """
 
     order: list[Node]
     edges: dict[Node, list[Edge]]
-    parameters: dict[Node, Tensor]
+    parameters: dict[Node, int]
 
 
 def name_of(node: Node) -> str:
@@ -59,7 +62,10 @@ class UnreadableGraphError(Exception):
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
     """Return the shape of one output of a node, or raise ``UnreadableGraphError``."""
-    metadata = node._input_metadata[number]
+    return _shape(node._input_metadata[number])
+
+
+def _shape(metadata: Any) -> tuple[int, ...]:
     if metadata.is_nested_tensor:
         raise UnreadableGraphError(
             "has nested tensors in it, which have no shape that all samples share"
@@ -72,9 +78,13 @@ def is_function(node: Node) -> bool:
     return hasattr(node, "saved_tensors")
 
 
+# How the names of nodes end that collect gradients for a tensor.
+_LEAF = "AccumulateGrad"
+
+
 def leaf_of(node: Node) -> Tensor | None:
     """Return the tensor that a node collects gradients for, if it is such a node."""
-    return node.variable if node.name().endswith("AccumulateGrad") else None
+    return node.variable if node.name().endswith(_LEAF) else None
 
 
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
@@ -98,10 +108,68 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     return tuple(None if answer is None else answer.to_dense() for answer in answers)
 
 
+def nodes_below(root: Node) -> list[Node]:
+    """Return all nodes of a graph in an order that its structure decides, the root first."""
+    seen: dict[Node, None] = {root: None}
+    stack = [root]
+    while stack:
+        for used, _ in stack.pop().next_functions:
+            if used is not None and used not in seen:
+                seen[used] = None
+                stack.append(used)
+    return list(seen)
+
+
+# Settings of operations that rules for layouts may read; a signature has them.
+SETTINGS = (
+    "dim",
+    "dims",
+    "dim0",
+    "dim1",
+    "keepdim",
+    "pad",
+    "normalized_shape",
+    "training",
+    "stride",
+)
+
+
+@lru_cache(maxsize=512)
+def _settings_of(kind: type) -> tuple[str, ...]:
+    names = (f"_saved_{name}" for name in SETTINGS)
+    return tuple(name for name in names if hasattr(kind, name))
+
+
+def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
+    """Return a graph's nodes, the root first, and all that decides who owns the entries there.
+
+    That is of each node in turn its name, its settings, the shapes of its outputs and what it uses,
+    and which of the chosen parameters it stands for, and whether that has hooks. Only values of
+    tensors that operations have saved are left out. Equal signatures number nodes alike.
+    """
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    nodes, parts = [root], list[Hashable]()
+    number: dict[Node | None, int] = {root: 0}
+    for node in iter(nodes):  # which grow
+        name, functions, outputs = node.name(), node.next_functions, node._input_metadata
+        settings = _settings_of(type(node))
+        parts += (name, len(functions), len(outputs))
+        parts.append(settings and tuple([getattr(node, setting) for setting in settings]))
+        if name.endswith(_LEAF):
+            parts += (place.get(id(node.variable)), bool(node.variable._backward_hooks))
+        for used, output in functions:
+            if used is not None and used not in number:
+                number[used] = len(nodes)
+                nodes.append(used)
+            parts += (number.get(used), output)
+        parts += map(_shape, outputs)
+    return nodes, tuple(parts)
+
+
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     """Return what leads from a graph's roots to the parameters; other parameters are constants."""
-    chosen = {id(parameter) for parameter in parameters}
-    leaves: dict[Node, Tensor] = {}
+    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # a node comes before its users
     seen: set[Node] = set()
@@ -118,8 +186,8 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
             continue
         leading = [edge for edge in _used(node) if edge.node in edges]
         leaf = leaf_of(node)
-        if leaf is not None and id(leaf) in chosen:
-            leaves[node] = leaf
+        if leaf is not None and id(leaf) in place:
+            leaves[node] = place[id(leaf)]
         if leading or node in leaves:
             edges[node] = leading
             finished.append(node)
@@ -174,7 +242,7 @@ class Layout:
 
 def strides(shape: Sequence[int]) -> list[int]:
     """Return the row-major strides of a shape, in entries."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return list(accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else []
 
 
 def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | None:

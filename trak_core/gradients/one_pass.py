@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trak_core.gradients.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
-from trak_core.gradients.gradient_formulas import closed_form, has_form
+from trak_core.gradients.gradient_formulas import closed_forms, has_form
 from trak_core.gradients.gradient_terms import Consumer, Contribution, Dense, transposed
 from trak_core.gradients.graph import (
     Edge,
@@ -22,6 +22,7 @@ from trak_core.gradients.graph import (
     leaf_of,
     name_of,
     shape_of,
+    signature,
     stride_at,
     trace,
 )
@@ -81,7 +82,7 @@ def _together(
             take(parameter, rows[0])
 
         def hook(gradient: Tensor) -> Tensor:
-            watch_rows([gradient], arrive)
+            watch_rows([gradient], arrive, len(gradients[0]))
             # Autograd keeps what a hook returns until the pass is over: next to nothing.
             return gradient.new_zeros(()).expand(parameter.shape)
 
@@ -123,7 +124,7 @@ def backward(
         arrived = torch.autograd.grad(
             outputs, stops, rows or None, retain_graph=keep_graph, allow_unused=True
         )
-        watch_rows(arrived, at_stops)
+        watch_rows(arrived, at_stops, 1 if gradients is None else len(gradients[0]))
         return torch.zeros(())
 
     if gradients is None:
@@ -138,8 +139,14 @@ def backward(
         torch.func.vmap(run)(*gradients)
 
 
-def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
-    """Call the watcher with the rows of each gradient, inside ``backward`` or not."""
+def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int) -> None:
+    """Call the watcher with the rows of each gradient, inside ``backward``.
+
+    ``n_rows`` is how many rows the pass serves.
+    """
+    if n_rows == 1:
+        watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
+        return
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return
@@ -207,10 +214,15 @@ class GraphNeededError(Exception):
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
     """Hand over the gradients of each entry of an output, in row-major order; the graph stays."""
     edge = get_gradient_edge(output)
-    reached = list(trace([edge.node], parameters).parameters.values())
+    reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
     if reached and output.numel():
         rows = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
         take_rows(consumer, [edge], [rows.view(-1, *output.shape)], reached, {})
+
+
+# Plans of graphs that came before, by what decides them, with numbers in place of nodes.
+_PLANS: dict[Hashable, Plan] = {}
+_MOST_PLANS = 16
 
 
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
@@ -225,15 +237,27 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
     if n_samples == 0 or n_samples == 1 < output.numel():
         return None
     edge = get_gradient_edge(output)
-    graph = trace([edge.node], parameters)
     stride = stride_at(output.shape, dim, 1, n_samples)
-    if stride is None or not graph.order:
+    if stride is None:
         return None
-    of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
-    if of_modules or any(leaf._backward_hooks for leaf in graph.parameters.values()):
-        raise UnreadableGraphError("has hooks on parameters or modules, which may change gradients")
-    plan = make_plan(graph, {(edge.node, edge.output_nr): Layout(stride, n_samples)})
-    return plan if edge.node in plan.layouts else None
+    nodes, signed = signature(edge.node, parameters)
+    key = signed, edge.output_nr, stride, n_samples
+    plan = _PLANS.get(key)
+    if plan is None:
+        graph = trace([edge.node], parameters)
+        of_modules = any(node.name() == "BackwardHookFunctionBackward" for node in graph.order)
+        if of_modules or any(parameters[i]._backward_hooks for i in graph.parameters.values()):
+            raise UnreadableGraphError(
+                "has hooks on parameters or modules, which may change gradients"
+            )
+        layout = Layout(stride, n_samples)
+        plan = make_plan(graph, (edge.node, edge.output_nr), layout, parameters)
+        if not plan.is_fixed:
+            return plan if plan.crossings else None
+        plan = _PLANS[key] = plan.of({node: i for i, node in enumerate(nodes)}, ())
+        if len(_PLANS) > _MOST_PLANS:
+            del _PLANS[next(iter(_PLANS))]
+    return plan.of(nodes, parameters) if plan.crossings else None
 
 
 def by_samples(
@@ -265,7 +289,7 @@ def by_samples(
         def visit(rows: list[Tensor | None]) -> None:
             gathered.visit(node, {i: row for i, row in enumerate(rows) if row is not None})
 
-        return lambda outputs: watch_rows(outputs, visit)
+        return lambda outputs: watch_rows(outputs, visit, n_each)
 
     stops = [(node, number) for node in plan.last for number in plan.layouts[node]]
 
@@ -290,7 +314,7 @@ class _Pass:
         self.plan, self.consumer = plan, consumer
         self.is_kept = is_kept  # the graph, after the pass
         # Earlier uses of parameters that are used more than once.
-        self.uses: dict[int, list[Contribution]] = defaultdict(list)
+        self.uses: dict[int, list[Contribution]] = {}
         # Crossings without a closed form, with the gradients of the outputs.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
         # For regions with operations in them: rows at the tensors where they arrive.
@@ -298,9 +322,9 @@ class _Pass:
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
         """Take the gradients of a node's outputs, shape (C, *shape)."""
-        layouts, waiting = self.plan.layouts[node], []
-        for edge, region in self.plan.crossings[node]:
-            contribution = closed_form(edge, gradients, layouts)
+        layouts, waiting, crossings = self.plan.layouts[node], [], self.plan.crossings[node]
+        forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
+        for (edge, region), contribution in zip(crossings, forms, strict=True):
             if isinstance(contribution, Dense) and not self.consumer.reads_terms:
                 contribution = Dense(contribution.gradients)  # what it is a sum of can go
             if contribution is None:
@@ -314,13 +338,14 @@ class _Pass:
 
     def _take(self, contribution: Contribution, edge: Edge, region: Region) -> None:
         if region.is_direct:
-            uses = self.uses[id(region)]
-            uses.append(_to_parameter(contribution, edge))
-            if len(uses) == len(region.crossings):
-                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
+            uses = [*self.uses.pop(id(region), ()), _to_parameter(contribution, edge)]
+            if len(uses) == region.n_crossings:
+                self.consumer.take(self._parameters(region)[0], uses)
+            else:
+                self.uses[id(region)] = uses
             return
         if region.is_simple and not self.consumer.in_order:
-            self.consumer.take(region.parameters[0], [contribution])
+            self.consumer.take(self._parameters(region)[0], [contribution])
             return
         rows, node, number = _past_moves(contribution.whole(), edge)
         sums = self.arrived[id(region)]
@@ -340,7 +365,7 @@ class _Pass:
                 self._take(Dense(by_input[edge.index]), edge, region)
         for region in self.plan.regions:
             if id(region) in self.uses:  # some of its uses play no part
-                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
+                self.consumer.take(self._parameters(region)[0], self.uses.pop(id(region)))
             sums = self.arrived.pop(id(region), None)
             if not sums:
                 continue
@@ -352,7 +377,10 @@ class _Pass:
                 else:
                     edges.append(GradientEdge(node, number))
                     gradients.append(rows.view(-1, *shape_of(node, number)))
-            take_rows(self.consumer, edges, gradients, region.parameters, extra)
+            take_rows(self.consumer, edges, gradients, self._parameters(region), extra)
+
+    def _parameters(self, region: Region) -> list[Tensor]:
+        return [self.plan.parameters[place] for place in region.parameters]
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:

@@ -336,26 +336,31 @@ _PROBED_WITHOUT_ANSWER = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
+# Indices decide what these answer.
+_BY_VALUE = {_indexed, _index_selected, _written}
 # These need positions alone, so that samples may be spread over several dimensions.
 _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 
 
-def input_layouts(edges: list[Edge], outputs: dict[int, Layout]) -> list[Layout | None]:
+def input_layouts(
+    edges: list[Edge], outputs: dict[int, Layout]
+) -> tuple[list[Layout | None], bool]:
     """Return the layouts of an operation's inputs, all its edges, from those of its used outputs.
 
     A layout is None if samples share the input, or if it is unknown. There are two samples at
-    least. Statistics over the samples raise a ``MixedSamplesError``.
+    least. Statistics over the samples raise a ``MixedSamplesError``. And return whether the graph's
+    ``signature`` decides the layouts, so that no values do.
     """
     if not edges:
-        return []
+        return [], True
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
     is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
     # What takes parameters would be differentiated again for each sample: an RNN's kernel, say.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
-        return probed_layouts(edges, outputs)
-    return layouts
+        return probed_layouts(edges, outputs), False
+    return layouts, _RULES.get(name) not in _BY_VALUE
 
 
 def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:

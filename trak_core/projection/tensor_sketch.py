@@ -37,6 +37,7 @@ _PIECE, _PIECE_OF_GPU = 2**17, 2**23
 _TRANSFORM_NS = 0.33  # a token: two transforms and their product, each k log2(k)
 _COUNT_NS = 2.0  # a token: an entry of a factor put into its bucket
 _PRODUCT_NS = 0.035  # a token: an entry of a formed gradient
+_CALL_NS = 150_000  # what starts the sketch of a matrix by its factors, however small it is
 # An entry of a formed gradient put into its bucket, eight samples at once.
 _LANES, _LANE_NS = 8, 4.0
 
@@ -52,7 +53,7 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
     by_token = _TRANSFORM_NS * proj_dim * log2(proj_dim + 1) + _COUNT_NS * (rows + columns)
     tiles = -(-n_samples // _LANES)
     by_entry = n_samples * n_tokens * _PRODUCT_NS + tiles * _LANE_NS
-    return n_samples * n_tokens * by_token < rows * columns * by_entry
+    return _CALL_NS + n_samples * n_tokens * by_token < rows * columns * by_entry
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,221 @@
+"""Plans of earlier batches: kept where a graph's signature decides them, and never stale."""
+
+import gc
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from trak_core.gradients import (
+    as_batch,
+    formed_gradients,
+    gradients_at_once,
+    one_pass,
+    sample_owner_rules,
+    select_parameters,
+)
+from trak_core.gradients.graph import SETTINGS, Layout, UnreadableGraphError
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.model_output import over_samples
+from trak_core.model_outputs.supervised import CLASSIFICATION
+
+
+class Layers(nn.Module):
+    """Calls a function of its layers, a list of them, and a batch (n, 4, 4)."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.call(self, x))
+
+
+def branches(m, x):
+    """Other operations where the batch says so."""
+    x = m.first(x).tanh() if x.sum() > 0 else m.second(m.first(x).tanh()).relu()
+    return x.mean(1)
+
+
+def turns(m, x):
+    """The same operations and, for four samples, shapes, along other dimensions."""
+    dims = (0, 1) if x.sum() > 0 else (1, 2)
+    turned = m.first(x).tanh().transpose(*dims).contiguous()
+    return m.second(turned).tanh().transpose(*dims).mean(1)
+
+
+def shares(m, x):
+    """The weights of one layer for the other, so that a parameter has two uses, or one."""
+    first = m.first(x).tanh()
+    return (m.first if x.sum() > 0 else m.second)(first).mean(1)
+
+
+def experts(m, x):
+    """Each token goes to one of two experts, and back to its place."""
+    flat = x.flatten(0, 1)
+    mixed = torch.zeros_like(flat)
+    for expert, own in ((m.first, flat[:, 0] > 0), (m.second, flat[:, 0] <= 0)):
+        (places,) = own.nonzero(as_tuple=True)
+        mixed = mixed.index_add(0, places, expert(flat[places]).tanh())
+    return mixed.view(x.shape).mean(1)
+
+
+def shuffled(m, x):
+    """Samples change places, by the data, and change back."""
+    order = x.sum((1, 2)).argsort()
+    return m.second(m.first(x)[order].tanh())[order.argsort()].mean(1)
+
+
+class Moved(torch.autograd.Function):
+    """Unknown to the rules. It takes tokens of all samples from the places that it is given."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.places = places
+        return x.flatten(0, 1)[places].view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.flatten(0, 1)[ctx.places.argsort()].view_as(gradient), None
+
+
+def probed(m, x):
+    """An operation that is probed: the data say from which sample it takes a token."""
+    places = x.flatten(0, 1)[:, 0].argsort()
+    moved = Moved.apply(m.first(x), places)
+    return Moved.apply(m.second(moved.tanh()), places.argsort()).mean(1)
+
+
+FIXED, BY_VALUE = (branches, turns, shares), (experts, shuffled, probed)
+
+
+def samples_of(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, 4, generator=generator)
+    return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+def gradients_of(model, samples, output=CLASSIFICATION):
+    parameters = select_parameters(model, None)
+    return formed_gradients(
+        gradients_at_once, model, parameters, output, as_batch(samples, output)
+    ).gradients
+
+
+def by_autograd(model, samples, output):
+    """A pass for each sample, after one call with the batch, whose branches all samples take."""
+    batch, parameters = as_batch(samples, output), select_parameters(model, None)
+    values = over_samples(output.value, output.read(batch.given_to(model)), batch.labels)
+    given = {"retain_graph": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(f, list(parameters.values()), **given) for f in values]
+    return dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
+
+
+def assert_fresh(model, batches, output=CLASSIFICATION):
+    """Gradients are those without plans of earlier batches, bit for bit, and autograd's."""
+    for samples in batches:
+        found = gradients_of(model, samples, output)
+        kept = dict(one_pass._PLANS)
+        one_pass._PLANS.clear()
+        fresh = gradients_of(model, samples, output)
+        one_pass._PLANS.update(kept)
+        torch.testing.assert_close(found, fresh, rtol=0, atol=0)
+        plain = by_autograd(model, samples, output)
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """Begin without plans, and return a list that gets an entry for each that is made."""
+    plans = []
+    make = one_pass.make_plan
+    monkeypatch.setattr(one_pass, "make_plan", lambda *given: plans.append(1) or make(*given))
+    monkeypatch.setattr(one_pass, "_PLANS", {})
+    return plans
+
+
+@pytest.mark.parametrize("call", [*FIXED, *BY_VALUE], ids=lambda call: call.__name__)
+def test_a_kept_plan_gives_what_a_new_one_does(call):
+    torch.manual_seed(0)
+    sizes = [3, 1, 4, 3, 2, 4, 4, 1, 3, 2, 4, 4]
+    assert_fresh(Layers(call), [samples_of(n, seed) for seed, n in enumerate(sizes)])
+
+
+@pytest.mark.parametrize("call", [*FIXED, *BY_VALUE], ids=lambda call: call.__name__)
+def test_plans_are_made_once_unless_values_decide_them(call, made):
+    model = Layers(call)
+    for seed in range(12):
+        gradients_of(model, samples_of(4, seed))
+    assert len(made) == len(one_pass._PLANS) == 2 if call in FIXED else len(made) == 12
+
+
+def test_a_single_sample_owns_all_whatever_the_values_are(made):
+    model = Layers(shuffled)
+    for seed in range(4):
+        gradients_of(model, samples_of(1, seed))
+    assert len(made) == 1
+
+
+def test_texts_of_other_lengths_and_paddings(made):
+    torch.manual_seed(0)
+    config = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0)).eval()
+    batches = []
+    for n_samples, length, padding in [(2, 6, 0), (2, 6, 2), (3, 5, 1), (2, 6, 1), (2, 4, 0)] * 2:
+        ids = torch.randint(0, 20, (n_samples, length))
+        mask = torch.ones_like(ids)
+        mask[1:, length - padding :] = 0
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+    assert_fresh(model, batches, LANGUAGE_MODELLING)
+    assert len(one_pass._PLANS) <= 4
+
+
+def test_hooks_that_come_later_are_seen():
+    model, samples = Layers(turns), samples_of(3, 0)
+    expected = gradients_of(model, samples)
+    handle = model.head.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(UnreadableGraphError):
+        gradients_of(model, samples)
+    handle.remove()
+    found = gradients_of(model, samples)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_other_parameters_of_the_same_shapes_have_plans_of_their_own():
+    model, samples = Layers(shares), samples_of(3, 0)
+    for frozen in (model.first.weight, model.second.weight, model.second.bias):
+        frozen.requires_grad_(False)
+        assert_fresh(model, [samples, samples])
+        frozen.requires_grad_(True)
+
+
+def test_plans_keep_no_tensor_and_no_graph_and_few_are_kept():
+    model = Layers(turns)
+    for n in range(2, 30):
+        gradients_of(model, samples_of(n, n))
+    assert len(one_pass._PLANS) == one_pass._MOST_PLANS
+    for plan in one_pass._PLANS.values():
+        assert {type(node) for node in (*plan.layouts, *plan.inner, *plan.last)} == {int}
+        edges = [edge for pairs in plan.crossings.values() for edge, _ in pairs]
+        assert {type(node) for edge in edges for node in (edge.user, edge.node)} == {int}
+        layouts = [layout for outputs in plan.layouts.values() for layout in outputs.values()]
+        assert all(type(layout) is Layout and layout.owners is None for layout in layouts)
+        assert not plan.parameters
+    weight = weakref.ref(model.head.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_signatures_have_all_settings_that_rules_read():
+    """Indices are values: plans that depend on them aren't kept."""
+    source = Path(sample_owner_rules.__file__)
+    text = source.read_text() + source.with_name("backward_plan.py").read_text()
+    read = set(re.findall(r'node\._saved_(\w+)|"_saved_(\w+)"', text))
+    assert {name for pair in read for name in pair if name} - {"index", "indices"} == set(SETTINGS)
