@@ -222,8 +222,7 @@ def test_what_one_pass_cannot_take_goes_one_by_one(
     """By factors if the model is large, or where factors are read."""
     model, batch = linear(forward, **parts), classified(torch.randn(shape))
     parameters = select_parameters(model, None)
-    others = {name: p for name, p in parameters.items() if not name.startswith("lstm")}
-    least = n_params(others) + (method is gradients_one_by_one)
+    least = n_params(parameters) + (method is gradients_one_by_one)
     monkeypatch.setattr(sys.modules[choose_method.__module__], "_LEAST_PARAMETERS", least)
     assert chosen(model, batch) is method
     given = model, parameters, CLASSIFICATION, batch

@@ -1,16 +1,17 @@
 """Split scores of chosen pairs into shares of the tokens of either text, and of parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import torch
 
+from trak_core.attribution.chosen_ways import NONE, Ways, chosen_way
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import unit_rows
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
-from trak_core.gradients import Batch, GradientMethod, gradient_method, in_chunks
+from trak_core.gradients import Batch, in_chunks
 from trak_core.gradients.gradient_terms import PIECE
 from trak_core.spec import ProjectionSpec
 from trak_core.study.dataset_split import Split
@@ -70,16 +71,16 @@ def cut_scores(
     between: Between,
     batch_size: int,
     memory_mb: int,
-    method_of: Callable[[LoadedModel, Batch], GradientMethod] | None = None,
+    ways: Ways = NONE,
 ) -> tuple[Cut, Cut]:
     """Return scores cut by the tokens of training samples, and by those of targets.
 
     A score is <x, R v>: x is the gradient of the sample whose tokens it is cut by, and v what was
-    solved of the other. There is one pass over each side's samples. ``method_of`` chooses the way
-    to gradients by a few samples, and must read terms; None for ``gradient_method``.
+    solved of the other. There is one pass over each side's samples. Ways to gradients that are
+    not in ``ways`` are chosen.
     """
     reverse = [(target, row) for row, target in between.pairs]
-    given = batch_size, memory_mb, method_of or _compared
+    given = batch_size, memory_mb, ways
     of_train = _Side(between.train, between.solved_targets, between.pairs)
     of_targets = _Side(between.targets, between.solved_train, reverse)
     train, targets = (_cut(loaded, projection, side, *given) for side in (of_train, of_targets))
@@ -109,18 +110,13 @@ def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
     return 0
 
 
-def _compared(loaded: LoadedModel, few: Batch) -> GradientMethod:
-    given = loaded.model, loaded.parameters, loaded.output, few
-    return gradient_method(*given, reads_terms=Shares.reads_terms)
-
-
 def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     side: _Side,
     batch_size: int,
     memory_mb: int,
-    method_of: Callable[[LoadedModel, Batch], GradientMethod],
+    ways: Ways,
 ) -> Cut:
     """Return the scores of one side's pairs under one checkpoint, by one pass over its samples."""
     vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
@@ -137,7 +133,7 @@ def _cut(
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     model = loaded.model, loaded.parameters, loaded.output
-    method = method_of(loaded, few)
+    method = chosen_way(loaded, few, ways, reads_terms=Shares.reads_terms)
     of_sample: dict[int, list[int]] = {}
     for number, (sample, _) in enumerate(side.pairs):
         of_sample.setdefault(sample, []).append(number)

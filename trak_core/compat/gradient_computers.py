@@ -34,7 +34,6 @@ from trak_core.gradients import (
     explain_not_finite,
     formed_gradients,
     gradients_at_once,
-    gradients_at_once_or_with_copies,
     gradients_one_by_one,
     in_evaluation_mode,
     refuse_hooks,
@@ -248,8 +247,7 @@ class FunctionalGradientComputer(_OfChosenParameters):
             if len(batch[0]) == 1:
                 return gradients_one_by_one, given
             self._method, _ = choose_method(*given)
-        takes_one_pass = self._method in {gradients_at_once, gradients_at_once_or_with_copies}
-        return (self._method, given) if takes_one_pass else None
+        return (self._method, given) if self._method is gradients_at_once else None
 
     @property
     def is_as_it_came(self) -> bool:

@@ -104,6 +104,11 @@ class FinishedRun:
         """Return a checkpoint's normal matrix."""
         return self.results / "normal_matrix" / f"{name}.h5"
 
+    @property
+    def gradient_method(self) -> Path:
+        """The file of the ways to gradients."""
+        return self.results / "gradient_method.json"
+
     def files(self, name: str) -> list[Path]:
         """Return all that answers need of a checkpoint."""
         matrix = [self.normal_matrix(name)] if self.specs.is_projected else []

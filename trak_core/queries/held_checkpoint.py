@@ -21,6 +21,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.attribution.batch_by_length import subset
+from trak_core.attribution.chosen_ways import Ways, chosen_way, read_ways
 from trak_core.attribution.device import find_device, full_precision
 from trak_core.attribution.inner_products import inner_products
 from trak_core.attribution.loaded_model import LoadedModel
@@ -35,22 +36,12 @@ from trak_core.attribution.token_scores import (
     divided_by_lengths,
 )
 from trak_core.config.memory_needs import exact_need, scores_need
-from trak_core.gradients import (
-    Batch,
-    GradientMethod,
-    check_labels,
-    gradient_method,
-    gradients_at_once,
-)
-from trak_core.gradients.model_inputs import least_rounding
+from trak_core.gradients import check_labels
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._shared import Damped, normal_weights, read_rows
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
-
-# Training samples by which the way to gradients is chosen, as a job does, unless one shows it.
-_FEW = 8
 
 # A_c of one sample, shape (n, 1), float32; its label's number and ``PerSample.columns``; and its
 # features, shape (1, k), float64, where there are some.
@@ -62,7 +53,7 @@ class _ProjectedScorer:
     """Features of the training samples, and the factor of their damped normal matrix.
 
     Attributes:
-        method: The way to gradients of a model of ``model_type``.
+        ways: Ways to gradients that the run has chosen.
         values: Phi_c, shape (n, k), in memory or in its file; it is read by blocks of ``block``
             rows, whose lengths are 1 if ``normalized``.
         factor: Cholesky's, in the lower triangle, shape (k, k), float64.
@@ -70,8 +61,7 @@ class _ProjectedScorer:
 
     projection: ProjectionSpec
     dtype: str
-    method: GradientMethod
-    model_type: type
+    ways: Ways
     n_classes: int | None
     values: Rows
     normalized: bool
@@ -85,12 +75,10 @@ class _ProjectedScorer:
         loaded = loaded.in_pieces(samples, memory_mb)
         batch = loaded.batch(samples, 0, 1)
         check_labels(batch.labels, loaded.output, self.n_classes, asked.ids)
-        method = self.method
-        if type(loaded.model) is not self.model_type:  # logits in pieces, or not
-            method = gradient_method(loaded.model, loaded.parameters, loaded.output, batch)
         loaded.blocks.stop()  # which a longer question may have started
         with samples.naming_longest():
             loaded.memory(batch, memory_mb).room(loaded.device, memory_mb)
+        method = chosen_way(loaded, batch, self.ways)
         given = loaded.model, loaded.parameters, loaded.output, batch
         features, columns = batch_features(
             method, *given, self.projection, asked.ids, torch.get_num_threads(), loaded.scales
@@ -121,7 +109,7 @@ class _ProjectedScorer:
         loaded.blocks.stop()  # as above
         places = [(row, 0) for row in range(len(phi))]
         between = Between(*pairs, solved[:-1], solved[-1:], lengths, places)
-        return cut_scores(loaded, self.projection, between, batch_size, memory_mb)
+        return cut_scores(loaded, self.projection, between, batch_size, memory_mb, self.ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,19 +270,12 @@ def _projected(
     n_train = len(values)
     (samples,) = loaded.ordered(subset(train, range(1)))
     loaded = loaded.in_pieces(samples, memory_mb)
-    first, n_classes = loaded.few(samples)
-    method = gradients_at_once
-    if not _gives_stored(loaded, first, spec.features.dtype, projection, train.ids[:1], values[:1]):
-        (samples,) = loaded.ordered(subset(train, range(min(_FEW, n_train))))
-        loaded = loaded.in_pieces(samples, memory_mb)
-        few, n_classes = loaded.few(samples)
-        method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+    _, n_classes = loaded.few(samples)
     block = scores_need(projection.proj_dim, 1).rows(memory_mb)
     scorer = _ProjectedScorer(
         projection,
         spec.features.dtype,
-        method,
-        type(loaded.model),
+        read_ways(run.gradient_method, spec.of_train()),
         n_classes,
         values,
         spec.normalize,
@@ -303,27 +284,3 @@ def _projected(
         factor,
     )
     return scorer, damped.norm
-
-
-def _gives_stored(
-    loaded: LoadedModel,
-    first: Batch,
-    dtype: str,
-    projection: ProjectionSpec,
-    ids: Sequence[int | str],
-    stored: np.ndarray,
-) -> bool:
-    """Return whether one pass over a training sample alone gives the features that a job stored.
-
-    That job compared its way to gradients with autograd, so that nothing else need be compared.
-    """
-    given = loaded.model, loaded.parameters, loaded.output, first
-    try:
-        features, _ = batch_features(
-            gradients_at_once, *given, projection, ids, torch.get_num_threads(), loaded.scales
-        )
-        rows = stored_rows(features, dtype, ids).astype(np.float64)
-    except Exception:
-        return False  # the choice among all ways says why
-    difference, norm = (np.linalg.norm(v) for v in (rows - stored, stored))
-    return bool(0 < norm < np.inf and difference <= least_rounding(loaded.model) * norm)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids, software
 from trak_core.attribution.batch_by_length import subset
+from trak_core.attribution.chosen_ways import chosen_way, read_ways
 from trak_core.attribution.device import device_name
-from trak_core.attribution.known_models import known_or_compared
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import (
     batch_features,
@@ -36,6 +36,7 @@ def compute_features(
     checkpoint: Path,
     study_file: Path,
     spec: FeaturesSpec,
+    gradient_method: Path | None = None,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
     selected: Sequence[Path] = (),
@@ -87,7 +88,7 @@ def compute_features(
         room = needed.room(loaded.device, memory_mb)
     chunk = min(batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
-    method = known_or_compared(loaded, few, spec, features)
+    method = chosen_way(loaded, few, read_ways(gradient_method, spec))
     taken = needed.of_longest.of(chunk) / 2**20
     print(f"{chunk} samples at once, about {taken:.3g} MiB together", flush=True)
     if samples.lengths is not None:

@@ -1,7 +1,6 @@
 """Cut an experiment's largest scores by tokens, of both texts, and by the model's layers."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.attribution.chosen_ways import read_ways
 from trak_core.attribution.device import device_name
-from trak_core.attribution.known_models import known_or_compared
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers, projecting_device
 from trak_core.attribution.scores import checkpoint_weights, powered
@@ -33,7 +32,6 @@ from trak_core.attribution.token_scores import (
     divided_by_lengths,
     token_tables,
 )
-from trak_core.attribution.token_shares import Shares
 from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
 from trak_core.stages._shared import Damped
 from trak_core.study.read_targets import split_of
@@ -52,6 +50,7 @@ def compute_token_scores(
     normal_matrices: Sequence[Path],
     spec: ScoresSpec,
     study_file: Path,
+    gradient_method: Path | None = None,
     question: Path | None = None,
     code: str,
     device: str,
@@ -118,13 +117,8 @@ def compute_token_scores(
             lengths=lengths,
             pairs=list(zip(rows, columns, strict=True)),
         )
-        known = partial(
-            known_or_compared,
-            spec=own.of_train(),
-            artifact=token_scores,
-            reads_terms=Shares.reads_terms,
-        )
-        cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb, known))
+        ways = read_ways(gradient_method, own.of_train())
+        cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb, ways))
     assert spec.combine is not None
     counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
     tokens, layers = token_tables(top, cuts, counts)
