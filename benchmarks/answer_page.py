@@ -23,10 +23,10 @@ from machine import environment
 from matplotlib.axes import Axes
 from sklearn.datasets import load_digits
 
-from trak_core.report.describe_samples import Picture, drawn
 from trak_core.report.explore_data import explore
 from trak_core.report.read_results import File
 from trak_core.report.render import answer
+from trak_core.study.show_samples import Picture, drawn
 
 N_TRAIN, TOP, REPEATS = 797, 10, 5
 # Says in the page how long it took until all was laid out.

@@ -25,7 +25,7 @@ import torch
 from machine import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.config.cross_checks import usual_power, usual_weighting
+from trak_core.config.scoring_settings import usual_power, usual_weighting
 from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums

@@ -1,4 +1,9 @@
-"""TRAK data attribution as pure functions over arrays and HDF5 artifacts.
+"""TRAK data attribution: which training examples made a model predict that?
+
+    from trak_core import Attributor
+
+    attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
+    scores = attributor.score(target_data)
 
 Importing this package is cheap on purpose: every start of Snakemake imports it, so torch, numba
 and h5py come in with the modules that use them.
@@ -8,18 +13,30 @@ and h5py come in with the modules that use them.
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trak_core.attribution.attributor import Attributor as Attributor
+    from trak_core.attribution.target_scores import Scores as Scores
+    from trak_core.queries.open_run import OpenRun
 
 __version__ = "0.2.0"
+__all__ = ["Attributor", "Scores", "open"]
+
+# By name: an import statement would make every job depend on what this imports.
+_PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
 
 
-def open(results: str = "results") -> Any:
-    """Return what a run left in its results folder, to look at with pandas and to ask.
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(f"trak_core.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module 'trak_core' has no attribute {name!r}")
 
-    ``trak_core.open("results").top("hard", 905)`` gives the strongest training samples of a target,
-    ``trak_core.open("results").ask(sample)`` those of a further sample;
-    ``trak_core.queries.results_folder.ResultsFolder`` has all that it can be asked.
+
+def open(results: str | Path = "results") -> "OpenRun":
+    """Return a finished run of the pipeline as an ``Attributor``, fitted and with its scores.
+
+    ``trak_core.open("results").scores("hard").top(10)`` are the strongest training samples of an
+    experiment's targets; ``trak_core.open("results").score(targets)`` scores further ones.
     """
-    # By name: an import statement would make every job depend on what this imports.
-    module = import_module("trak_core.queries.results_folder")
-    return module.ResultsFolder(Path(results))
+    return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -23,7 +23,6 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.gradients.gradient_methods import in_one_pass
 from trak_core.gramian import train_gramian
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -208,13 +207,13 @@ class Storages(TorchDispatchMode):
 def test_one_pass_of_a_sample_alone_is_compared_too(monkeypatch, capsys):
     """It is judged by that sample alone: of two samples both ways say the same."""
 
-    def misread(model, parameters, output, samples, consumer):
-        columns = in_one_pass(model, parameters, output, samples, consumer)
+    def misread(model, parameters, output, samples, consumer, **more):
+        columns = gradients_at_once(model, parameters, output, samples, consumer, **more)
         for rows in consumer.rows.values():
             rows *= 1 + (len(columns[0]) == 1)
         return columns
 
-    monkeypatch.setattr(sys.modules[gradient_method.__module__], "in_one_pass", misread)
+    monkeypatch.setattr(sys.modules[gradient_method.__module__], "gradients_at_once", misread)
     model, batch = nn.Linear(4, 3), (torch.randn(2, 4), torch.tensor([0, 1]))
     method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
     assert method is gradients_one_by_one

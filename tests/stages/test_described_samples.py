@@ -9,9 +9,10 @@ import pytest
 import torch
 from matplotlib.pyplot import imread
 
-from trak_core.report.describe_samples import are_drawn, drawn, find_examples, printed
+from trak_core.report.describe_samples import find_examples
 from trak_core.report.read_results import File
 from trak_core.study.dataset_split import Split
+from trak_core.study.show_samples import are_drawn, drawn, printed
 from trak_core.study.study import Study
 
 

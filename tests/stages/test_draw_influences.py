@@ -16,10 +16,11 @@ from reported import CODES, HOSTILE, ODD_TEXTS, check_alone, data_of, draw, stud
 from trak_core.artifacts import SELF_INFLUENCE, ArtifactError, create, verify
 from trak_core.errors import InputError
 from trak_core.report.charts import influences_figure
-from trak_core.report.describe_samples import EACH, find_examples, token_numbers
+from trak_core.report.describe_samples import EACH, find_examples
 from trak_core.report.read_results import File, read_experiment, with_class_names
 from trak_core.report.template_filters import number, signed
 from trak_core.stages.draw_influences import draw_influences
+from trak_core.study.show_samples import token_numbers
 from trak_core.study.study import Study
 
 

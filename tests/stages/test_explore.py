@@ -21,12 +21,12 @@ from reported import write as report_of
 
 from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, open_artifact
 from trak_core.lists.lists import suspects
-from trak_core.report.describe_samples import contents_digest, show_sample
 from trak_core.report.explore_data import EACH_ON_PAGE, explore
 from trak_core.report.read_results import read_experiment
 from trak_core.report.render import answer as rendered_answer
 from trak_core.report.template_filters import signed
 from trak_core.stages.draw_influences import draw_influences
+from trak_core.study.show_samples import contents_digest, show_sample
 from trak_core.study.study import Study
 
 CHROMIUM = shutil.which("chromium")

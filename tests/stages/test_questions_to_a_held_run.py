@@ -19,11 +19,10 @@ from refused import refused
 from workspace import REPOSITORY
 
 import trak_core
-from trak_core.attribution import chosen_ways
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
-from trak_core.gradients import choose_method
+from trak_core.gradients import gradient_method, gradients_at_once
 from trak_core.queries import held_checkpoint
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
@@ -171,21 +170,26 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
     assert {*answer_rows([answer])} - {"clinic"} <= RESERVED
 
 
-def test_the_way_to_gradients_is_that_of_the_run(run, monkeypatch):
-    """Each checkpoint chooses one itself where the run has left no file of it."""
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_stored_sample_s_features_show_that_one_pass_will_do(run, monkeypatch, times):
+    """No way to gradients is compared with others then; all are where these features differ."""
     chosen = []
 
-    def choose(*given, **more):
-        chosen.append(given)
-        return choose_method(*given, **more)
+    def wrong(*given):
+        for _ in range(times):
+            columns = gradients_at_once(*given)
+        return columns
 
-    monkeypatch.setattr(chosen_ways, "choose_method", choose)
-    finished, expected = FinishedRun.of_folder(run), read_scores(run / "scores/asked.h5")[1]
-    assert close(trak_core.open(str(run)).ask(LINES[1]), expected)
-    assert chosen == []
-    monkeypatch.setattr(held_checkpoint, "read_ways", lambda *given: {})
-    assert close(trak_core.open(str(run)).ask(LINES[1]), expected)
-    assert len(chosen) == (3 if finished.specs.is_projected else 0)
+    def choose(*given):
+        chosen.append(given)
+        return gradient_method(*given)
+
+    monkeypatch.setattr(held_checkpoint, "gradients_at_once", wrong)
+    monkeypatch.setattr(held_checkpoint, "gradient_method", choose)
+    results = trak_core.open(str(run))
+    is_exact = "exact" in run.parent.name
+    assert close(results.ask(LINES[1]), read_scores(run / "scores/asked.h5")[1])
+    assert len(chosen) == (0 if is_exact or times == 1 else 3)
 
 
 def test_checkpoints_that_do_not_fit_take_turns(run, reads):

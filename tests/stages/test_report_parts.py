@@ -14,7 +14,7 @@ from reported import DESCRIBE, DRAW, HOSTILE, file, lds, page_of, results_of, st
 
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.report.charts import group_charts, influences_figure
-from trak_core.report.describe_samples import EACH, Examples, readable, targets_shown
+from trak_core.report.describe_samples import EACH, Examples, targets_shown
 from trak_core.report.read_results import (
     File,
     n_trained_on,
@@ -34,6 +34,7 @@ from trak_core.report.template_filters import (
     signed,
 )
 from trak_core.spec import MEAN_OF
+from trak_core.study.show_samples import readable
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.study.dataset_split import Split
-from trak_core.system.progress import blocks_with_progress
+from trak_core.system.progress import blocks_with_progress, log
 
 # Steps of conjugate gradients, and the training samples that make the matrix: all, or a quarter if
 # that is more (docs/explanation/choosing.md measures both).
@@ -116,7 +116,7 @@ def newton_scores(
             return total * (n / len(curved.kept))
 
         ridge = damping * _trace(matrix, tangents) / n
-        print(f"{len(curved.kept)} of {n} training samples make the matrix", flush=True)
+        log(f"{len(curved.kept)} of {n} training samples make the matrix")
         for start, stop in blocks_with_progress(m, block, "targets"):
             solved = _solved(matrix, _gradients(loaded, own.kept, start, stop), ridge, steps)
             places = own.kept.places[start:stop]

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trak_core.artifacts import GRAMIAN, create, software
 from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples
+from trak_core.attribution.device import device_name
 from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.sample_outputs import write_columns
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
     Room,
+    Variety,
     check_finite_gramian,
     check_labels,
     columns_of,
@@ -20,8 +25,34 @@ from trak_core.gradients import (
     refuse_not_finite,
 )
 from trak_core.gramian import cross_gramian, train_gramian
+from trak_core.spec import FeaturesSpec
 from trak_core.study.dataset_split import Split
-from trak_core.system.progress import with_progress
+from trak_core.system.progress import log, with_progress
+
+
+def write_gramian(
+    path: Path,
+    loaded: LoadedModel,
+    data: Split,
+    targets: Split | None,
+    spec: FeaturesSpec,
+    *,
+    code: str,
+    batch_size: int,
+    memory_mb: int,
+) -> None:
+    """Write the inner products of training samples with each other, or with targets."""
+    own, where = targets or data, device_name(loaded.device)
+    log(f"{spec.split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
+    values, columns = inner_products(loaded, data, targets, batch_size, memory_mb)
+    variety = Variety()
+    variety.add(values.T)
+    variety.check("targets" if targets else "training samples", must_differ=targets is None)
+    file_spec = loaded.file_spec(spec, spec.projection)
+    with create(path, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
+        rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
+        rows[:] = values
+        write_columns(writer, own.ids, columns, spec)
 
 
 def inner_products(
@@ -48,7 +79,7 @@ def inner_products(
         # Two blocks are in the model at a time.
         return max(1, min(batch_size, fit // 2))
 
-    print(f"two times {at_once(0)} samples at once", flush=True)
+    log(f"two times {at_once(0)} samples at once")
     columns = columns_in_order(loaded, samples, kept, samples.batches_of(batch_size, room))
     bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
     if bad:

@@ -1,6 +1,6 @@
-"""Load a study's model under one checkpoint, with its parameters and model output."""
+"""Load a model under one checkpoint, with its parameters and model output."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,12 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
-from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
+from trak_core.study.load_checkpoint import (
+    load_checkpoint,
+    load_state_dict,
+    model_to_load,
+    state_dict_sha256,
+)
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
@@ -58,7 +63,6 @@ class LoadedModel:
         scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
     """
 
-    study: Study
     model: nn.Module
     parameters: dict[str, nn.Parameter]
     output: ModelOutput
@@ -68,33 +72,56 @@ class LoadedModel:
     scales: dict[str, Tensor] | None = None
 
     @classmethod
-    def load(
-        cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
+    def of_study(
+        cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
-        """Return the study's model with the weights of a checkpoint, a file or a folder."""
-        return cls.of(Study.load(study_file), checkpoint, spec, device)
+        """Return a study's model with the weights of a checkpoint, a file or a folder."""
+        pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
+
+        def output_of(model: nn.Module) -> ModelOutput:
+            return model_output(spec.model_output, model, pairs, device, study)
+
+        return cls.load(study.make_model, checkpoint, spec, output_of, device)
 
     @classmethod
-    def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
-        """Return the same of a study that is loaded already."""
-        model = model_to_load(study.make_model, checkpoint)
+    def load(
+        cls,
+        make_model: Callable[[], nn.Module],
+        weights: Path | Mapping[str, Tensor] | None,
+        spec: FeaturesSpec,
+        output_of: Callable[[nn.Module], ModelOutput],
+        device: torch.device,
+    ) -> Self:
+        """Return the model with weights of a file, a folder or a state dict; None for its own.
+
+        ``output_of`` returns the model output, which may depend on the loaded weights.
+        """
+        model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # Before its weights come, which are never beside it then.
         _move(model, device)
-        part = (spec.state_dicts or {}).get(spec.checkpoint or "")
-        digests = load_checkpoint(model, checkpoint, part)
+        if isinstance(weights, Path):
+            part = (spec.state_dicts or {}).get(spec.checkpoint or "")
+            digests = load_checkpoint(model, weights, part)
+        else:
+            if weights is not None:
+                load_state_dict(model, weights, f"checkpoint {spec.checkpoint}")
+            digests = {"sha256": state_dict_sha256(model.state_dict())}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
-        pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
-        output = model_output(spec.model_output, model, pairs, device, study)
+        output = output_of(model)
         scales = None
         if spec.preconditioner is not None:
-            on_cpu, digests["optimizer_sha256"] = adam_scales(
-                model, parameters, trained, checkpoint
-            )
+            if not isinstance(weights, Path):
+                raise InputError(
+                    "preconditioner: adam reads the optimizer's state that lies with a checkpoint, "
+                    f"which must be a path. Found weights in memory for {spec.checkpoint}.",
+                    code="model.no_optimizer_path",
+                )
+            on_cpu, digests["optimizer_sha256"] = adam_scales(model, parameters, trained, weights)
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         blocks = Recomputation(model)
         return_freed()
-        return cls(study, model, parameters, output, device, digests, blocks, scales)
+        return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
         """Return the samples of splits in a job's order; see ``order_samples``."""

@@ -1,19 +1,20 @@
 """Split scores of chosen pairs into shares of the tokens of either text, and of parameters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import torch
 
-from trak_core.attribution.chosen_ways import NONE, Ways, chosen_way
+from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import unit_rows
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
-from trak_core.gradients import Batch, in_chunks
+from trak_core.attribution.write_features import projection_for
+from trak_core.gradients import Batch, GradientMethod, gradient_method, in_chunks
 from trak_core.gradients.gradient_terms import PIECE
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import with_progress
 
@@ -65,22 +66,54 @@ def divided_by_lengths(phi: np.ndarray, *, normalize: bool) -> tuple[np.ndarray,
     return unit_rows(phi), lengths
 
 
+def cut_pairs(
+    loaded: LoadedModel,
+    spec: ScoresSpec,
+    damped: DampedNormalMatrix,
+    splits: tuple[Split, Split],
+    features: tuple[np.ndarray, np.ndarray],
+    pairs: Sequence[tuple[int, int]],
+    batch_size: int,
+    memory_mb: int,
+    method_of: Callable[[LoadedModel, Batch], GradientMethod] | None = None,
+) -> tuple[Cut, Cut]:
+    """Return one checkpoint's scores of pairs, cut by tokens; see ``cut_scores``.
+
+    Args:
+        loaded: The model under the checkpoint.
+        spec: That of the checkpoint's scores.
+        damped: The checkpoint's damped normal matrix.
+        splits: Training samples, n of them, and m targets.
+        features: Those of both, shapes (n, k) and (m, k), float64.
+        pairs: Places of a training sample and of a target.
+        batch_size: Samples in the model at once, at most.
+        memory_mb: MiB for gradients and activations.
+        method_of: As ``cut_scores`` takes it.
+    """
+    phi, lengths = divided_by_lengths(features[0], normalize=spec.normalize)
+    solved = damped.solve(np.concatenate([features[1], phi])).T
+    m = len(features[1])
+    projection = projection_for(loaded, spec.of_train())
+    between = Between(*splits, solved[m:], solved[:m], lengths, pairs)
+    return cut_scores(loaded, projection, between, batch_size, memory_mb, method_of)
+
+
 def cut_scores(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     between: Between,
     batch_size: int,
     memory_mb: int,
-    ways: Ways = NONE,
+    method_of: Callable[[LoadedModel, Batch], GradientMethod] | None = None,
 ) -> tuple[Cut, Cut]:
     """Return scores cut by the tokens of training samples, and by those of targets.
 
     A score is <x, R v>: x is the gradient of the sample whose tokens it is cut by, and v what was
-    solved of the other. There is one pass over each side's samples. Ways to gradients that are
-    not in ``ways`` are chosen.
+    solved of the other. There is one pass over each side's samples. ``method_of`` chooses the way
+    to gradients by a few samples, and must read terms; None for ``gradient_method``.
     """
     reverse = [(target, row) for row, target in between.pairs]
-    given = batch_size, memory_mb, ways
+    given = batch_size, memory_mb, method_of or _compared
     of_train = _Side(between.train, between.solved_targets, between.pairs)
     of_targets = _Side(between.targets, between.solved_train, reverse)
     train, targets = (_cut(loaded, projection, side, *given) for side in (of_train, of_targets))
@@ -110,13 +143,18 @@ def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
     return 0
 
 
+def _compared(loaded: LoadedModel, few: Batch) -> GradientMethod:
+    given = loaded.model, loaded.parameters, loaded.output, few
+    return gradient_method(*given, reads_terms=Shares.reads_terms)
+
+
 def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     side: _Side,
     batch_size: int,
     memory_mb: int,
-    ways: Ways,
+    method_of: Callable[[LoadedModel, Batch], GradientMethod],
 ) -> Cut:
     """Return the scores of one side's pairs under one checkpoint, by one pass over its samples."""
     vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
@@ -133,7 +171,7 @@ def _cut(
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     model = loaded.model, loaded.parameters, loaded.output
-    method = chosen_way(loaded, few, ways, reads_terms=Shares.reads_terms)
+    method = method_of(loaded, few)
     of_sample: dict[int, list[int]] = {}
     for number, (sample, _) in enumerate(side.pairs):
         of_sample.setdefault(sample, []).append(number)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from trak_core.queries.finished_run import FinishedRun
-    from trak_core.queries.held_run import HeldRun
+    from trak_core.queries.open_run import OpenRun
     from trak_core.queries.question_and_answer import Answer, Asked
 
 _HOW = """\
@@ -135,11 +135,11 @@ class _Session:
         if sys.stdin is not None and sys.stdin.isatty():
             print("Loading the run ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
-            self._held = _held_run(asked.config)
-            _check_outputs(self._held.run, self._wanted)
-            self._held.load()
+            self._run = _open_run(asked.config)
+            _check_outputs(self._run.run, self._wanted)
+            self._run.load()
         # A page shows what that of the run shows.
-        shows_tokens = asked.html is not None and self._held.specs.config["answers"]["tokens"]
+        shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
         self._cuts: bool = asked.tokens or shows_tokens
 
     def answer_all(self) -> None:
@@ -147,10 +147,10 @@ class _Session:
         if self.is_typed:
             print(_HOW, file=sys.stderr)
         samples = self._samples()
-        # Checkpoints that take turns are read once for all lines.
-        all_at_once = self._held.takes_turns and not self.is_typed
-        for group in [list(samples)] if all_at_once else ([sample] for sample in samples):
-            answers = self._held.answers(group, self._asked.top, tokens=self._cuts)
+        # Checkpoints that don't stay in memory are read once for all lines of a file.
+        at_once = self._asked.file is not None or bool(self._asked.target)
+        for group in [list(samples)] if at_once else ([sample] for sample in samples):
+            answers = self._run.answers(group, self._asked.top, tokens=self._cuts)
             for asked, answer in _silently(answers):
                 if isinstance(answer, InputError):
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
@@ -176,7 +176,7 @@ class _Session:
         if self._asked.csv is not None:
             write_csv(self._asked.csv, answer_rows(self._answers))
         if self._asked.html is not None:
-            page = asked_page(self._held, self._answers, self._asked.top)
+            page = asked_page(self._run, self._answers, self._asked.top)
             with written_whole(self._asked.html) as partial:
                 partial.write_text(page, encoding="utf-8")
         print(f"wrote: {', '.join(map(str, wanted))}", file=sys.stderr)
@@ -190,9 +190,9 @@ class _Session:
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
-                target = self._held.target(target_id)
+                target = self._run.target(target_id)
                 if self._asked.label is not None:
-                    target = self._held.of_class(target, self._asked.label)
+                    target = self._run.of_class(target, self._asked.label)
                 asked = self._with_new_id(target, place)
             except InputError as error:
                 self._tell(str(error))
@@ -202,7 +202,7 @@ class _Session:
             return
         for number, (place, line) in enumerate(self._lines()):
             try:
-                asked = self._with_new_id(self._held.asked(line, number), f"line {place}")
+                asked = self._with_new_id(self._run.asked(line, number), f"line {place}")
             except InputError as error:
                 self._tell(f"line {place}: {error}")
             else:
@@ -267,13 +267,13 @@ def _is_same(path: Path, other: Path) -> bool:
     return path.samefile(other) if there else path.resolve() == other.resolve()
 
 
-def _held_run(config_file: str) -> "HeldRun":
+def _open_run(config_file: str) -> "OpenRun":
     """Return the run of a config, with its study loaded."""
     import torch
 
     from trak_core.config.read_config import given_by_command, read_config
     from trak_core.queries.finished_run import FinishedRun
-    from trak_core.queries.held_run import HeldRun
+    from trak_core.queries.open_run import OpenRun
     from trak_core.system.job import quiet_libraries
 
     quiet_libraries()
@@ -286,15 +286,17 @@ def _held_run(config_file: str) -> "HeldRun":
         )
     torch.set_num_threads(config["compute"]["threads"])
     run = FinishedRun.of_config(config, Path(config["results"]), Path.cwd())
-    return HeldRun(run, lambda notice: print(notice, file=sys.stderr, flush=True))
+    return OpenRun(run.results, run)
 
 
 def _silently(
     answers: "Iterator[tuple[Asked, Answer | InputError]]",
 ) -> "Iterator[tuple[Asked, Answer | InputError]]":
-    """Yield answers, without what jobs say of their progress: it says nothing of one sample."""
+    """Yield answers; notices go to standard error, and progress nowhere."""
+    from trak_core.system.progress import reported_to
+
     while True:
-        with Path(os.devnull).open("w") as log, contextlib.redirect_stdout(log):
+        with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):
             pair = next(answers, None)
         if pair is None:
             return
@@ -316,8 +318,8 @@ def _typed() -> Iterator[str]:
 
 def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
-    from trak_core.report.describe_samples import in_a_line
     from trak_core.report.template_filters import label
+    from trak_core.study.show_samples import in_a_line
 
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(in_a_line(f"{answer.asked.id}: {answer.text}"), width)
@@ -345,8 +347,8 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     scores = tokens["score"].to_numpy()
     if not scores.any():
         return []
-    from trak_core.report.describe_samples import in_a_line
     from trak_core.report.explore_data import LEVELS, token_levels
+    from trak_core.study.show_samples import in_a_line
 
     texts = [in_a_line(text) for text in tokens["text"]]
     order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))

@@ -383,60 +383,6 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
             )
 
 
-def usual_combine(*, along: bool) -> Combine:
-    """Return how checkpoints come together: those from along runs, or ends of runs alone."""
-    return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
-
-
-def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weighting:
-    """Return how training samples weigh in the normal matrix."""
-    is_curved = combine == Combine.UNIT_AVERAGE and about_output(model_output).weighs_by_curvature
-    return Weighting.CURVATURE if is_curved else Weighting.PLAIN
-
-
-def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
-    """Return the power of the loss weights."""
-    if not about_output(model_output).weight_is_probability:
-        return 1
-    return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
-
-
-def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring, in place; return what and why, in words."""
-    scoring, model_output = config["scoring"], config["model_output"]
-    reasons = []
-    if config["projection"] == GAUSS_NEWTON:
-        own = {"damping": 0.1, "combine": str(Combine.PRODUCT_OF_AVERAGES)}
-        reasons += [
-            f"{k} is {v}, the default with {GAUSS_NEWTON}"
-            for k, v in own.items()
-            if k not in scoring
-        ]
-        scoring.update(own | scoring)
-    scoring.setdefault("damping", 2)
-    if "combine" not in scoring:
-        scoring["combine"] = str(usual_combine(along=along))
-        whence = (
-            "some checkpoints come from along a run"
-            if along
-            else "no run has several checkpoints, nor do they say different times"
-        )
-        reasons.append(f"combine is {scoring['combine']}, since {whence}")
-    combine = scoring["combine"]
-    usual = f"the default with {combine} of {output_name(model_output)}"
-    if "weighting" not in scoring:
-        scoring["weighting"] = str(usual_weighting(combine, model_output))
-        reasons.append(f"weighting is {scoring['weighting']}, {usual}")
-    if "loss_weight_power" not in scoring:
-        scoring["loss_weight_power"] = usual_power(combine, model_output)
-        article = "a" if about_output(model_output).weight_is_probability else "no"
-        reasons.append(
-            f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, whose loss weight is "
-            f"{article} probability"
-        )
-    return "; ".join(reasons)
-
-
 # Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for
 # a shell. These signs end a quoted word, or count within one.
 _SIGNS = "'\"`$\\\n\r"

@@ -21,7 +21,6 @@ from trak_core.config.cross_checks import (
     check_means,
     check_preconditioner,
     check_proofs,
-    fill_in_scoring,
     lists_of,
     proofs_of,
 )
@@ -32,6 +31,7 @@ from trak_core.config.read_config import (
     python_modules,
     target_ids,
 )
+from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest, mentions, study_digest
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import About, about_output, output_name
@@ -46,7 +46,6 @@ from trak_core.spec import (
     RetrainedSpec,
     ScoresSpec,
     Setting,
-    curvature_power,
     ordered,
     settings_of,
 )
@@ -286,16 +285,8 @@ class Specs:
     @property
     def all_features(self) -> FeaturesSpec:
         """What decides the features, or Gramians, of all checkpoints and splits."""
-        patterns, projection = self.config["parameters"], self.config["projection"]
-        return FeaturesSpec(
-            model_output=output_name(self.config["model_output"]),
-            parameter_patterns=None if patterns == "all" else patterns,
-            projection=projection if self.is_projected else {"kind": projection},
-            dtype=self.config["features_dtype"] if self.is_projected else "float64",
-            study_digest=self._with_output(self.digests["training"]),
-            preconditioner=None if self.config["preconditioner"] == "none" else "adam",
-            state_dicts={n: s for n, c in self.checkpoints.items() if (s := c.state_dict)} or None,
-        )
+        parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
+        return features_spec(self.config, self._with_output(self.digests["training"]), parts)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
         """Return what decides one file of features, or one Gramian."""
@@ -367,21 +358,7 @@ class Specs:
     @property
     def self_influence(self) -> ScoresSpec:
         """What decides self-influences, and the scores of every experiment."""
-        scoring = self.config["scoring"]
-        power = scoring["loss_weight_power"]
-        return ScoresSpec(
-            features=self.all_features,
-            damping=scoring["damping"],
-            weighting=scoring["weighting"],
-            curvature_power=curvature_power(
-                scoring["weighting"], power, is_probability=self.output.weight_is_probability
-            ),
-            norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
-            normalize=scoring["normalize"],
-            runs=self.runs,
-            combine=scoring["combine"],
-            loss_weight_power=power,
-        )
+        return scores_spec(self.config, self.all_features, self.runs)
 
     @property
     def found_flipped(self) -> ScoresSpec:

@@ -122,14 +122,31 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
         return [values, *beside_gradients(output, outputs, batch.labels, values)]
 
 
-def in_one_pass(
+def gradients_at_once(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
     consumer: SampleConsumer,
+    *,
+    must: bool = False,
 ) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, or raise one of ``UNREADABLE``."""
+    """Differentiate f of each sample of a batch, and hand the gradients over as they come.
+
+    One forward and one backward pass serve all samples, and form no gradient of a weight. Where a
+    parameter is used, the saved inputs and the gradient of the operation's output give every
+    sample's gradient (see ``trak_core.gradients``), which the consumer takes in the form it likes.
+    The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
+    is used in evaluation mode, and a parameter must lead to f.
+
+    A batch whose graph can't be read goes to ``gradients_one_by_one``, which standard output says.
+    With ``must``, one of ``UNREADABLE`` is raised in place of that.
+
+    Returns:
+        The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
+
+    Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
+    """
     batch = as_batch(samples, output)
 
     def one_pass(keep_graph: bool) -> list[Tensor]:
@@ -153,38 +170,12 @@ def in_one_pass(
         return one_pass(keep_graph=False)
     except GraphNeededError:
         pass  # frees the tensors of the first pass, which the error holds
-    return one_pass(keep_graph=True)
-
-
-def gradients_at_once(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Differentiate f of each sample of a batch, and hand the gradients over as they come.
-
-    One forward and one backward pass serve all samples, and form no gradient of a weight. Where a
-    parameter is used, the saved inputs and the gradient of the operation's output give every
-    sample's gradient (see ``trak_core.gradients``), which the consumer takes in the form it likes.
-    The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
-    is used in evaluation mode, and a parameter must lead to f.
-
-    A batch whose graph can't be read, although that of others can, goes to
-    ``gradients_one_by_one``, and standard output says so.
-
-    Returns:
-        The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
-
-    Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
-    """
-    given = model, parameters, output, as_batch(samples, output), consumer
-    try:
-        return in_one_pass(*given)
     except UNREADABLE as error:
+        if must:
+            raise
         _say_once(str(error) or type(error).__name__)
-    return gradients_one_by_one(*given)
+        return gradients_one_by_one(model, parameters, output, batch, consumer)
+    return one_pass(keep_graph=True)
 
 
 def gradients_in_turn(
@@ -210,11 +201,8 @@ def gradients_in_turn(
 
 @cache
 def _say_once(reason: str) -> None:
-    print(
-        f"Notice: one backward pass cannot take a batch ({reason}). Its gradients, and those of "
-        "others like it, are computed one sample at a time, with the same numbers but slower.",
-        flush=True,
-    )
+    said = f"Notice: one backward pass cannot take a batch ({reason}). Its gradients, and those of"
+    print(f"{said} others like it, are computed by autograd, one sample at a time.", flush=True)
 
 
 # A whole gradient of more bytes is computed in groups of parameters.

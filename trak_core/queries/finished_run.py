@@ -1,7 +1,7 @@
 """List a finished run's files, and refuse a run whose files were made for another config."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ _WORDS = {
     "parameter_patterns": "parameters",
     "parameters_digest": "model",
     "study_digest": "study or data files",
+    "sample_ids": "list of training samples",
+    "scoring": "scoring, or of other features",
 }
 
 _OF_SCORES = ("damping", "combine", "loss_weight_power")
@@ -104,11 +106,6 @@ class FinishedRun:
         """Return a checkpoint's normal matrix."""
         return self.results / "normal_matrix" / f"{name}.h5"
 
-    @property
-    def gradient_method(self) -> Path:
-        """The file of the ways to gradients."""
-        return self.results / "gradient_method.json"
-
     def files(self, name: str) -> list[Path]:
         """Return all that answers need of a checkpoint."""
         matrix = [self.normal_matrix(name)] if self.specs.is_projected else []
@@ -124,17 +121,13 @@ class FinishedRun:
             if path.exists():
                 today = self.specs.scores(name).as_dict()
                 with open_artifact(path, SCORES) as file:
-                    self.check_today(path, {key: today[key] for key in _OF_SCORES}, file.spec)
+                    differ = [key for key in _OF_SCORES if today[key] != file.spec.get(key)]
+                if differ:
+                    self.refuse_changed(path, differ)
 
-    def check_today(self, path: Path, expected: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def refuse_changed(self, path: Path, keys: Sequence[str]) -> NoReturn:
         """Refuse a file that was made for something else than today's config, study and data."""
-        differ = [key for key in expected if expected[key] != own.get(key)]
-        if differ:
-            words = ", ".join(_WORDS.get(key, key) for key in differ)
-            self.refuse_changed(path, words)
-
-    def refuse_changed(self, path: Path, words: str) -> NoReturn:
-        """Refuse a run of which something has changed since, in a user's words."""
+        words = ", ".join(_WORDS.get(key, key) for key in keys)
         raise InputError(
             f"{self.results}: a run that is asked must be that of today's config, study, data and "
             f"checkpoints. Found {path.relative_to(self.results)} of another {words}. Run it "

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trak_core.attribution.scores import largest, most_frequent
 from trak_core.data.rows import parsed_json, shortened
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
@@ -227,33 +226,14 @@ class Answer:
         return "".join(parts)
 
 
-def said_of(
-    labels: Any, predictions: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return what models at the ends of their runs make of samples, as a scores file has it.
-
-    Labels have shape (n,); of predictions and outputs there is such an array for each model.
-    """
-    stacked, values = np.stack(predictions), np.stack(outputs).astype(np.float64)
-    is_class = stacked.dtype.kind != "f"
-    common = most_frequent(stacked, labels, values) if is_class else _mean(stacked.astype(float))
-    return {
-        "label": labels,
-        "prediction": common,
-        "output": _mean(values),
-        "output_sd": values.std(axis=0).astype(np.float32),
-    }
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    return values.mean(axis=0).astype(np.float32)
-
-
-def strongest(scores: np.ndarray, k: int) -> np.ndarray:
-    """Return the places of the ``k`` largest and ``k`` smallest scores, the largest first.
-
-    Large ones count above 0, small ones below.
-    """
-    column = scores[:, None]
-    up, down = largest(None, 0, column, k), largest(None, 0, -column, k)
-    return np.concatenate([up.rows[up.scores > 0], down.rows[down.scores > 0][::-1]])
+def not_taken(asked: Asked, error: Exception) -> InputError:
+    """Return what a model's own error says of a sample, such as a text beyond its positions."""
+    tokens = asked.sample.get("input_ids") if isinstance(asked.sample, Mapping) else None
+    n_tokens = 0 if tokens is None else torch.as_tensor(tokens).numel()
+    longer = f", a text of {n_tokens} tokens; is it longer than the model takes?"
+    reason = str(error).partition("\n")[0]
+    return InputError(
+        f"The model must take each sample that is asked about. Found {type(error).__name__} "
+        f"({reason}) for sample {asked.id}{longer if n_tokens else '.'}",
+        code="queries.not_taken",
+    )

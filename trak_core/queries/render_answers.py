@@ -8,40 +8,39 @@ import numpy as np
 import pandas as pd
 
 from trak_core.attribution.scores import unit_of
-from trak_core.queries.held_run import HeldRun
+from trak_core.queries.open_run import OpenRun
 from trak_core.queries.question_and_answer import Answer
-from trak_core.report.describe_samples import Picture, are_drawn, contents_digest, show_sample
 from trak_core.report.explore_data import Tokens, explore
 from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
-from trak_core.spec import EXACT
 from trak_core.study.sample_columns import short_columns
+from trak_core.study.show_samples import Picture, are_drawn, contents_digest, show_sample
 
 
-def asked_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
+def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
     """Return the HTML page of some answers, with ``k`` training samples of either sign beside each.
 
     It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
     """
-    with held.run.in_folder():
+    with run.run.in_folder():
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
-        draws = are_drawn(held.study, held.train)
+        draws = are_drawn(run.study, run.train)
 
         def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
-            sample = samples[sample_id] if is_target else held.sample(sample_id)
-            shown = show_sample(held.study, sample_id, sample, characters, draws)
+            sample = samples[sample_id] if is_target else run.sample(sample_id)
+            shown = show_sample(run.study, sample_id, sample, characters, draws)
             return shown, contents_digest(sample)
 
-        described = held.study.has("describe")
-        file = with_class_names(_file(held, answers), held.study.class_names())
+        described = run.study.has("describe")
+        file = with_class_names(_file(run, answers), run.study.class_names())
         tokens = _tokens(answers)
         explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
-        return rendered(explored, held.study.name, k)
+        return rendered(explored, run.study.name, k)
 
 
-def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
+def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
     """Return answers as what a page shows of an experiment's scores."""
-    spec, words = held.specs.self_influence, held.specs.output_words
+    spec, words = run.run.specs.self_influence, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
     targets = pd.DataFrame([dict(answer.target) for answer in answers])
@@ -52,7 +51,7 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     targets = targets.join(short_columns(columns))
     influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
     file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
-    file_spec["projection"] = held.projection if held.specs.is_projected else {"kind": EXACT}
+    file_spec["projection"] = run.projection
     file = File(
         name="",
         content_hash="",
@@ -62,17 +61,17 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
             "targets": targets,
             "shown": targets,
             "top_influences": influences,
-            "train": held.columns.loc[influences["train_id"].unique(), :].reset_index(),
+            "train": run.columns.loc[influences["train_id"].unique(), :].reset_index(),
         },
         attributes={
             "unit": unit_of(spec),
             "output_words": None if words is None else json.dumps(words),
-            "n_train": len(held.train.ids),
+            "n_train": len(run.train.ids),
             "most_harmful": [],
             "n_harmful": 0,
         },
     )
-    return with_fit(file, held.columns.reset_index(), held.train)
+    return with_fit(file, run.columns.reset_index(), run.train)
 
 
 def _tokens(answers: Sequence[Answer]) -> Tokens | None:

@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
-from trak_core.report.describe_samples import EACH, Examples, Picture
+from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.read_results import File, output_of, part_with
 from trak_core.report.template_filters import of_target, of_training_sample, signed
+from trak_core.study.show_samples import Picture
 
 # Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
 _WIDTH, _HEIGHT = 3.6, 2.5

@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 
 from trak_core.model_outputs.about_outputs import About
-from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
 from trak_core.spec import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
+from trak_core.study.show_samples import BEGINNING, Picture, readable
 
 # Training samples of either sign beside a target; targets that show without the script.
 EACH_ON_PAGE, AT_ONCE = 10, 20

@@ -1,10 +1,9 @@
 """Average the checkpoints of an experiment into its scores, in one piece or in shards of rows."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,165 +24,22 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.artifacts.format import plain_ids
-from trak_core.attribution.scores import (
-    Extremes,
-    harmed_class,
-    help_and_harm,
-    improving_signs,
-    largest,
-    merged,
-    most_frequent,
-    unit_of,
+from trak_core.attribution.combine_checkpoints import (
+    KeptScores,
+    add_improving_signs,
+    fast_rows,
+    influence_table,
+    mean,
+    sample_table,
+    summarized,
 )
-from trak_core.config.memory_needs import CHUNK_ROWS, average_need, holds_solved, shard_rows
+from trak_core.attribution.fitted_checkpoint import score_rows
+from trak_core.attribution.scores import unit_of
+from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.spec import MEAN_OF, POOL, TRAIN, ScoresSpec
-from trak_core.stages._shared import ReadRows, score_rows, similarity_rows
+from trak_core.stages._shared import stored_similarities
 from trak_core.system.progress import blocks_with_progress
-
-Summary = Callable[[np.ndarray], np.ndarray]
-# Blocks of more scores leave the processor's cache between one step and the next.
-_FAST_SCORES = 2**21
-
-
-def _mean(numbers: np.ndarray) -> np.ndarray:
-    return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
-
-
-def _sd(numbers: np.ndarray) -> np.ndarray:
-    return numbers.std(axis=0, dtype=np.float64).astype(np.float32)
-
-
-def _by_blocks(
-    parts: Sequence[Artifact], key: str, n_samples: int, block: int, *summaries: Summary
-) -> list[np.ndarray]:
-    """Return summaries over the checkpoints of what each says of every sample."""
-    blocks: list[list[np.ndarray]] = [[] for _ in summaries]
-    for start in range(0, n_samples, block):
-        values = np.stack([part.vector(key, start, start + block) for part in parts])
-        for summary, done in zip(summaries, blocks, strict=True):
-            done.append(summary(values))
-    return [np.concatenate(done) for done in blocks]
-
-
-def _samples(parts: Sequence[Artifact], side: str, block: int) -> dict[str, np.ndarray]:
-    """Return ids, labels and what checkpoints make of them: means, and the commonest class."""
-    ids = parts[0].vector(f"{side}_ids")
-    labels = parts[0].vector(f"{side}_labels")
-    is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
-    outputs, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
-    if is_class:
-        predictions = np.concatenate([
-            most_frequent(
-                np.stack([p.vector(f"{side}_predictions", i, i + block) for p in parts]),
-                labels[i : i + block],
-                outputs[None, i : i + block],
-            )
-            for i in range(0, len(ids), block)
-        ])
-    else:
-        (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, _mean)
-    return {
-        "id": ids,
-        "label": labels,
-        "prediction": predictions,
-        "output": outputs,
-        "output_sd": spreads,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What is kept of the scores of some training samples, of all targets.
-
-    ``by_sample`` holds ``help``, ``harm`` and ``harmed_label``, if known, of shape (rows,).
-    ``harmful`` are the largest of negated scores. Without a row there are none.
-    """
-
-    helpful: Extremes | None
-    harmful: Extremes | None
-    by_sample: dict[str, np.ndarray]
-
-    @classmethod
-    def of(
-        cls,
-        blocks: Iterable[tuple[int, np.ndarray]],
-        improves: np.ndarray | None,
-        labels: np.ndarray | None,
-        top: int,
-    ) -> "_Seen":
-        """Return it from blocks of rows, each with its first row.
-
-        Signs of what improves targets are None where that is unknown, labels where they are no
-        classes.
-        """
-        helpful = harmful = None
-        by_sample: dict[str, list[np.ndarray]] = {}
-        if improves is not None:
-            by_sample |= {"help": [], "harm": []}
-        if labels is not None:
-            by_sample["harmed_label"] = []
-        for start, mean in blocks:
-            if improves is not None:
-                both = help_and_harm(mean, improves).astype(np.float32)
-                by_sample["help"].append(both[:, 0])
-                by_sample["harm"].append(both[:, 1])
-            if labels is not None:
-                by_sample["harmed_label"].append(harmed_class(mean, labels))
-            helpful = largest(helpful, start, mean, top)
-            harmful = largest(harmful, start, -mean, top)
-        return cls(helpful, harmful, _joined(by_sample))
-
-    @classmethod
-    def of_shards(cls, shards: Sequence[Artifact], top: int) -> "_Seen":
-        """Return it from shards that have rows, in order."""
-        keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
-        by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
-
-        def extremes(key: str) -> Extremes:
-            each = (
-                Extremes(shard.matrix(f"{key}_rows")[:], shard.matrix(key)[:]) for shard in shards
-            )
-            return reduce(lambda seen, own: merged(seen, own, top), each)
-
-        return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))
-
-    def write(self, writer: Writer, targets: np.ndarray) -> None:
-        """Write it as a shard."""
-        for key, values in self.by_sample.items():
-            writer.vector(key, values)
-        for key, seen in (("helpful", self.helpful), ("harmful", self.harmful)):
-            if seen is not None:
-                ranks = np.arange(len(seen.rows))
-                writer.matrix(key, ranks, targets)[:] = seen.scores
-                writer.matrix(f"{key}_rows", ranks, targets, dtype=np.int64)[:] = seen.rows
-
-
-def _joined(blocks: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {key: np.concatenate(parts or [np.empty(0)]) for key, parts in blocks.items()}
-
-
-def _influences(
-    seen: _Seen, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return each target's largest scores of either sign."""
-    helpful, harmful = seen.helpful, seen.harmful
-    assert helpful is not None
-    assert harmful is not None
-    # (target, sign, rank): the order of the table.
-    rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
-    sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
-    kept = sizes > 0
-    target, sign, rank = np.nonzero(kept)
-    signs, train_rows = np.array([1, -1])[sign], rows[kept]
-    return {
-        "target_id": targets["id"][target],
-        "rank": rank + 1,
-        "sign": signs,
-        "train_id": train["id"][train_rows],
-        "train_label": train["label"][train_rows],
-        "score": (signs * sizes[kept]).astype(np.float32),
-    }
 
 
 def _own_columns(
@@ -281,8 +137,7 @@ def average_scores(
         sizes: dict[str, Any] = {"n_targets": n_targets, "n_checkpoints": len(parts)}
         sizes |= {"top": top, "solved_dim": solved_dim}
         largest_block = average_need(n_train=n_train, **sizes).rows(memory_mb)
-        fast_rows = max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
-        block = min(largest_block, fast_rows)
+        block = min(largest_block, fast_rows(n_targets))
         start, stop = shard_rows(n_train, shard, n_shards)
         own_need = average_need(n_train=stop - start, **sizes)
         size = (solved_dim or 0) * n_targets
@@ -298,23 +153,20 @@ def average_scores(
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
         # Early checkpoints count for the scores; what models say is what they say in the end.
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
-        targets = _samples(ends, "target", block)
+        targets = sample_table(ends, "target", block)
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
         has_classes = about.labels_are_classes and mean_of is None
         labels = targets["label"] if has_classes else None
-        # A mean of predictions has no label of its own.
-        if about.better and (about.better == "larger" or mean_of is None):
-            compared = targets["label"], targets["prediction"]
-            targets["improves"] = improving_signs(about.better, *compared)
+        add_improving_signs(targets, about, is_mean=mean_of is not None)
         improves = targets.get("improves")
 
         def blocks() -> Iterator[tuple[int, np.ndarray]]:
             """Yield scores of the shard, or of all, from all checkpoints."""
             rows = [
-                similarity_rows(part, phi, normalize=spec.normalize, in_memory=in_memory)
+                stored_similarities(part, phi, normalize=spec.normalize, in_memory=in_memory)
                 for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
             ]
-            read_scores: ReadRows = score_rows(parts, rows, spec)
+            read_scores = score_rows(parts, rows, spec)
             for i, j in blocks_with_progress(stop - start, block, "training samples"):
                 yield start + i, read_scores(start + i, start + j).astype(np.float32)
 
@@ -326,11 +178,11 @@ def average_scores(
                 if not phis and stop > start:
                     ids = parts[0].vector("train_ids", start, stop), parts[0].vector("target_ids")
                     taken = _written(writer, *ids, start, taken)
-                seen = _Seen.of(taken, improves, labels, top)
+                seen = KeptScores.of(taken, improves, labels, top)
                 seen.write(writer, parts[0].vector("target_ids"))
             return
-        train = _samples(ends, "train", block)
-        (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
+        train = sample_table(ends, "train", block)
+        (train["loss_weight"],) = summarized(ends, "loss_weights", n_train, block, mean)
         if pieces:
             _check_shards(pieces, file_spec, made_of, n_train, top)
         own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
@@ -359,13 +211,13 @@ def average_scores(
             if pieces:
                 # With few training samples some have none.
                 pieces = [piece for piece in pieces if piece.has("helpful")]
-                seen = _Seen.of_shards(pieces, top)
+                seen = KeptScores.of_shards(pieces, top)
                 if pieces[0].has("scores"):
                     for _ in _written(writer, *ids, 0, _shard_scores(pieces, block)):
                         pass
             else:
                 taken = blocks() if phis else _written(writer, *ids, 0, blocks())
-                seen = _Seen.of(taken, improves, labels, top)
+                seen = KeptScores.of(taken, improves, labels, top)
             train |= seen.by_sample
             for key, table in (("targets", targets), ("train", train)):
                 if key == "targets" and mean_of is not None:
@@ -377,7 +229,7 @@ def average_scores(
                 writer.table(key, _with_own(table, own), ["id"])
             # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
             searchable = ["target_id", "rank", "train_id", "score"]
-            writer.table("top_influences", _influences(seen, train, targets), searchable)
+            writer.table("top_influences", influence_table(seen, train, targets), searchable)
 
 
 def _written(
@@ -389,6 +241,6 @@ def _written(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield blocks of scores that have been written; the file's first row is ``first``."""
     values = writer.matrix("scores", train_ids, target_ids, chunks=(1024, 64))
-    for start, mean in blocks:
-        values[start - first : start - first + len(mean)] = mean
-        yield start, mean
+    for start, block in blocks:
+        values[start - first : start - first + len(block)] = block
+        yield start, block

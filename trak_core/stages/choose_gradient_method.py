@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 
 from trak_core.attribution.batch_by_length import subset
-from trak_core.attribution.chosen_ways import add_way, write_ways
+from trak_core.attribution.chosen_ways import Ways, add_way, write_ways
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.study.study import Study
 
 
 def choose_gradient_method(
@@ -27,9 +28,10 @@ def choose_gradient_method(
     a job of one sample has it, which needs no padding.
     """
     torch.set_num_threads(threads)
-    loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
-    train = loaded.study.split(TRAIN, None)
-    ways: dict[str, tuple[str, str | None]] = {}
+    study = Study.load(study_file)
+    loaded = LoadedModel.of_study(study, checkpoint, spec, projecting_device(device))
+    train = study.split(TRAIN, None)
+    ways: Ways = {}
     for part in (train, subset(train, [0])):
         (samples,) = loaded.ordered(part)
         own = loaded.in_pieces(samples, memory_mb)

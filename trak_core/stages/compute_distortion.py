@@ -28,6 +28,7 @@ from trak_core.gradients import (
 )
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
+from trak_core.study.study import Study
 from trak_core.system.progress import with_progress
 
 _SEED = 0  # draws the samples
@@ -132,12 +133,13 @@ def compute_distortion(
     """
     torch.set_num_threads(threads)
     computes_on = full_precision(projecting_device(device))
-    loaded = LoadedModel.load(study_file, checkpoint, spec, computes_on)
+    study = Study.load(study_file)
+    loaded = LoadedModel.of_study(study, checkpoint, spec, computes_on)
     where = device_name(loaded.device)
     shapes = [parameter.shape for parameter in loaded.parameters.values()]
     projections = [projection_of(spec, shapes, i) for i in range(n_streams)]
     own = projections[0]
-    train = loaded.study.split(TRAIN, None)
+    train = study.split(TRAIN, None)
     n_drawn = min(most_samples, len(train.ids))
     need = distortion_need(n_drawn, own.proj_dim, n_streams)
     need.check(memory_mb)

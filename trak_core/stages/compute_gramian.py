@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trak_core.artifacts import GRAMIAN, checkpoint_scores_kind, create, selected_ids, software
+from trak_core.artifacts import checkpoint_scores_kind, create, selected_ids, software
 from trak_core.attribution.device import device_name, find_device, full_precision
 from trak_core.attribution.gauss_newton_scores import STEPS, newton_scores
-from trak_core.attribution.inner_products import inner_products
+from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.sample_outputs import warn_of_saturation, write_columns
-from trak_core.gradients import Variety
+from trak_core.attribution.sample_outputs import warn_of_saturation
 from trak_core.spec import TRAIN, FeaturesSpec, ScoresSpec
 from trak_core.stages._shared import PER_SAMPLE
 from trak_core.study.read_targets import split_of
+from trak_core.study.study import Study
 
 
 def compute_gramian(
@@ -41,24 +41,15 @@ def compute_gramian(
     place of ``targets``.
     """
     torch.set_num_threads(threads)
-    loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))
+    study = Study.load(study_file)
+    on = full_precision(find_device(device))
+    loaded = LoadedModel.of_study(study, checkpoint, spec, on)
     split = spec.split or TRAIN
-    data = loaded.study.split(TRAIN, None)
+    data = study.split(TRAIN, None)
     ids = selected_ids(selected, spec) or targets
-    targets_split = None if split == TRAIN else split_of(loaded.study, split, ids, question)
-    own = targets_split or data
-    where = device_name(loaded.device)
-    print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
-    values, columns = inner_products(loaded, data, targets_split, batch_size, memory_mb)
-    variety = Variety()
-    variety.add(values.T)
-    is_train = split == TRAIN
-    variety.check("training samples" if is_train else "targets", must_differ=is_train)
-    file_spec = loaded.file_spec(spec, spec.projection)
-    with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
-        rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
-        rows[:] = values
-        write_columns(writer, own.ids, columns, spec)
+    targets_split = None if split == TRAIN else split_of(study, split, ids, question)
+    sizes = {"batch_size": batch_size, "memory_mb": memory_mb}
+    write_gramian(gramian, loaded, data, targets_split, spec, code=code, **sizes)
 
 
 def compute_newton_scores(
@@ -83,10 +74,12 @@ def compute_newton_scores(
     """
     torch.set_num_threads(threads)
     features = spec.features
-    loaded = LoadedModel.load(study_file, checkpoint, features, full_precision(find_device(device)))
-    where, data = device_name(loaded.device), loaded.study.split(TRAIN, None)
+    study = Study.load(study_file)
+    on = full_precision(find_device(device))
+    loaded = LoadedModel.of_study(study, checkpoint, features, on)
+    where, data = device_name(on), study.split(TRAIN, None)
     ids = selected_ids(selected, spec.of_targets()) or targets
-    own = split_of(loaded.study, str(spec.experiment), ids, question)
+    own = split_of(study, str(spec.experiment), ids, question)
     print(f"{spec.experiment}: scores of {len(data.ids)} x {len(own.ids)} samples on {where}")
     result = newton_scores(loaded, data, own, spec.damping, batch_size, memory_mb)
     about = loaded.file_spec(features, features.projection)

@@ -22,6 +22,7 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.study.study import Study
 from trak_core.system.progress import with_progress
 
 
@@ -43,8 +44,9 @@ def compute_outputs(
     many samples are in memory as could be differentiated.
     """
     torch.set_num_threads(threads)
-    loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))
-    split = loaded.study.split("target_data", None)
+    study = Study.load(study_file)
+    loaded = LoadedModel.of_study(study, checkpoint, spec, find_device(device))
+    split = study.split("target_data", None)
     (samples,) = loaded.ordered(split)
     loaded = loaded.in_pieces(samples, memory_mb)
     output = loaded.output
@@ -98,12 +100,13 @@ def compute_embeddings(
     The frames ``train`` and ``targets`` have shape (samples, width).
     """
     torch.set_num_threads(threads)
-    loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))
+    study = Study.load(study_file)
+    loaded = LoadedModel.of_study(study, checkpoint, spec, find_device(device))
     file_spec = loaded.file_spec(spec, spec.projection)
     provenance = software(code, device_name(loaded.device), "torch", "numpy")
     with create(embeddings, EMBEDDINGS, file_spec, provenance) as writer:
         for key, name in (("train", TRAIN), ("targets", "targets")):
-            split = loaded.study.split(name, None)
+            split = study.split(name, None)
             (samples,) = loaded.ordered(split, window=_WINDOW)
 
             def computed(first: int, last: int, samples: OrderedSamples = samples) -> list[Tensor]:

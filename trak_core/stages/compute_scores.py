@@ -1,6 +1,6 @@
 """Score training samples by features and their normal matrix, or exactly; by self-influence too."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,77 +22,27 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.scores import powered, similarities
-from trak_core.attribution.solve import (
-    DampedGramian,
-    Spectrum,
-    damped_solve,
-    divide_by_lengths,
-    extreme_eigenvalues,
-    mean_squared_norm,
-    weighted_gramians,
-)
-from trak_core.config.memory_needs import exact_need, normal_matrix_need, scores_need
-from trak_core.dependency_digests import content_digest
-from trak_core.spec import NormalSpec, ScoresSpec
-from trak_core.stages._shared import (
-    PER_SAMPLE,
-    Damped,
-    normal_weights,
+from trak_core.attribution.fitted_checkpoint import (
+    DampedGradients,
+    DampedNormalMatrix,
     read_rows,
     self_influences,
-    write_samples,
+    similarity_rows,
+    write_normal_matrix,
 )
+from trak_core.config.memory_needs import exact_need, scores_need
+from trak_core.dependency_digests import content_digest
+from trak_core.spec import NormalSpec, ScoresSpec
+from trak_core.stages._shared import PER_SAMPLE, write_samples
 from trak_core.system.progress import blocks_with_progress
 
 
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Stream the training features once and keep N, its mean squared norm and its spectrum's ends.
-
-    With ``norm_power`` also its eigenvalues, and the k x k products that ||B|| of any damping comes
-    from: no other stage needs all training features again for it.
-    """
+    """Write the normal matrix of training features, by ``write_normal_matrix``."""
     with open_artifact(features, FEATURES) as train:
-        check_made_for(train, spec.features)
-        values = train.matrix("features")
-        n_rows, proj_dim = values.shape
-        rows = read_rows(values, normalize=spec.normalize)
-        weights = [normal_weights(train, spec.curvature_power)]
-        if spec.norm_power is not None:
-            weights.append(powered(train.vector("loss_weights"), spec.norm_power) ** 2)
-            if (weights[0] != 1).any():
-                weights.append(np.ones(n_rows))
-        block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
-
-        def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-            for start, stop in blocks_with_progress(n_rows, block, "samples"):
-                yield rows(start, stop), [own[start:stop] for own in weights]
-
-        matrix, *others = weighted_gramians(blocks())
-        own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
-        file_spec = {**train.spec, **own, "features": train.content_hash}
-    provenance, way = software(code, "cpu", "numpy", "scipy"), spec.weighting
-    with create(normal_matrix, NORMAL_MATRIX, file_spec, provenance, weighting=way) as writer:
-        names = range(proj_dim)
-        writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix
-        writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))
-        writer.scalar("n_train", n_rows)
-        if others:
-            spectrum = Spectrum.decompose(matrix)
-            smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
-            writer.vector("eigenvalues", spectrum.eigenvalues)
-            # Where all rows weigh 1 Phi^T Phi is N itself.
-            products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
-            writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
-        else:
-            smallest, largest = extreme_eigenvalues(matrix)
-        writer.scalar("smallest_eigenvalue", smallest)
-        writer.scalar("largest_eigenvalue", largest)
-        # At most what float64 can tell: an exactly singular matrix has one as well.
-        floor = largest * np.finfo(np.float64).eps
-        writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
+        write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
 
 def compute_scores(
@@ -132,9 +82,8 @@ def compute_scores(
         n_samples, proj_dim = scored.matrix("features").shape
         sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
-        damped = Damped.read(matrix_file, train_file, spec)
-        target_features = target_file.matrix("features")[:].astype(np.float64)
-        solved = damped_solve(damped.matrix, damped.ridge, damped.ends, target_features.T)
+        damped = DampedNormalMatrix.read(matrix_file, train_file, spec)
+        solved = damped.solve(target_file.matrix("features")[:])
         file_spec = {
             **spec.as_dict(),
             **shared,
@@ -146,9 +95,10 @@ def compute_scores(
         with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
             if keep == "full":
                 values = writer.matrix("similarities", sample_ids, target_ids, chunks=(1024, 64))
-                rows = read_rows(scored.matrix("features"), normalize=spec.normalize)
+                phi = read_rows(scored.matrix("features"), normalize=spec.normalize)
+                rows = similarity_rows(phi, solved)
                 for start, stop in blocks_with_progress(n_samples, block, "training samples"):
-                    values[start:stop] = similarities(rows(start, stop), solved)
+                    values[start:stop] = rows(start, stop)
             else:
                 names = range(proj_dim), target_ids
                 writer.matrix("solved_targets", *names, dtype=np.float64)[:] = solved
@@ -180,20 +130,13 @@ def compute_exact_scores(
         train_ids, target_ids = target_file.index("gramian"), target_file.columns("gramian")
         check_same("training samples", train_file.index("gramian"), train_ids, target_file)
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
-        weights = normal_weights(train_file, spec.curvature_power)
-        gramian, cross = train_file.matrix("gramian")[:], target_file.matrix("gramian")[:]
-        if spec.normalize:
-            divide_by_lengths(gramian, cross)
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
-        damped = DampedGramian.factorize(gramian, weights, spec.damping)
-        similarities = damped.similarities(cross)
-        norm = None
-        if spec.norm_power is not None:
-            norm = damped.train_norm(powered(train_file.vector("loss_weights"), spec.norm_power))
+        gradients = DampedGradients.read(train_file, spec)
+        similarities = gradients.similarities(target_file.matrix("gramian")[:])
         file_spec = {
             **spec.as_dict(),
             **shared,
-            "lambda": damped.ridge,
+            "lambda": gradients.damped.ridge,
             "train_gramian": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
@@ -201,7 +144,7 @@ def compute_exact_scores(
         with create(scores, EXACT_SCORES, file_spec, provenance) as writer:
             values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
             values[:] = similarities.astype(np.float32)
-            write_samples(writer, train_file, target_file, norm)
+            write_samples(writer, train_file, target_file, gradients.norm)
 
 
 def average_targets(

@@ -1,6 +1,7 @@
 """Cut an experiment's largest scores by tokens, of both texts, and by the model's layers."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,17 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.chosen_ways import read_ways
+from trak_core.attribution.chosen_ways import chosen_way, read_ways
 from trak_core.attribution.device import device_name
+from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers, projecting_device
 from trak_core.attribution.scores import checkpoint_weights, powered
-from trak_core.attribution.solve import damped_solve
-from trak_core.attribution.token_scores import (
-    SIDES,
-    Between,
-    cut_scores,
-    divided_by_lengths,
-    token_tables,
-)
-from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
-from trak_core.stages._shared import Damped
+from trak_core.attribution.token_scores import SIDES, cut_pairs, token_tables
+from trak_core.attribution.token_shares import Shares
+from trak_core.spec import TRAIN, Combine, ScoresSpec
 from trak_core.study.read_targets import split_of
+from trak_core.study.study import Study
 
 # Targets, from the first, and training samples of either sign for each.
 _TARGETS, _EACH = 100, 10
@@ -83,7 +79,7 @@ def compute_token_scores(
     rows = [place[i] for i in top["train_id"].tolist()]
     columns = [target_place[i] for i in top["target_id"].tolist()]
     cuts, powers, norms = [], [], []
-    where = projecting_device(device)
+    where, study = projecting_device(device), Study.load(study_file)
     for number, checkpoint in enumerate(spec.checkpoints):
         own = spec.under(checkpoint)
         with (
@@ -93,32 +89,27 @@ def compute_token_scores(
         ):
             check_made_for(train, own.of_train())
             check_made_for(target, own.of_targets())
-            damped = Damped.read(matrix, train, own)
+            damped = DampedNormalMatrix.read(matrix, train, own)
             phi = _rows(train, train_ids)
             target_phi = _rows(target, target_ids)
             rows_of = {sample_id: i for i, sample_id in enumerate(train.ids("sample_ids"))}
             weights = train.vector("loss_weights")[[rows_of[i] for i in train_ids]]
-        phi, lengths = divided_by_lengths(phi, normalize=spec.normalize)
-        solved = damped_solve(
-            damped.matrix, damped.ridge, damped.ends, np.concatenate([target_phi, phi]).T
-        ).T
         powers.append(powered(weights, spec.loss_weight_power or 1.0))
         norms.append(damped.norm or 1.0)
         print(f"Checkpoint {checkpoint}: {len(top)} scores", flush=True)
-        loaded = LoadedModel.load(study_file, checkpoints[number], own.of_train(), where)
+        loaded = LoadedModel.of_study(study, checkpoints[number], own.of_train(), where)
         today = loaded.file_spec(own.of_train(), {})["checkpoint"]
         check_same("checkpoints", today, train.spec["checkpoint"], train)
-        projection = projection_of(own.of_train(), [p.shape for p in loaded.parameters.values()])
-        between = Between(
-            train=loaded.study.split(TRAIN, None).take(train_ids),
-            targets=split_of(loaded.study, str(spec.experiment), target_ids, question),
-            solved_train=solved[len(target_ids) :],
-            solved_targets=solved[: len(target_ids)],
-            lengths=lengths,
-            pairs=list(zip(rows, columns, strict=True)),
+        splits = (
+            study.split(TRAIN, None).take(train_ids),
+            split_of(study, str(spec.experiment), target_ids, question),
         )
+        pairs = list(zip(rows, columns, strict=True))
         ways = read_ways(gradient_method, own.of_train())
-        cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb, ways))
+        method_of = partial(chosen_way, ways=ways, reads_terms=Shares.reads_terms)
+        features = phi, target_phi
+        given = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
+        cuts.append(cut_pairs(*given, method_of))
     assert spec.combine is not None
     counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
     tokens, layers = token_tables(top, cuts, counts)

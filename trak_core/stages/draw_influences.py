@@ -21,21 +21,7 @@ from trak_core.artifacts import (
 )
 from trak_core.lists.lists import few_targets
 from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
-from trak_core.report.describe_samples import (
-    BEGINNING,
-    EACH,
-    Examples,
-    Picture,
-    Words,
-    are_drawn,
-    contents_digest,
-    find_examples,
-    printed,
-    readable,
-    show_sample,
-    shown_tokens,
-    targets_of_mean,
-)
+from trak_core.report.describe_samples import EACH, Examples, find_examples, targets_of_mean
 from trak_core.report.explore_data import EACH_ON_PAGE, Answer, Tokens, explore
 from trak_core.report.read_results import File, output_of, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
@@ -44,6 +30,17 @@ from trak_core.report.template_filters import anchor, number
 from trak_core.spec import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
+from trak_core.study.show_samples import (
+    BEGINNING,
+    Picture,
+    Words,
+    are_drawn,
+    contents_digest,
+    printed,
+    readable,
+    show_sample,
+    shown_tokens,
+)
 from trak_core.study.study import Study
 from trak_core.system.files import harmless, written_whole
 from trak_core.system.progress import blocks_with_progress

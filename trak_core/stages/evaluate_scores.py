@@ -31,8 +31,14 @@ from trak_core.artifacts import (
     read_frame,
     software,
 )
-from trak_core.config.cross_checks import usual_combine, usual_power, usual_weighting
+from trak_core.attribution.fitted_checkpoint import (
+    normal_weights,
+    read_rows,
+    score_rows,
+    self_influences,
+)
 from trak_core.config.memory_needs import evaluation_need
+from trak_core.config.scoring_settings import usual_combine, usual_power, usual_weighting
 from trak_core.evaluation.baselines import (
     Bm25,
     cosine_sums,
@@ -69,13 +75,7 @@ from trak_core.spec import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._shared import (
-    normal_weights,
-    read_embeddings,
-    read_rows,
-    score_rows,
-    self_influences,
-)
+from trak_core.stages._shared import read_embeddings
 from trak_core.study.retraining_draws import flipped_samples
 
 

@@ -19,6 +19,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.attribution.fitted_checkpoint import ReadRows
 from trak_core.attribution.scores import powered
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.evaluation.intervals import CONFIDENCE
@@ -33,7 +34,7 @@ from trak_core.lists.groups import (
     run_weights,
 )
 from trak_core.spec import Combine, ScoresSpec
-from trak_core.stages._shared import ReadRows, similarity_rows
+from trak_core.stages._shared import stored_similarities
 from trak_core.system.progress import blocks_with_progress
 
 
@@ -67,7 +68,7 @@ def sum_groups(
         check_together(parts, spec)
         check_same("training samples", train["id"].tolist(), parts[0].ids("train_ids"), file)
         rows = [
-            similarity_rows(part, phi, normalize=spec.normalize)
+            stored_similarities(part, phi, normalize=spec.normalize)
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
         ]
         target_ids = parts[0].ids("target_ids")

@@ -1,13 +1,69 @@
-"""Show how far a stage has come, in lines fit for a log file."""
+"""Show how far work has come: in a job by lines fit for a log file, elsewhere by a bar."""
 
+import sys
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVarTuple
 
 _WIDTH = 20
 _SECONDS = 10.0
+# Takes the number of rows that are done; None in a job.
+_advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
 Rest = TypeVarTuple("Rest")
+
+
+@contextmanager
+def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
+    """Have ``with_progress`` call ``advance`` with the rows of each block; nothing is printed."""
+    token = _advance.set(advance)
+    try:
+        yield
+    finally:
+        _advance.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar that counts rows: ``advance`` takes the number of some that are done."""
+
+    advance: Callable[[int], object]
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Count the rows that ``with_progress`` yields."""
+        return reported_to(self.advance)
+
+    def silent(self) -> AbstractContextManager[None]:
+        """Count nothing that ``with_progress`` yields, and print nothing."""
+        return reported_to(lambda n_rows: None)
+
+
+@contextmanager
+def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
+    """Yield a bar for terminals and notebooks; elsewhere a line on standard error, now and then."""
+    outer = _advance.get()
+    if outer is not None:  # somebody counts already
+        yield Bar(outer)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of notebooks without ipywidgets, where it is a line
+        from tqdm.auto import tqdm
+
+        is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+        interval = 0.1 if is_seen else _SECONDS
+        shown = tqdm(total=total, desc=name, unit=" samples", mininterval=interval)
+    with shown:
+        yield Bar(shown.update)
+
+
+def log(text: str) -> None:
+    """Print what a job's log says of its work; nothing where progress is reported elsewhere."""
+    if _advance.get() is None:
+        print(text, flush=True)
 
 
 def with_progress(
@@ -17,10 +73,14 @@ def with_progress(
 
     Blocks begin with start and stop, in order. The unit is the plural of what is counted.
     """
+    advance = _advance.get()
     began = printed = time.monotonic()
     for block in blocks:
         yield block
-        stop = block[1]
+        start, stop = block[:2]
+        if advance is not None:
+            advance(stop - start)
+            continue
         now = time.monotonic()
         if now - printed >= _SECONDS or stop == n_rows:
             printed = now

@@ -1,0 +1,181 @@
+"""Combine scores over checkpoints, block of rows by block of rows, and keep the largest."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Self
+
+import numpy as np
+
+from trak_core.artifacts import Artifact, Writer
+from trak_core.attribution.fitted_checkpoint import Part
+from trak_core.attribution.scores import (
+    Extremes,
+    harmed_class,
+    help_and_harm,
+    improving_signs,
+    largest,
+    merged,
+    most_frequent,
+)
+from trak_core.config.memory_needs import CHUNK_ROWS
+from trak_core.model_outputs.about_outputs import About
+
+# Blocks of more scores leave the processor's cache between one step and the next.
+_FAST_SCORES = 2**21
+
+Summary = Callable[[np.ndarray], np.ndarray]
+
+
+def fast_rows(n_targets: int) -> int:
+    """Return how many rows of scores a block has at most, whole chunks."""
+    return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
+
+
+def mean(numbers: np.ndarray) -> np.ndarray:
+    """Return the mean over checkpoints, float32."""
+    return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
+
+
+def _sd(numbers: np.ndarray) -> np.ndarray:
+    return numbers.std(axis=0, dtype=np.float64).astype(np.float32)
+
+
+def summarized(
+    parts: Sequence[Part], key: str, n_samples: int, block: int, *summaries: Summary
+) -> list[np.ndarray]:
+    """Return summaries over the checkpoints of one value a sample, shape (n,) each."""
+    blocks: list[list[np.ndarray]] = [[] for _ in summaries]
+    for start in range(0, n_samples, block):
+        values = np.stack([part.vector(key, start, start + block) for part in parts])
+        for summary, done in zip(summaries, blocks, strict=True):
+            done.append(summary(values))
+    return [np.concatenate(done) for done in blocks]
+
+
+def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
+    """Return labels and what checkpoints make of the samples of a side, ``train`` or ``target``.
+
+    Outputs, and predictions that are no classes, are means over the checkpoints; of classes it is
+    the most frequent. ``output_sd`` is the outputs' standard deviation. All have shape (n,).
+    """
+    ids, labels = parts[0].vector(f"{side}_ids"), parts[0].vector(f"{side}_labels")
+    outputs, spreads = summarized(parts, f"{side}_outputs", len(ids), block, mean, _sd)
+    key = f"{side}_predictions"
+    if parts[0].vector(key, 0, 1).dtype.kind == "f":
+        (predictions,) = summarized(parts, key, len(ids), block, mean)
+    else:
+        predictions = np.concatenate([
+            most_frequent(
+                np.stack([part.vector(key, i, i + block) for part in parts]),
+                labels[i : i + block],
+                outputs[None, i : i + block],
+            )
+            for i in range(0, len(ids), block)
+        ])
+    columns = {"id": ids, "label": labels, "prediction": predictions}
+    return {**columns, "output": outputs, "output_sd": spreads}
+
+
+def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
+    """Add the column ``improves``, where it is known which sign of a score improves a target.
+
+    A mean of several targets has no label of its own.
+    """
+    if about.better and (about.better == "larger" or not is_mean):
+        compared = targets["label"], targets["prediction"]
+        targets["improves"] = improving_signs(about.better, *compared)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptScores:
+    """What is kept of the scores of some training samples, of all targets.
+
+    ``by_sample`` holds ``help``, ``harm`` and ``harmed_label``, if known, of shape (rows,).
+    ``harmful`` are the largest of negated scores. Without a row there are none.
+    """
+
+    helpful: Extremes | None
+    harmful: Extremes | None
+    by_sample: dict[str, np.ndarray]
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Iterable[tuple[int, np.ndarray]],
+        improves: np.ndarray | None,
+        labels: np.ndarray | None,
+        top: int,
+    ) -> Self:
+        """Return it from blocks of rows, each with its first row.
+
+        Signs of what improves targets are None where that is unknown, labels where they are no
+        classes.
+        """
+        helpful = harmful = None
+        by_sample: dict[str, list[np.ndarray]] = {}
+        if improves is not None:
+            by_sample |= {"help": [], "harm": []}
+        if labels is not None:
+            by_sample["harmed_label"] = []
+        for start, mean in blocks:
+            if improves is not None:
+                both = help_and_harm(mean, improves).astype(np.float32)
+                by_sample["help"].append(both[:, 0])
+                by_sample["harm"].append(both[:, 1])
+            if labels is not None:
+                by_sample["harmed_label"].append(harmed_class(mean, labels))
+            helpful = largest(helpful, start, mean, top)
+            harmful = largest(harmful, start, -mean, top)
+        return cls(helpful, harmful, _joined(by_sample))
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
+        """Return it from shards that have rows, in order."""
+        keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
+        by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
+
+        def extremes(key: str) -> Extremes:
+            each = (
+                Extremes(shard.matrix(f"{key}_rows")[:], shard.matrix(key)[:]) for shard in shards
+            )
+            return reduce(lambda seen, own: merged(seen, own, top), each)
+
+        return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))
+
+    def write(self, writer: Writer, targets: np.ndarray) -> None:
+        """Write it as a shard."""
+        for key, values in self.by_sample.items():
+            writer.vector(key, values)
+        for key, seen in (("helpful", self.helpful), ("harmful", self.harmful)):
+            if seen is not None:
+                ranks = np.arange(len(seen.rows))
+                writer.matrix(key, ranks, targets)[:] = seen.scores
+                writer.matrix(f"{key}_rows", ranks, targets, dtype=np.int64)[:] = seen.rows
+
+
+def _joined(blocks: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {key: np.concatenate(parts or [np.empty(0)]) for key, parts in blocks.items()}
+
+
+def influence_table(
+    seen: KeptScores, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return each target's largest scores of either sign."""
+    helpful, harmful = seen.helpful, seen.harmful
+    assert helpful is not None
+    assert harmful is not None
+    # (target, sign, rank): the order of the table.
+    rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
+    sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
+    kept = sizes > 0
+    target, sign, rank = np.nonzero(kept)
+    signs, train_rows = np.array([1, -1])[sign], rows[kept]
+    return {
+        "target_id": targets["id"][target],
+        "rank": rank + 1,
+        "sign": signs,
+        "train_id": train["id"][train_rows],
+        "train_label": train["label"][train_rows],
+        "score": (signs * sizes[kept]).astype(np.float32),
+    }

@@ -1,0 +1,330 @@
+"""Score targets by what is known of the training samples under all checkpoints."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, ArtifactError, open_artifact
+from trak_core.attribution.checkpoint_scorers import (
+    Compute,
+    ExactScorer,
+    MemoryPart,
+    NewtonScorer,
+    ProjectedScorer,
+    Scorer,
+    stored_columns,
+)
+from trak_core.attribution.chosen_ways import Ways, chosen_way, read_ways
+from trak_core.attribution.fitted_checkpoint import (
+    DampedGradients,
+    DampedNormalMatrix,
+    self_influences,
+)
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.scores import checkpoint_weights, powered
+from trak_core.attribution.target_scores import Scores
+from trak_core.attribution.token_scores import Cut, token_tables
+from trak_core.attribution.write_features import projection_for
+from trak_core.errors import InputError
+from trak_core.gradients import Batch, GradientMethod
+from trak_core.spec import EXACT, GAUSS_NEWTON, Combine, ScoresSpec
+from trak_core.study.dataset_split import Split
+from trak_core.study.given_data import split_of_data
+from trak_core.study.show_samples import sample_as_html
+from trak_core.study.study import Study
+from trak_core.system.progress import progress_bar
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an attributor computes with.
+
+    Attributes:
+        spec: What decides the scores.
+        train: The training samples, and the folder of what was computed of them, once fitted.
+    """
+
+    spec: ScoresSpec
+    compute: Compute
+    train: Split | None = None
+    folder: Path = Path()
+    study: Study | None = None
+
+
+class FittedAttributor:
+    """Scores for targets, once features of the training samples are there.
+
+    An ``Attributor`` is one, and so is a finished run (``trak_core.open``).
+    """
+
+    _setup: Setup
+
+    def __init__(self) -> None:
+        """Hold nothing in memory."""
+        self._describe: Callable[[Any], str] | None = None
+        # Scorers that stay in memory, by checkpoint; whether any may.
+        self._held: dict[str, Scorer] = {}
+        self._holds = True
+
+    @property
+    def _spec(self) -> ScoresSpec:
+        return self._setup.spec
+
+    @property
+    def _compute(self) -> Compute:
+        return self._setup.compute
+
+    @property
+    def _train(self) -> Split:
+        """The training samples."""
+        if self._setup.train is None:
+            raise InputError(
+                "An attributor must be fitted before it scores. Call `fit(train_data)` first.",
+                code="attribution.not_fitted",
+            )
+        return self._setup.train
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Ids of the checkpoints, sorted."""
+        return self._spec.checkpoints
+
+    @property
+    def settings(self) -> ScoresSpec:
+        """All settings that decide the scores, those that were left out among them."""
+        return self._spec
+
+    def score(
+        self,
+        target_data: Any,
+        *,
+        ids: Iterable[int | str] | None = None,
+        keep: Literal["full", "top_k"] = "full",
+        top: int = 20,
+    ) -> Scores:
+        """Return the scores of all training samples for targets.
+
+        Args:
+            target_data: The samples whose predictions are explained, as ``fit`` takes data.
+            ids: An id a target; 0, 1, 2, ... if None.
+            keep: ``full`` for all n x m scores; ``top_k`` for the top influences alone: scores are
+                then formed a block at a time, and there is no ``Scores.frame``.
+            top: Top influences of either sign that are kept for each target.
+        """
+        return self._score(split_of_data(target_data, ids), keep=keep, top=top)
+
+    def self_influence(self) -> pd.DataFrame:
+        """Return how much each training sample explains itself: |A_c[i, i] Q_c[i]|, averaged.
+
+        Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by id. Large ones
+        are memorized, often mislabelled. Not with ``exact`` and ``gauss_newton``.
+        """
+        self._check_projected("Self-influences")
+        features, matrices = (
+            [f(c) for c in self.checkpoints] for f in (self._features, self._normal_matrix)
+        )
+        n_steps = len(self.checkpoints) * len(self._train.ids)
+        bar = progress_bar("self-influence", n_steps)
+        with self._at_work(), bar as counted, counted.counting():
+            columns, *_ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
+        return pd.DataFrame(columns).set_index("id")
+
+    def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Cut the scores of each target's ``top`` training samples of either sign by tokens.
+
+        A token's score is what its place adds to the sample's gradient where the model uses its
+        parameters; a layer's, what its parameters add. Samples must be texts.
+
+        Args:
+            scores: What ``score`` of this attributor returned.
+            top: Training samples of either sign, at most as many as were kept.
+
+        Returns:
+            Tables ``target_id``, ``train_id``, ``side`` (whose tokens these are, ``train`` or
+            ``target``), ``token`` (from 0; -1 for what is no token's) and ``score``; and
+            ``target_id``, ``train_id``, ``layer`` and ``score``. Rows of a pair and a side add up
+            to its score.
+        """
+        self._check_projected("Scores by tokens")
+        assert scores.samples is not None
+        both = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
+        both = both.rename(columns={"target": "target_id", "train": "train_id"})
+        train_ids = [*dict.fromkeys(both["train_id"].tolist())]
+        target_ids = [*dict.fromkeys(both["target_id"].tolist())]
+        with self._at_work():
+            return self._cut(both, train_ids, scores.samples.take(target_ids))
+
+    # What each kind has in its own way.
+
+    def _at_work(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which samples and checkpoints can be read."""
+        return contextlib.nullcontext()
+
+    def _load(self, name: str) -> LoadedModel:
+        """Return the model under a checkpoint."""
+        raise NotImplementedError
+
+    def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
+        """Refuse a file that is of other data, settings or checkpoints."""
+        raise NotImplementedError
+
+    # Files, in the layout of a run's results.
+
+    def _features(self, name: str) -> Path:
+        kind = "features" if self._is_projected else "gramian"
+        return self._setup.folder / kind / name / "train.h5"
+
+    def _normal_matrix(self, name: str) -> Path:
+        return self._setup.folder / "normal_matrix" / f"{name}.h5"
+
+    @property
+    def _is_projected(self) -> bool:
+        return self._spec.features.projection.get("kind") not in {EXACT, GAUSS_NEWTON}
+
+    @property
+    def _is_newton(self) -> bool:
+        return self._spec.features.projection.get("kind") == GAUSS_NEWTON
+
+    def _check_projected(self, noun: str) -> None:
+        if not self._is_projected:
+            raise InputError(
+                f"{noun} need projected features. Found `projection: "
+                f"{self._spec.features.projection['kind']}`. Take a projection.",
+                code="attribution.no_features",
+            )
+
+    def _chosen(self, loaded: LoadedModel, few: Batch) -> GradientMethod:
+        """Return the way to gradients, chosen once for each form of samples, or by a run."""
+        return chosen_way(loaded, few, self._ways)
+
+    @cached_property
+    def _ways(self) -> Ways:
+        return read_ways(self._setup.folder / "gradient_method.json", self._spec.features)
+
+    def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
+        own = self._spec.under(name).of_train()
+        projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
+        return loaded.file_spec(own, projection)
+
+    # Scores.
+
+    def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
+        n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
+        with ExitStack() as stack, self._at_work():
+            bar = progress_bar("score", len(self.checkpoints) * n_steps)
+            with bar as counted, counted.counting():
+                try:
+                    parts = self._parts(targets, stack)
+                except InputError as error:
+                    if error.code != "gradients.memory_limit" or not self._held:
+                        raise
+                    # The gradients get the memory of what was held.
+                    self._held, self._holds = {}, False
+                    parts = self._parts(targets, stack)
+            return Scores.of_parts(
+                parts,
+                [part.rows for part in parts],
+                self._spec,
+                keep=keep,
+                top=top,
+                memory_mb=self._compute.memory_mb,
+                show=self._shows(targets),
+                samples=targets,
+            )
+
+    def _parts(self, targets: Split, stack: ExitStack) -> list[MemoryPart]:
+        parts = []
+        for name in self.checkpoints:
+            scorer = self._scorer(name, stack)
+            # What is held has the other half.
+            memory_mb = self._compute.memory_mb // (1 + (name in self._held))
+            parts.append(scorer.score(targets, replace(self._compute, memory_mb=memory_mb)))
+            del scorer  # before the next is read
+        return parts
+
+    def _scorer(self, name: str, stack: ExitStack) -> Scorer:
+        """Return a checkpoint's scorer, which stays in memory if all of them fit into half of it.
+
+        ``stack`` keeps the files of others open.
+        """
+        if name in self._held:
+            return self._held[name]
+        loaded = self._load(name)
+        own = self._spec.under(name)
+        if self._is_newton:
+            return NewtonScorer(loaded, own.damping, self._train)
+        with ExitStack() as files:
+            path = self._features(name)
+            kind = FEATURES if self._is_projected else GRAMIAN
+            file = files.enter_context(open_artifact(path, kind))
+            expected = self._file_spec(name, loaded)
+            differ = [key for key in expected if expected[key] != file.spec.get(key)]
+            if not differ and file.ids("sample_ids") != self._train.ids:
+                differ = ["sample_ids"]
+            if differ:
+                self._refuse(path, differ)
+            train = self._train, stored_columns(file)
+            if self._is_projected:
+                with open_artifact(self._normal_matrix(name), NORMAL_MATRIX) as matrix:
+                    try:
+                        damped = DampedNormalMatrix.read(matrix, file, own)
+                    except ArtifactError:
+                        self._refuse(matrix.path, ["scoring"])
+                scorer = ProjectedScorer(
+                    loaded, own, damped, file.matrix("features"), train, self._chosen
+                )
+            else:
+                scorer = ExactScorer(loaded, DampedGradients.read(file, own), train)
+            tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
+            needed = scorer.n_bytes + sum(tensor.nbytes for tensor in tensors)
+            if self._holds and len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19:
+                if isinstance(scorer, ProjectedScorer):
+                    scorer = replace(scorer, features=scorer.features[:])
+                self._held[name] = scorer
+            else:
+                stack.enter_context(files.pop_all())
+        return scorer
+
+    def _shows(self, targets: Split) -> Callable[[bool, Any], str]:
+        train, study, describe = self._train, self._setup.study, self._describe
+        rows = [{sample_id: i for i, sample_id in enumerate(s.ids)} for s in (train, targets)]
+
+        def show(is_target: bool, sample_id: Any) -> str:
+            split, row = (train, targets)[is_target], rows[is_target][sample_id]
+            with self._at_work():
+                return sample_as_html(split.samples[row], sample_id, study, describe)
+
+        return show
+
+    def _cut(
+        self, both: pd.DataFrame, train_ids: list[Any], targets: Split
+    ) -> tuple[pd.DataFrame, pd.DataFrame]:
+        row_of = {sample_id: i for i, sample_id in enumerate(self._train.ids)}
+        rows = [row_of[train_id] for train_id in train_ids]
+        places = [
+            {sample_id: i for i, sample_id in enumerate(ids)} for ids in (train_ids, targets.ids)
+        ]
+        names = both["train_id"].tolist(), both["target_id"].tolist()
+        pairs = [(places[0][a], places[1][b]) for a, b in zip(*names, strict=True)]
+        cuts: list[tuple[Cut, Cut]] = []
+        powers, norms = [], []
+        n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
+        with progress_bar("tokens", n_steps) as bar, bar.counting():
+            for name in self.checkpoints:
+                with ExitStack() as stack:
+                    scorer = self._scorer(name, stack)
+                    assert isinstance(scorer, ProjectedScorer)
+                    cuts.append(scorer.cut(rows, targets, pairs, self._compute))
+                    weights = scorer.train[1]["loss_weights"][rows]
+                    powers.append(powered(weights, self._spec.loss_weight_power or 1.0))
+                    norms.append(scorer.damped.norm or 1.0)
+        combine = Combine(self._spec.combine)
+        counts = checkpoint_weights(np.stack(powers), np.array(norms), combine)
+        return token_tables(both, cuts, counts[:, [row for row, _ in pairs]])

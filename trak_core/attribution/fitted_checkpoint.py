@@ -1,0 +1,290 @@
+"""Solve for targets under one checkpoint: its damped normal matrix or Gramian, from files."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import scipy.linalg
+
+from trak_core.artifacts import (
+    FEATURES,
+    NORMAL_MATRIX,
+    Artifact,
+    Rows,
+    check_made_for,
+    check_same,
+    create,
+    open_artifact,
+    software,
+)
+from trak_core.attribution.scores import combined, most_frequent, powered, similarities, unit_rows
+from trak_core.attribution.solve import (
+    DampedGramian,
+    Spectrum,
+    damped_factor,
+    damped_squares,
+    divide_by_lengths,
+    extreme_eigenvalues,
+    mean_squared_norm,
+    train_norm,
+    weighted_gramians,
+)
+from trak_core.config.memory_needs import CHUNK_ROWS, normal_matrix_need, scores_need
+from trak_core.errors import InputError
+from trak_core.spec import Combine, NormalSpec, ScoresSpec
+from trak_core.system.progress import blocks_with_progress
+
+# Rows of a matrix from start to stop.
+ReadRows = Callable[[int, int], np.ndarray]
+
+
+class Part(Protocol):
+    """One checkpoint's scores before they are combined: a file, or the same in memory.
+
+    Vectors are ``loss_weights``, and ``labels``, ``outputs`` and ``predictions`` of either side,
+    such as ``train_labels``; the scalar ``train_norm`` is ||B||, there where scores are divided by
+    it.
+    """
+
+    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return one value a sample."""
+        ...
+
+    def scalar(self, key: str) -> float:
+        """Return one number."""
+        ...
+
+
+def read_rows(
+    values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
+) -> ReadRows:
+    """Return a reader of rows, of ``first`` columns; ``normalize`` makes lengths 1, in float64."""
+    if not normalize:
+        return lambda start, stop: values[start:stop, :first]
+    return lambda start, stop: unit_rows(values[start:stop, :first])
+
+
+def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
+    """Return a reader of rows of A_c = Phi_c X, X = (N + ridge I)^-1 T_c^T of shape (k, m).
+
+    Products are of a chunk's rows, so that larger blocks give the same to the last bit. X is read
+    again for every block if it is stored.
+    """
+
+    def products(start: int, stop: int) -> np.ndarray:
+        rows, of_all = phi(start, stop), solved[:]
+        values = np.empty((len(rows), of_all.shape[1]))
+        for i in range(0, len(rows), CHUNK_ROWS):
+            values[i : i + CHUNK_ROWS] = similarities(rows[i : i + CHUNK_ROWS], of_all)
+        return values
+
+    return products
+
+
+def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
+    """Return how to get rows of the scores of all checkpoints, from rows of each A_c."""
+    assert spec.loss_weight_power is not None
+    combine, power = Combine(spec.combine), spec.loss_weight_power
+    norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
+
+    def addends(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
+        for part, read, norm in zip(parts, similarity, norms, strict=True):
+            yield read(start, stop), powered(part.vector("loss_weights", start, stop), power), norm
+
+    return lambda start, stop: combined(addends(start, stop), combine)
+
+
+def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
+    """Return W's diagonal (n,), float64: ones, or a power of the curvature of the samples' loss."""
+    if curvature_power is None:
+        return np.ones(len(train.vector("sample_ids")))
+    if not train.has("curvature"):
+        raise InputError(
+            f"{train.path}: training samples weighted by `curvature` must come with the curvature "
+            f"of their loss. The model output {train.spec['model_output']} has none; set "
+            "scoring.weighting to plain.",
+            code="stages.no_curvature",
+        )
+    return train.vector("curvature").astype(np.float64) ** curvature_power
+
+
+def write_normal_matrix(
+    path: Path, train: Artifact, spec: NormalSpec, *, code: str, memory_mb: int
+) -> None:
+    """Stream training features once; write N = Phi^T W Phi, its mean squared norm and spectrum.
+
+    With ``norm_power`` also its eigenvalues, and the k x k products that ||B|| of any damping comes
+    from: nothing else needs all training features again for it.
+
+    Source: docs/explanation/scores.md, "The formula".
+    """
+    check_made_for(train, spec.features)
+    values = train.matrix("features")
+    n_rows, proj_dim = values.shape
+    rows = read_rows(values, normalize=spec.normalize)
+    weights = [normal_weights(train, spec.curvature_power)]
+    if spec.norm_power is not None:
+        weights.append(powered(train.vector("loss_weights"), spec.norm_power) ** 2)
+        if (weights[0] != 1).any():
+            weights.append(np.ones(n_rows))
+    block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
+
+    def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        for start, stop in blocks_with_progress(n_rows, block, "samples"):
+            yield rows(start, stop), [own[start:stop] for own in weights]
+
+    matrix, *others = weighted_gramians(blocks())
+    own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
+    file_spec = {**train.spec, **own, "features": train.content_hash}
+    provenance, way = software(code, "cpu", "numpy", "scipy"), spec.weighting
+    with create(path, NORMAL_MATRIX, file_spec, provenance, weighting=way) as writer:
+        names = range(proj_dim)
+        writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix
+        writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))
+        writer.scalar("n_train", n_rows)
+        if others:
+            spectrum = Spectrum.decompose(matrix)
+            smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
+            writer.vector("eigenvalues", spectrum.eigenvalues)
+            # Where all rows weigh 1 Phi^T Phi is N itself.
+            products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
+            writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
+        else:
+            smallest, largest = extreme_eigenvalues(matrix)
+        writer.scalar("smallest_eigenvalue", smallest)
+        writer.scalar("largest_eigenvalue", largest)
+        # At most what float64 can tell: an exactly singular matrix has one as well.
+        floor = largest * np.finfo(np.float64).eps
+        writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DampedNormalMatrix:
+    """Cholesky's factor L of a checkpoint's damped normal matrix, L L^T = N + ridge I.
+
+    Attributes:
+        factor: L in the lower triangle, shape (k, k), float64.
+        ridge: damping * mean_i w_i |phi_i|^2.
+        norm: ||B||, None where scores are not divided by it.
+    """
+
+    factor: np.ndarray
+    ridge: float
+    norm: float | None
+
+    @classmethod
+    def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
+        """Factorize a stored normal matrix, which must be made of the training features given."""
+        own = spec.of_normal_matrix()
+        expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
+        expected |= {"features": train.content_hash}
+        stored = {key: file.spec.get(key) for key in expected}
+        check_same("features", expected, stored, file)
+        ridge = spec.damping * file.scalar("mean_squared_norm")
+        norm = None
+        if spec.norm_power is not None:
+            products = file.matrix("norm_products")[:]
+            norm = train_norm(file.vector("eigenvalues"), products, ridge)
+        ends = file.scalar("smallest_eigenvalue"), file.scalar("largest_eigenvalue")
+        return cls(damped_factor(file.matrix("normal_matrix")[:], ridge, ends), ridge, norm)
+
+    def solve(self, features: np.ndarray) -> np.ndarray:
+        """Return (N + ridge I)^-1 T^T, shape (k, m), of features T, shape (m, k), float64."""
+        return scipy.linalg.cho_solve((self.factor, True), features.astype(np.float64).T)
+
+    def self_similarities(self, rows: np.ndarray, *, normalize: bool) -> np.ndarray:
+        """Return A_c[i, i] of training samples with these features, shape (rows,)."""
+        diagonal = damped_squares(self.factor, rows)
+        if normalize:
+            # As a training sample it has length 1; as its own target it is as it is.
+            lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
+            diagonal /= np.where(lengths > 0, lengths, 1)
+        return diagonal
+
+
+@dataclass(frozen=True, slots=True)
+class DampedGradients:
+    """The same without a projection: K W + ridge I of the n training samples.
+
+    Attributes:
+        damped: The damped Gramian, factorized.
+        shares: What rows of inner products are multiplied by, shape (n, 1): 1, or with
+            ``normalize`` 1 over the lengths of the training samples' gradients.
+        norm: ||B||, None where scores are not divided by it.
+    """
+
+    damped: DampedGramian
+    shares: np.ndarray
+    norm: float | None
+
+    @classmethod
+    def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
+        """Factorize a stored Gramian of the training samples."""
+        weights, gramian = normal_weights(train, spec.curvature_power), train.matrix("gramian")[:]
+        shares = np.ones((len(gramian), 1))
+        if spec.normalize:
+            divide_by_lengths(gramian, shares)
+        damped = DampedGramian.factorize(gramian, weights, spec.damping)
+        norm = None
+        if spec.norm_power is not None:
+            norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
+        return cls(damped, shares, norm)
+
+    def similarities(self, cross: np.ndarray) -> np.ndarray:
+        """Return A_c (n, m), float64, of inner products of training samples with targets."""
+        return self.damped.similarities(cross * self.shares)
+
+
+def self_influences(
+    features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
+) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
+    """Return the size of A_c[i, i] Q_c[i] of every training sample i, averaged like a score.
+
+    The sign is left out, because it is that of Q: no training sample harms itself. Predictions and
+    outputs are those of the last checkpoint of every run. There are features and a normal matrix
+    for each checkpoint. Returns columns id, label, prediction, output and self_influence; loss
+    weights averaged over ends of runs, shape (n,); and a file's spec.
+
+    Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
+        section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".
+    """
+    assert spec.loss_weight_power is not None
+    addends = []
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
+        for file, path, checkpoint in zip(files, normal_matrices, spec.checkpoints, strict=True):
+            own = spec.under(checkpoint)
+            check_made_for(file, own.of_train())
+            check_same("training samples", files[0].ids("sample_ids"), file.ids("sample_ids"), file)
+            with open_artifact(path, NORMAL_MATRIX) as matrix:
+                damped = DampedNormalMatrix.read(matrix, file, own)
+            values = file.matrix("features")
+            diagonal = np.empty((len(values), 1))
+            block = scores_need(values.shape[1], 1).rows(memory_mb)
+            for start, stop in blocks_with_progress(len(values), block, "training samples"):
+                diagonal[start:stop, 0] = damped.self_similarities(
+                    values[start:stop], normalize=spec.normalize
+                )
+            weights = powered(file.vector("loss_weights"), spec.loss_weight_power)
+            addends.append((diagonal, weights, damped.norm or 1.0))
+        mean = np.abs(combined(addends, Combine(spec.combine))[:, 0])
+        ends = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        predictions = np.stack([file.vector("predictions") for file in ends])
+        labels = files[0].vector("labels")
+        outputs = np.stack([file.vector("outputs") for file in ends])
+        is_class = predictions.dtype.kind != "f"
+        common = most_frequent(predictions, labels, outputs) if is_class else predictions.mean(0)
+        columns = {
+            "id": files[0].ids("sample_ids"),
+            "label": labels,
+            "prediction": common,
+            "output": outputs.mean(axis=0, dtype=np.float64),
+            "self_influence": mean,
+        }
+        projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}
+        weights = np.stack([file.vector("loss_weights") for file in ends])
+    file_spec = spec.as_dict() | {"projection": projection}
+    return columns, weights.mean(axis=0, dtype=np.float64), file_spec

@@ -1,0 +1,128 @@
+"""Read the settings that a Python program gives an ``Attributor``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.attribution.device import full_precision, takes_cuda
+from trak_core.config.checkpoint_list import Checkpoint, checkpoint_table
+from trak_core.errors import InputError
+from trak_core.model_outputs.about_outputs import TABLE, place_of
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.spec import Combine, Weighting
+
+Weights = str | Path | Mapping[str, Any]
+Output = str | ModelOutput | Callable[..., Tensor]
+
+
+def without_none(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None, by name."""
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
+    """Return the checkpoints by id, sorted, and each one's path, state dict or None."""
+    if given is None:
+        return {"model": Checkpoint("model", path="")}, {"model": None}
+    is_mapping = isinstance(given, Mapping)
+    if isinstance(given, str | Path) or (is_mapping and _is_state_dict(given)):
+        given, is_mapping = [given], False
+    if not is_mapping:
+        stems = [Path(w).stem if isinstance(w, str | Path) else "" for w in given]
+        are_names = all(stems) and len({*stems}) == len(stems)
+        given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
+    entries: dict[str, Any] = {}
+    in_memory: dict[str, Any] = {}
+    for name, weights in given.items():
+        is_entry = isinstance(weights, Mapping) and not _is_state_dict(weights)
+        entry = dict(weights) if is_entry else {"path": weights}
+        if isinstance(entry.get("path"), Mapping):
+            in_memory[str(name)] = entry["path"]
+            entry["path"] = ""  # a folder of no Trainer's
+        entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
+    table = checkpoint_table(entries, None)
+    paths = {name: Path(c.path) for name, c in table.items() if c.path}
+    missing = [path for path in paths.values() if not path.exists()]
+    if missing:
+        raise InputError(
+            f"Checkpoints must be files or folders that are there. Found nothing at {missing[0]}.",
+            code="attribution.no_checkpoint",
+        )
+    return table, paths | in_memory
+
+
+def _is_state_dict(given: Mapping[Any, Any]) -> bool:
+    return bool(given) and all(isinstance(value, Tensor) for value in given.values())
+
+
+def name_of_output(output: Output) -> str:
+    """Return the name by which files know a model output."""
+    if isinstance(output, str):
+        if output not in TABLE and place_of(output) is None:
+            raise InputError(
+                f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; or a function or "
+                f"a ModelOutput. Found {output!r}.",
+                code="attribution.output",
+            )
+        return output
+    function = output.value if isinstance(output, ModelOutput) else output
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def check_scoring(scoring: Mapping[str, Any]) -> None:
+    """Refuse values that the config's schema would refuse."""
+    power, damping = scoring["loss_weight_power"], scoring["damping"]
+    if not 0 < power <= 1 or not 0 <= damping < float("inf"):
+        raise InputError(
+            "`loss_weight_power` must be above 0 and at most 1, and `damping` at least 0. Found "
+            f"{power} and {damping}.",
+            code="attribution.scoring",
+        )
+    for key, values in (("combine", Combine), ("weighting", Weighting)):
+        if scoring[key] not in [*values]:
+            raise InputError(
+                f"`{key}` must be one of {', '.join(values)}. Found {scoring[key]!r}.",
+                code="attribution.scoring",
+            )
+
+
+def device_named(given: str | torch.device, *, is_projected: bool) -> torch.device:
+    """Return a device, after a check that it is there and that projection works on it."""
+    name = "cuda" if given == "auto" and torch.cuda.is_available() else given
+    device = torch.device("cpu" if name == "auto" else name)
+    if device.type != "cuda":
+        return device
+    takes_cuda("cuda")
+    if not is_projected:
+        return full_precision(device)
+    from trak_core.projection.cuda.project import require_numba_cuda
+
+    require_numba_cuda()
+    return device
+
+
+def code_of(given: Any) -> list[Any]:
+    """Return what tells the code of a model or a function from other code, for a digest."""
+    if isinstance(given, str):
+        place = place_of(given)
+        return [given, *([Path(place[0]).read_text(encoding="utf-8")] if place else [])]
+    if isinstance(given, nn.Module):
+        kinds = {type(module): module.extra_repr() for module in given.modules()}
+        return [repr(given), *(part for kind in kinds for part in code_of(kind.forward))]
+    if isinstance(given, ModelOutput):
+        functions = [getattr(given, field.name) for field in fields(given)]
+        return [part for function in functions for part in code_of(function)]
+    code = getattr(given, "__code__", None)
+    if code is None:
+        return [repr(given) if isinstance(given, int | None) else type(given).__qualname__]
+    inner = [part for const in code.co_consts for part in _code_of_constant(const)]
+    return [code.co_code.hex(), list(code.co_names), *inner]
+
+
+def _code_of_constant(constant: Any) -> list[Any]:
+    return [constant.co_code.hex()] if isinstance(constant, CodeType) else [repr(constant)]

@@ -1,0 +1,246 @@
+"""Hold the scores of training samples for targets: as tables, and as HTML in notebooks."""
+
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import SCORES, open_artifact
+from trak_core.attribution.combine_checkpoints import (
+    KeptScores,
+    add_improving_signs,
+    fast_rows,
+    influence_table,
+    mean,
+    sample_table,
+    summarized,
+)
+from trak_core.attribution.fitted_checkpoint import Part, ReadRows, score_rows
+from trak_core.attribution.scores import unit_of
+from trak_core.config.memory_needs import average_need
+from trak_core.errors import InputError
+from trak_core.model_outputs.about_outputs import about_output
+from trak_core.spec import ScoresSpec
+from trak_core.study.dataset_split import Split
+
+# Targets that a notebook shows, and training samples of either sign for each.
+_SHOWN, _EACH = 5, 4
+# Returns one sample as HTML, by its id: a target where the first argument is true.
+ShowSample = Callable[[bool, Any], str]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of all training samples for some targets.
+
+    A positive score says that the training sample pushes the target's model output up.
+
+    Attributes:
+        targets: What checkpoints make of each target, by id: ``label``, ``prediction``, ``output``
+            (the model output, mean over checkpoints), ``output_sd``; and columns of the study's.
+        train: The same of the training samples, with ``loss_weight``; ``help`` and ``harm`` where
+            it is known which sign of a score improves a target.
+        unit: The unit of a score.
+
+    Example:
+        >>> import torch
+        >>> from trak_core import Attributor
+        >>> _ = torch.manual_seed(0)
+        >>> train = torch.randn(50, 8), torch.randint(3, (50,))
+        >>> model = torch.nn.Linear(8, 3)
+        >>> attributor = Attributor(model, "image_classification", proj_dim=16).fit(train)
+        >>> scores = attributor.score((train[0][:2], train[1][:2]))
+        >>> scores.frame.shape
+        (50, 2)
+        >>> scores.top(1)["train"].tolist()  # these targets are training samples
+        [0, 1]
+    """
+
+    targets: pd.DataFrame
+    train: pd.DataFrame
+    unit: str
+    influences: pd.DataFrame
+    n_kept: int
+    read_matrix: Callable[[], np.ndarray] | None
+    show: ShowSample | None = None
+    # The samples themselves; None where they are not at hand.
+    samples: Split | None = None
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: Sequence[Part],
+        rows: Sequence[ReadRows],
+        spec: ScoresSpec,
+        *,
+        keep: str,
+        top: int,
+        memory_mb: int,
+        **more: Any,
+    ) -> Self:
+        """Combine checkpoints, a block of training samples at a time.
+
+        There is a part for each of ``spec.checkpoints``, and rows of its A_c. ``keep`` is ``full``
+        or ``top_k``.
+
+        Returns:
+            The scores of all checkpoints.
+        """
+        n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
+        need = average_need(
+            n_train=n, n_targets=m, n_checkpoints=len(parts), top=top, solved_dim=None
+        )
+        block = min(need.rows(memory_mb), fast_rows(m))
+        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
+        (train["loss_weight"],) = summarized(ends, "loss_weights", n, block, mean)
+        about = about_output(spec.features.model_output)
+        add_improving_signs(targets, about, is_mean=False)
+        read = score_rows(parts, rows, spec)
+        matrix = np.empty((n, m), np.float32) if keep == "full" else None
+
+        def blocks() -> Iterable[tuple[int, np.ndarray]]:
+            for start in range(0, n, block):
+                part = read(start, min(start + block, n)).astype(np.float32)
+                if matrix is not None:
+                    matrix[start : start + len(part)] = part
+                yield start, part
+
+        labels = targets["label"] if about.labels_are_classes else None
+        kept = KeptScores.of(blocks(), targets.get("improves"), labels, top)
+        train |= kept.by_sample
+        return cls(
+            pd.DataFrame(targets).set_index("id"),
+            pd.DataFrame(train).set_index("id"),
+            unit_of(spec),
+            pd.DataFrame(influence_table(kept, train, targets)),
+            top,
+            None if matrix is None else lambda: matrix,
+            **more,
+        )
+
+    @classmethod
+    def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
+        """Return the scores that a run has written; a whole matrix is read when it is asked for.
+
+        ``texts`` are more columns of the tables ``targets`` and ``train``, by id.
+        """
+
+        def read() -> np.ndarray:
+            with open_artifact(path, SCORES) as file:
+                return file.matrix("scores")[:]
+
+        with open_artifact(path, SCORES) as file:
+            targets, train = (
+                file.table(key).set_index("id").join(texts.get(key, pd.DataFrame()))
+                for key in ("targets", "train")
+            )
+            top = file.table("top_influences")
+            reads = read if file.has("scores") else None
+            unit = str(file.attribute("unit"))
+        return cls(targets, train, unit, top, max(top["rank"].tolist()), reads)
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """All scores, shape (n_train, n_targets), float32.
+
+        Raises:
+            InputError: If the top influences alone were kept (``keep="top_k"``).
+        """
+        if self.read_matrix is None:
+            raise InputError(
+                "All scores must have been kept to be shown as a whole. Found the top influences "
+                f"alone, {self.n_kept} of either sign a target, as with `keep: top_k`. Take "
+                "top() and bottom(), or score with `keep: full`.",
+                code="artifacts.no_matrix",
+            )
+        return self.read_matrix()
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All scores, float32: a row a training sample, a column a target, both by id."""
+        return pd.DataFrame(self.matrix, self.train.index, self.targets.index)
+
+    def top(self, k: int = 10) -> pd.DataFrame:
+        """Return the ``k`` training samples that push each target's model output up most.
+
+        Columns are ``target``, ``rank`` (from 1), ``train`` and ``score``. Scores of 0 are left
+        out.
+        """
+        return self._strongest(k, 1)
+
+    def bottom(self, k: int = 10) -> pd.DataFrame:
+        """Return the ``k`` training samples that push each target's model output down most."""
+        return self._strongest(k, -1)
+
+    def _strongest(self, k: int, sign: int) -> pd.DataFrame:
+        influences = self.influences
+        if k > min(self.n_kept, len(self.train)):
+            signed = sign * self.matrix
+            order = np.argsort(-signed, axis=0, kind="stable")[:k].T
+            scores = np.take_along_axis(signed.T, order, axis=1)
+            target, rank = np.nonzero(scores > 0)
+            return pd.DataFrame({
+                "target": self.targets.index[target],
+                "rank": rank + 1,
+                "train": self.train.index[order[target, rank]],
+                "score": sign * scores[target, rank],
+            })
+        own = influences.loc[(influences["sign"] == sign) & (influences["rank"] <= k), :]
+        names = {"target_id": "target", "train_id": "train"}
+        own = own.rename(columns=names)[["target", "rank", "train", "score"]]
+        return own.reset_index(drop=True)
+
+    def of_train(self, train_id: Any) -> pd.DataFrame:
+        """Return the targets that a training sample pushes, up most first: ``target``, ``score``.
+
+        All targets, or those that have it among their top influences where no others were kept.
+        """
+        if train_id not in self.train.index:
+            raise InputError(
+                f"A training sample must be given by its id. Found none {train_id!r} among "
+                f"{len(self.train)}, such as {self.train.index[0]!r}.",
+                code="artifacts.no_sample",
+            )
+        if self.read_matrix is None:
+            both = pd.concat([self.top(self.n_kept), self.bottom(self.n_kept)])
+            table = both.loc[both["train"] == train_id, ["target", "score"]]
+        else:
+            row = self.matrix[self.train.index.get_loc(train_id)]
+            table = pd.DataFrame({"target": self.targets.index, "score": row})
+        return table.sort_values("score", ascending=False, kind="stable").reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        """Return the sizes and the strongest training samples of the first targets."""
+        n, m = len(self.train), len(self.targets)
+        return f"Scores of {n} training samples for {m} targets; unit: {self.unit}\n{self.top(3)}"
+
+    def _repr_html_(self) -> str:
+        """Return the first targets with their strongest training samples, for Jupyter."""
+        n, m = len(self.train), len(self.targets)
+        lines = [f"<p>Scores of {n} training samples for {m} targets. Unit: {self.unit}</p>"]
+        ups, downs = self.top(_EACH), self.bottom(_EACH)
+        for target in self.targets.index[:_SHOWN]:
+            lines.append("<table><tr><th>Target<th>Pushed up by<th>Pushed down by</tr><tr>")
+            said = self.targets.loc[target]
+            about = f"label {said['label']}, predicted {said['prediction']}"
+            lines.append(f"<td>{self._shown(True, target)}<br>{html.escape(about)}")
+            for table in (ups, downs):
+                own = table.loc[table["target"] == target, :]
+                cells = [
+                    f"<div>{self._shown(False, train)} {score:+.3g}</div>"
+                    for train, score in zip(own["train"], own["score"], strict=True)
+                ]
+                lines.append(f"<td>{''.join(cells)}")
+            lines.append("</tr></table>")
+        if m > _SHOWN:
+            lines.append(f"<p>{m - _SHOWN} more targets: see top() and frame.</p>")
+        return "\n".join(lines)
+
+    def _shown(self, is_target: bool, sample_id: Any) -> str:
+        name = f"<b>{html.escape(str(sample_id))}</b>"
+        return name if self.show is None else f"{name} {self.show(is_target, sample_id)}"

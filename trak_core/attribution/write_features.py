@@ -1,0 +1,163 @@
+"""Compute the features of a split's samples under one checkpoint, in memory or into a file."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
+from trak_core.attribution.batch_by_length import subset
+from trak_core.attribution.device import device_name
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import batch_features, compilers, stored_rows
+from trak_core.attribution.sample_outputs import write_columns
+from trak_core.dependency_digests import content_digest
+from trak_core.gradients import (
+    Batch,
+    GradientMethod,
+    Variety,
+    check_labels,
+    gradient_method,
+    in_chunks,
+)
+from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
+from trak_core.study.dataset_split import Split
+from trak_core.system.progress import log, with_progress
+
+# Texts are ordered by length within a window: its size in bytes of features, and in texts at least.
+_WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
+
+MethodOf = Callable[[LoadedModel, Batch], GradientMethod]
+
+
+def compare_ways(loaded: LoadedModel, few: Batch) -> GradientMethod:
+    """Return the way to gradients that a few samples show; see ``gradient_method``."""
+    return gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+
+
+def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
+    """Return the projection of a checkpoint's gradients."""
+    return projection_of(spec, [p.shape for p in loaded.parameters.values()])
+
+
+def feature_blocks(
+    loaded: LoadedModel,
+    data: Split,
+    spec: FeaturesSpec,
+    *,
+    method_of: MethodOf = compare_ways,
+    batch_size: int,
+    memory_mb: int,
+    threads: int,
+    must_differ: bool,
+) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
+    """Yield features of samples in their order, a block at a time.
+
+    A sample's features are phi = R^T g / scale: g is its gradient of the model output, of shape
+    (p,), and R the projection of ``projection_for``.
+
+    Args:
+        loaded: The model under a checkpoint.
+        data: The samples.
+        spec: What decides the numbers; ``spec.dtype`` is how features are stored.
+        method_of: Chooses the way to gradients by a few samples.
+        batch_size: Samples in the model at once, at most.
+        memory_mb: MiB for gradients and activations; fewer samples at once if they don't fit.
+        threads: CPU threads of the projection.
+        must_differ: Whether features that are all alike are refused.
+
+    Yields:
+        Start and stop of the block; features as they read after they were stored, shape (rows, k);
+        label numbers and ``PerSample.columns``, shape (rows,) each.
+
+    Source: Park et al., "TRAK", ICML 2023, section 3.2.
+    """
+    projection = projection_for(loaded, spec)
+    # Features of one window are in memory before they come in the study's order.
+    window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
+    (samples,) = loaded.ordered(data, window=window)
+    loaded = loaded.in_pieces(samples, memory_mb)
+    few, n_classes = loaded.few(samples)
+    needed = loaded.memory(few, memory_mb)
+    with samples.naming_longest():
+        room = needed.room(loaded.device, memory_mb)
+    chunk = min(batch_size, room.most(needed.longest))
+    loaded.check_apart(few, chunk)
+    method = method_of(loaded, few)
+    taken = needed.of_longest.of(chunk) / 2**20
+    log(f"{chunk} samples at once, about {taken:.3g} MiB together")
+    if samples.lengths is not None:
+        most = min(batch_size, room.most(needed.shortest))
+        lengths = f"{needed.shortest} to {needed.longest} tokens"
+        log(f"texts of {lengths}: {most} of the shortest at once")
+
+    def computed(first: int, last: int) -> list[Tensor]:
+        batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
+        check_labels(batch.labels, loaded.output, n_classes, ids)
+        given = loaded.model, loaded.parameters, loaded.output, batch
+        rows, columns = batch_features(method, *given, projection, ids, threads, loaded.scales)
+        return [torch.from_numpy(rows), *(column.cpu() for column in columns)]
+
+    variety, n = Variety(), len(data.ids)
+    chunks = in_chunks(computed, n, samples.batches_of(batch_size, room))
+    for first, last, (exact, *columns) in samples.in_order(with_progress(chunks, n, "samples")):
+        variety.add(exact.numpy())
+        yield first, last, stored_rows(exact.numpy(), spec.dtype, data.ids[first:last]), columns
+    variety.check("training samples" if spec.split == TRAIN else "targets", must_differ=must_differ)
+
+
+def write_features(
+    path: Path,
+    loaded: LoadedModel,
+    data: Split,
+    spec: FeaturesSpec,
+    *,
+    method_of: MethodOf = compare_ways,
+    shard: int = 1,
+    n_shards: int = 1,
+    code: str,
+    batch_size: int,
+    memory_mb: int,
+    threads: int,
+) -> None:
+    """Write the features of a split's samples, or of one shard of them, 1 to ``n_shards``."""
+    start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
+    projection = projection_for(loaded, spec)
+    file_spec = loaded.file_spec(spec, projection.scaled())
+    if n_shards > 1:
+        made_of = {"samples": len(data.ids), "ids": content_digest(data.ids)}
+        own = {"rows": [start, stop], "number": shard, "of": n_shards}
+        file_spec["shard"] = own | {"made_of": made_of}
+    where = device_name(loaded.device)
+    log(
+        f"{spec.split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} "
+        f"parameters to {projection.proj_dim} dimensions ({projection.kind}"
+        f"{'' if 'kind' in spec.projection else ', by their number'}), gradients on {where}"
+    )
+    own = subset(data, range(start, stop))
+    blocks = feature_blocks(
+        loaded,
+        own,
+        spec,
+        method_of=method_of,
+        batch_size=batch_size,
+        memory_mb=memory_mb,
+        threads=threads,
+        # A few training samples that are alike may share a shard.
+        must_differ=spec.split == TRAIN and n_shards == 1,
+    )
+    kind = FEATURES if n_shards == 1 else FEATURE_SHARD
+    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
+    kept: list[Tensor] = []
+    with create(path, kind, file_spec, provenance) as writer:
+        names = range(projection.proj_dim)
+        rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
+        for first, last, stored, columns in blocks:
+            rows[first:last] = stored
+            # Not a list of parts: small tensors that stay between large ones that go waste memory.
+            kept = kept or [column.new_empty(len(own.ids)) for column in columns]
+            for whole, part in zip(kept, columns, strict=True):
+                whole[first:last] = part
+        write_columns(writer, own.ids, kept, spec)

@@ -1,0 +1,106 @@
+"""The settings from features to scores: defaults that depend on others, and the spec of scores."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trak_core.model_outputs.about_outputs import about_output, output_name
+from trak_core.spec import (
+    GAUSS_NEWTON,
+    Combine,
+    FeaturesSpec,
+    ScoresSpec,
+    Weighting,
+    curvature_power,
+)
+
+
+def usual_combine(*, along: bool) -> Combine:
+    """Return how checkpoints come together: those from along runs, or ends of runs alone."""
+    return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
+
+
+def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weighting:
+    """Return how training samples weigh in the normal matrix."""
+    is_curved = combine == Combine.UNIT_AVERAGE and about_output(model_output).weighs_by_curvature
+    return Weighting.CURVATURE if is_curved else Weighting.PLAIN
+
+
+def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
+    """Return the power of the loss weights."""
+    if not about_output(model_output).weight_is_probability:
+        return 1
+    return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
+
+
+def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
+    """Fill in what the config doesn't say of scoring, in place; return what and why, in words."""
+    scoring, model_output = config["scoring"], config["model_output"]
+    reasons = []
+    if config["projection"] == GAUSS_NEWTON:
+        own = {"damping": 0.1, "combine": str(Combine.PRODUCT_OF_AVERAGES)}
+        reasons += [
+            f"{k} is {v}, the default with {GAUSS_NEWTON}"
+            for k, v in own.items()
+            if k not in scoring
+        ]
+        scoring.update(own | scoring)
+    scoring.setdefault("damping", 2)
+    if "combine" not in scoring:
+        scoring["combine"] = str(usual_combine(along=along))
+        whence = (
+            "some checkpoints come from along a run"
+            if along
+            else "no run has several checkpoints, nor do they say different times"
+        )
+        reasons.append(f"combine is {scoring['combine']}, since {whence}")
+    combine = scoring["combine"]
+    usual = f"the default with {combine} of {output_name(model_output)}"
+    if "weighting" not in scoring:
+        scoring["weighting"] = str(usual_weighting(combine, model_output))
+        reasons.append(f"weighting is {scoring['weighting']}, {usual}")
+    if "loss_weight_power" not in scoring:
+        scoring["loss_weight_power"] = usual_power(combine, model_output)
+        article = "a" if about_output(model_output).weight_is_probability else "no"
+        reasons.append(
+            f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, whose loss weight is "
+            f"{article} probability"
+        )
+    return "; ".join(reasons)
+
+
+def features_spec(
+    config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
+) -> FeaturesSpec:
+    """Return what decides the features, or Gramians, of all checkpoints and splits."""
+    patterns, projection = config["parameters"], config["projection"]
+    is_projected = not isinstance(projection, str)
+    return FeaturesSpec(
+        model_output=output_name(config["model_output"]),
+        parameter_patterns=None if patterns == "all" else patterns,
+        projection=projection if is_projected else {"kind": projection},
+        dtype=config["features_dtype"] if is_projected else "float64",
+        study_digest=study_digest,
+        preconditioner=None if config["preconditioner"] == "none" else "adam",
+        state_dicts=state_dicts or None,
+    )
+
+
+def scores_spec(
+    config: Mapping[str, Any], features: FeaturesSpec, runs: Mapping[str, Sequence[str]]
+) -> ScoresSpec:
+    """Return what decides self-influences, and the scores of every experiment."""
+    scoring, about = config["scoring"], about_output(config["model_output"])
+    power, weighting = scoring["loss_weight_power"], scoring["weighting"]
+    return ScoresSpec(
+        features=features,
+        damping=scoring["damping"],
+        weighting=weighting,
+        curvature_power=curvature_power(
+            weighting, power, is_probability=about.weight_is_probability
+        ),
+        norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
+        normalize=scoring["normalize"],
+        runs=runs,
+        combine=scoring["combine"],
+        loss_weight_power=power,
+    )

@@ -1,0 +1,321 @@
+"""Open a finished run as an attributor: look at its scores, and score further samples."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pandas as pd
+import torch
+
+from trak_core.artifacts import ANSWERS, FEATURES, open_artifact
+from trak_core.attribution.checkpoint_scorers import Compute
+from trak_core.attribution.device import find_device, full_precision
+from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import projecting_device
+from trak_core.attribution.target_scores import Scores
+from trak_core.attribution.token_scores import SIDES
+from trak_core.errors import InputError, came_from_no_memory, no_room
+from trak_core.queries.finished_run import FinishedRun
+from trak_core.queries.question_and_answer import Answer, Asked, as_of_class, asked_of, not_taken
+from trak_core.spec import TRAIN
+from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.read_targets import split_of
+from trak_core.study.sample_columns import columns_of
+from trak_core.study.show_samples import BEGINNING, printed, readable, shown_tokens
+from trak_core.study.study import Study
+
+
+class OpenRun(FittedAttributor):
+    """A finished run: an ``Attributor`` that is fitted, and the scores of its experiments.
+
+    Scores are read when they are asked for; every file is verified. The first further sample brings
+    the study and the checkpoints into memory, and makes sure that all is today's: study, data,
+    config and checkpoints. Checkpoints stay in memory if all of them take at most half of
+    ``compute.memory_mb``.
+
+    Example:
+        >>> run = trak_core.open("results")  # doctest: +SKIP
+        >>> run.scores("hard").top(3)  # doctest: +SKIP
+        >>> run.ask(run.sample(794))  # doctest: +SKIP
+    """
+
+    def __init__(self, results: Path, run: FinishedRun | None = None) -> None:
+        """Open a results folder; ``run`` says what it was made for, where that is known."""
+        super().__init__()
+        self.folder, self._run = results, run
+        self._notices: set[str] = set()
+        # What is known of the training samples, by id; after the first answer.
+        self.columns = pd.DataFrame()
+
+    # What the files say.
+
+    @property
+    def experiments(self) -> list[str]:
+        """Names of the experiments that have scores, sorted."""
+        return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
+
+    def scores(self, experiment: str) -> Scores:
+        """Return an experiment's scores; ``described_text`` is there where the run has texts."""
+        path = self.folder / "scores" / f"{experiment}.h5"
+        if not path.is_file():
+            raise InputError(
+                f"{self.folder}: an experiment must have scores there. Found none of {experiment}; "
+                f"there are {', '.join(self.experiments) or 'none'}.",
+                code="artifacts.no_experiment",
+            )
+        texts = self.folder / "answers" / f"{experiment}.h5"
+        more: dict[str, pd.DataFrame] = {}
+        if texts.is_file():
+            with open_artifact(texts, ANSWERS) as file:
+                for key in ("targets", "train"):
+                    more[key] = file.table(key).set_index("id").add_prefix("described_")
+        return Scores.of_file(path, more)
+
+    def __repr__(self) -> str:
+        """Return the folder and its experiments."""
+        return f"Results in {self.folder}: {', '.join(self.experiments) or 'no scores yet'}"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the experiments, for Jupyter."""
+        rows = []
+        for name in self.experiments:
+            scores = self.scores(name)
+            rows.append((name, len(scores.targets), len(scores.train), scores.unit))
+        columns = ["experiment", "targets", "training samples", "unit of a score"]
+        return pd.DataFrame(rows, columns=columns).to_html(index=False)
+
+    # Further samples.
+
+    def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
+        """Return a sample as the study has it: a training sample, or a target of an experiment."""
+        if experiment is not None:
+            return self.target(sample_id, experiment).sample
+        if sample_id not in self._places:
+            raise InputError(
+                "A sample must be a training sample, by its id, or a target, by its id and its "
+                f"experiment. Found no training sample {sample_id!r} among {len(self._train.ids)}, "
+                f"such as {self._train.ids[0]!r}.",
+                code="queries.no_sample",
+            )
+        with self._at_work(), users_code(f"reading sample {sample_id}"):
+            return self._train.samples[self._places[sample_id]]
+
+    def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
+        """Return which training samples pushed a sample up and down, ``k`` of either sign.
+
+        The scores are those of an experiment with this target. Nothing is written. ``asked`` is a
+        sample as the study has them (a tuple, or a dict with a tensor); or what its ``encode``
+        takes: the fields of a line of an experiment's ``data``, or a text for the field ``text``.
+        With ``tokens`` the answer's scores are cut by tokens as well.
+
+        Raises:
+            InputError: If the run is not finished, or not of today's study, data and checkpoints;
+                or if the sample is not one that the study's model takes.
+        """
+        ((_, answer),) = self.answers([self.asked(asked)], k, tokens=tokens)
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
+
+    def asked(self, given: Any, number: int = 0) -> Asked:
+        """Return a sample from a line, a text, or a sample such as the study's data has."""
+        with self._at_work():
+            return asked_of(self.study, given, number, self._train.samples)
+
+    def of_class(self, asked: Asked, label: str) -> Asked:
+        """Return a sample to explain as of another class, by its name or number."""
+        with self._at_work():
+            return as_of_class(asked, label, self.study, self._spec.features.model_output)
+
+    def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
+        """Return a sample to explain: of an experiment, or of the first that has one of this id.
+
+        Ids that are numbers may be given as text.
+        """
+        known = self.run.specs.experiments
+        if experiment is not None and experiment not in known:
+            raise InputError(
+                f"An experiment must be one of the config's: {', '.join(known)}. Found "
+                f"{experiment}.",
+                code="queries.no_experiment",
+            )
+        names = list(known) if experiment is None else [experiment]
+        shown: dict[str, None] = {}
+        with self._at_work():
+            for name in names:
+                own = self.run.specs.questions.get(name)
+                question = None if own is None else Path(own)
+                split = split_of(self.study, name, None, question)
+                for i, own_id in enumerate(split.ids):
+                    if str(own_id) == str(target_id):
+                        columns = columns_of(self.study, name, [own_id], question)
+                        fields = {key: columns[key].tolist()[0] for key in columns}
+                        with users_code(f"reading sample {own_id}"):
+                            return Asked(own_id, split.samples[i], fields)
+                shown |= dict.fromkeys(map(str, split.ids[:2]))
+        raise InputError(
+            f"A target must be one that experiments can have, by its id. Found none {target_id} "
+            f"for {', '.join(names)}; there are such as {', '.join(shown)}.",
+            code="queries.no_target",
+        )
+
+    def answers(
+        self, asked: Sequence[Asked], k: int = 10, *, tokens: bool = False
+    ) -> Iterator[tuple[Asked, Answer | InputError]]:
+        """Yield each sample with its answer, ``k`` of either sign, or with what is wrong with it.
+
+        Samples are scored together, as many as fit, so that checkpoints that don't stay in memory
+        are read once. With ``tokens`` the scores of these are cut by tokens, which takes gradients
+        of their training samples. Where they can't be cut, a notice on standard output says why.
+        """
+        if tokens:
+            self._check_projected("Scores by tokens")
+        n_bytes = 4 * len(self._train.ids)
+        together = max(1, self._compute.memory_mb * 2**20 // 8 // n_bytes)
+        for start in range(0, len(asked), together):
+            group = asked[start : start + together]
+            try:
+                yield from zip(group, self._answers(group, k, tokens=tokens), strict=True)
+            except Exception as error:
+                if len(group) > 1:  # any of them may be at fault
+                    for single in group:
+                        yield from self.answers([single], k, tokens=tokens)
+                elif isinstance(error, InputError):
+                    yield group[0], error
+                elif came_from_no_memory(error) or no_room(error):
+                    raise
+                else:
+                    yield group[0], not_taken(group[0], error)
+
+    def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
+        samples: Any = [asked.sample for asked in group]
+        ids: Any = [asked.id for asked in group]
+        scores = self._score(Split(samples, ids), keep="full", top=k)
+        table = pd.DataFrame()
+        if tokens:
+            try:
+                table, _ = self.tokens(scores, k)
+            except InputError as error:
+                self._notice(f"answers come without tokens: {error}")
+        with self._at_work():
+            known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
+            self.columns = known.join(self._own_columns)
+            return [self._answer(asked, scores, table) for asked in group]
+
+    def _answer(self, asked: Asked, scores: Scores, tokens: pd.DataFrame) -> Answer:
+        both = pd.concat([scores.top(scores.n_kept), scores.bottom(scores.n_kept)[::-1]])
+        top = both.loc[both["target"] == asked.id, ["train", "score"]]
+        top = top.rename(columns={"train": "train_id"}).reset_index(drop=True)
+        texts = [self._text(train_id, self._train_sample(train_id)) for train_id in top["train_id"]]
+        return Answer(
+            asked,
+            {"id": asked.id, **scores.targets.loc[asked.id].to_dict()},
+            self._text(asked.id, asked.sample),
+            pd.Series(scores.frame[asked.id]),
+            top.join(self.columns, on="train_id").assign(described_text=texts),
+            self.run.specs.config["model_output"],
+            self.study.class_names(),
+            self._with_texts(asked, tokens) if len(tokens) else None,
+        )
+
+    def _with_texts(self, asked: Asked, tokens: pd.DataFrame) -> pd.DataFrame:
+        """Return the tokens of a sample's answer, with their texts."""
+        own = tokens.loc[tokens["target_id"] == asked.id, :]
+        parts = []
+        for side, train_id in itertools.product(SIDES, own["train_id"].unique().tolist()):
+            sample_id, sample = asked.id, asked.sample
+            if side == "train":
+                sample_id, sample = train_id, self._train_sample(train_id)
+            part = own.loc[(own["side"] == side) & (own["train_id"] == train_id), :]
+            texts = shown_tokens(self.study, sample_id, sample, len(part) - 1)
+            parts.append(part.assign(text=[*texts, ""]))
+        return pd.concat([*parts, own.iloc[:0].assign(text="")], ignore_index=True)
+
+    def _notice(self, text: str) -> None:
+        if text not in self._notices:
+            self._notices.add(text)
+            print(f"Notice: {text}", flush=True)
+
+    def _train_sample(self, train_id: Any) -> Any:
+        with users_code(f"reading sample {train_id}"):
+            return self._train.samples[self._places[train_id]]
+
+    def _text(self, sample_id: int | str, sample: Any) -> str:
+        """Return the beginning of a sample's text on one line, or what is printed of it."""
+        if not self.study.has("describe"):
+            return printed(sample)
+        return " ".join(readable(self.study.describe(sample_id, sample), BEGINNING).split())
+
+    def load(self) -> None:
+        """Bring the checkpoints into memory, if all of them may stay there."""
+        with self._at_work():
+            for name in self.checkpoints:
+                with ExitStack() as stack:
+                    self._scorer(name, stack)
+                if not self._held:
+                    return
+
+    @property
+    def projection(self) -> dict[str, Any]:
+        """What the scores files of the run say of the projection."""
+        if not self._is_projected:
+            return dict(self._spec.features.projection)
+        with open_artifact(self._features(self.checkpoints[0]), FEATURES) as file:
+            return {key: value for key, value in file.spec["projection"].items() if key != "stream"}
+
+    # What ``FittedAttributor`` needs.
+
+    @cached_property
+    def run(self) -> FinishedRun:
+        """The run that was last started with the folder; it must be finished, and today's."""
+        return self._run or FinishedRun.of_folder(self.folder)
+
+    @cached_property
+    def study(self) -> Study:
+        """The study, loaded."""
+        with self._at_work():
+            return Study.load(Path(self.run.specs.config["study"]))
+
+    @property
+    def train(self) -> Split:
+        """The training samples."""
+        return self._train
+
+    @cached_property
+    def _setup(self) -> Setup:  # pyright: ignore[reportIncompatibleVariableOverride]
+        specs, compute = self.run.specs, self.run.specs.config["compute"]
+        self.run.check_scores()
+        if specs.is_projected:
+            device = projecting_device(compute["device"])
+        else:
+            device = full_precision(find_device(compute["device"]))
+        sizes = compute["batch_size"], compute["memory_mb"], torch.get_num_threads()
+        with self._at_work():
+            train = self.study.split(TRAIN, None)
+        spec = specs.self_influence
+        return Setup(spec, Compute(device, *sizes), train, self.run.results, self.study)
+
+    @cached_property
+    def _places(self) -> dict[Any, int]:
+        return {sample_id: i for i, sample_id in enumerate(self._train.ids)}
+
+    @cached_property
+    def _own_columns(self) -> pd.DataFrame:
+        """The study's columns of the training samples, by id."""
+        ids = self._train.ids
+        return columns_of(self.study, TRAIN, ids).set_index(pd.Index(ids, name="id"))
+
+    def _at_work(self) -> AbstractContextManager[Any]:
+        return self.run.in_folder()
+
+    def _load(self, name: str) -> LoadedModel:
+        spec = self._spec.features.under(name)
+        path = self.run.checkpoint(name)
+        return LoadedModel.of_study(self.study, path, spec, self._compute.device)
+
+    def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
+        self.run.refuse_changed(path, keys)

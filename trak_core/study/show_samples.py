@@ -1,0 +1,277 @@
+"""Show samples to readers: drawn by the study, or in its own words, or printed."""
+
+import base64
+import hashlib
+import html
+import io
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.study import Study
+
+# Characters of a text beside others.
+BEGINNING = 200
+# Twice the size that it is shown at, for screens of high density: 200 dots.
+_INCHES, _DPI = 1.0, 200
+# A larger picture is a photograph, which JPEG keeps in a fifth of the bytes.
+_PNG_BYTES = 12_000
+# Printed values, and characters of a printed text.
+_N_VALUES, _CHARACTERS = 12, 240
+# Without them letters of some scripts, and emoji, stand alone that belong together.
+_JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A sample, drawn: the bytes of a png or jpeg, its size in CSS pixels, the text below it.
+
+    The text is what the study's ``describe`` says, if it has one.
+    """
+
+    kind: str
+    data: bytes
+    width: int
+    height: int
+    text: str = ""
+
+    @property
+    def src(self) -> str:
+        """The picture itself, as an address."""
+        return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+class Words(str):
+    """What stands in place of a sample, where there is none to show."""
+
+    __slots__ = ()
+
+
+def are_drawn(study: Study, train: Split) -> bool:
+    """Return whether samples show as pictures: by the study's ``draw``, or because they are images.
+
+    The first training sample decides it.
+    """
+    if study.has("draw"):
+        return True
+    with users_code(f"reading sample {train.ids[0]}"):
+        sample = train.samples[0]
+    return _image(sample) is not None
+
+
+def show_sample(
+    study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
+) -> Picture | str:
+    """Return a sample drawn, with its text if there is one; or its text; or printed.
+
+    A target that is a mean of others has words alone, those of ``targets_of_mean``.
+    """
+    if isinstance(sample, Words):
+        return str(sample)
+    describes = study.has("describe")
+    text = readable(study.describe(sample_id, sample), characters) if describes else ""
+    if draws and text in study.class_names():
+        text = ""  # which stands beside it
+    if study.has("draw"):
+        with users_code(f"{study.path}: drawing a sample"):
+            return replace(drawn(study.function("draw"), sample), text=text)
+    if draws and (image := _image(sample)) is not None:
+        return replace(_picture_of(image), text=text)
+    return (text or "(an empty text)") if describes else printed(sample)
+
+
+def sample_as_html(
+    sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
+) -> str:
+    """Return a sample as HTML: a picture if it is an image, or a text, or printed."""
+    if study is not None:
+        draws = study.has("draw") or _image(sample) is not None
+        shown = show_sample(study, sample_id, sample, BEGINNING, draws)
+    elif describe is not None:
+        shown = readable(describe(sample), BEGINNING)
+    else:
+        image = _image(sample)
+        shown = printed(sample) if image is None else _picture_of(image)
+    if isinstance(shown, str):
+        return html.escape(shown)
+    return f'<img src="{shown.src}" alt="{html.escape(shown.text)}"> {html.escape(shown.text)}'
+
+
+def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
+    """Return what stands for each token of a sample: the study's texts for them, else numbers."""
+    if study.has("token_texts"):
+        return study.token_texts(sample_id, sample, n_tokens)
+    return [f"{i} " for i in token_numbers(sample, n_tokens)]
+
+
+def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
+    """Return the ids of a sample's tokens where it names them; else their places, from 1."""
+    if isinstance(sample, Mapping) and "input_ids" in sample:
+        ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
+        if len(ids) >= n_tokens:
+            return ids[:n_tokens]
+    return range(1, n_tokens + 1)
+
+
+def _image(sample: Any) -> torch.Tensor | None:
+    """Return the only input of a sample if it is an image, of shape (1 or 3, height, width)."""
+    inputs = [value for _, value in _inputs(sample)]
+    if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].ndim != 3:
+        return None
+    image = inputs[0]
+    is_image = image.shape[0] in (1, 3) and image.numel() > 0
+    # Other integers count or name something.
+    return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
+
+
+def _levels_of(image: torch.Tensor) -> np.ndarray:
+    """Return numbers from 0 to 1, or bytes, as bytes, channels last; others are stretched."""
+    pixels = image.detach().cpu().float().numpy() / np.float32(
+        255 if image.dtype == torch.uint8 else 1
+    )
+    finite = pixels[np.isfinite(pixels)]
+    if finite.size and (finite.min() < 0 or finite.max() > 1):
+        pixels = pixels.astype(np.float64)  # float32 may not hold the distance of its own extremes
+        low, high = float(finite.min()), float(finite.max())
+        pixels = (pixels - low) / max(high - low, 1e-9)
+    shades = np.clip(np.nan_to_num(pixels, nan=0, posinf=1, neginf=0), 0, 1)
+    return np.moveaxis(np.rint(255 * shades).astype(np.uint8), 0, -1)
+
+
+def _picture_of(image: torch.Tensor) -> Picture:
+    """Return an image's picture. Axes of matplotlib's would take five to forty times as long."""
+    from PIL import Image  # pages and notebooks alone need it
+
+    levels = _levels_of(image)
+    picture = Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
+    size = int(_INCHES * _DPI)
+    width, height = (max(1, round(size * side / max(picture.size))) for side in picture.size)
+    times = size // max(picture.size)
+    if times > 1:  # each pixel as large as the next
+        sides = picture.width * times, picture.height * times
+        picture = picture.resize(sides, Image.Resampling.NEAREST)
+    elif times == 0:
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    kind, data = "png", _written(picture, format="png")
+    if len(data) > _PNG_BYTES:
+        kind, data = "jpeg", _written(picture, format="jpeg", quality=85)
+    return Picture(kind, data, max(1, width // 2), max(1, height // 2))
+
+
+def _written(picture: Any, **settings: Any) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, **settings)
+    return buffer.getvalue()
+
+
+def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
+    """Return a sample's picture, by the study's ``draw(axes, sample)``."""
+    from matplotlib.figure import Figure  # pages and notebooks alone need it
+
+    figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
+    axes = figure.add_axes((0, 0, 1, 1))
+    draw(axes, sample)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    png = _saved(figure, format="png", pil_kwargs={"optimize": True}, metadata={"Software": None})
+    kind, data = "png", png
+    if len(png) > _PNG_BYTES:
+        kind, data = "jpeg", _saved(figure, format="jpeg", pil_kwargs={"quality": 85})
+    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # PNG's own header
+    return Picture(kind, data, width // 2, height // 2)
+
+
+def _saved(figure: Any, **settings: Any) -> bytes:
+    buffer = io.BytesIO()
+    # "tight" makes room for what a study writes beside its axes, and cuts empty margins.
+    figure.savefig(buffer, bbox_inches="tight", pad_inches=0, **settings)
+    return buffer.getvalue()
+
+
+def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
+    """Return a sample's entries in a few words: shape and first values of each.
+
+    The label, which stands beside it anyway, is left out of a tuple.
+    """
+    entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
+    return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
+
+
+def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return a sample's entries but its label, with the names of a dict's."""
+    if isinstance(sample, Mapping):
+        return [(name, value) for name, value in sample.items() if name != "labels"]
+    return [("", value) for value in (sample[:-1] if len(sample) > 1 else sample)]
+
+
+def contents_digest(sample: Any) -> bytes:
+    """Return a digest of what a model reads of a sample: equal for equal samples of any labels."""
+    digest = hashlib.blake2b(digest_size=16)
+    if isinstance(sample, Words):
+        inputs = [("", sample)]
+    else:
+        inputs = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
+    for name, value in inputs:
+        if name == "labels":
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+        array = np.ascontiguousarray(value)
+        about = f"{name}\0{array.dtype}\0{array.shape}\0"
+        is_plain = array.dtype.kind != "O"
+        digest.update(about.encode() + (array.tobytes() if is_plain else repr(value).encode()))
+    return digest.digest()
+
+
+def _values(value: Any) -> str:
+    if isinstance(value, str):
+        return value if len(value) <= _CHARACTERS else value[:_CHARACTERS] + " ..."
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype is torch.bfloat16 else value
+    array = np.asarray(value)
+    flat = array.reshape(-1)
+    numbers = ", ".join(_short(number) for number in flat[:_N_VALUES].tolist())
+    if array.ndim == 0:
+        return numbers
+    more = ", ..." if len(flat) > _N_VALUES else ""
+    size = " x ".join(map(str, array.shape))
+    return f"[{numbers}{more}] ({size})" if more or array.ndim > 1 else f"[{numbers}]"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def readable(text: str, characters: int) -> str:
+    """Return so many characters of a text at most, in lines; three dots stand for the others."""
+    # Little is kept of a book, so that not all of it is looked at.
+    begun = text[: 20 * characters]
+    lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
+    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+    if len(whole) <= characters and len(begun) == len(text):
+        return whole
+    return whole[:characters].rstrip() + " ..."
+
+
+def in_a_line(text: str) -> str:
+    """Return a text with spaces for tabs and ends of lines, without what could steer a terminal."""
+    return "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character in _JOINERS:
+        return character
+    if character.isspace():
+        return " "
+    # Controls say nothing to an eye (NUL pads, others turn the direction of all that follows);
+    # halves of surrogate pairs have no UTF-8.
+    is_control = unicodedata.category(character) in ("Cc", "Cf")
+    return "" if is_control else "\N{REPLACEMENT CHARACTER}"
