@@ -16,6 +16,7 @@ from trak_core.stages.choose_gradient_method import choose_gradient_method
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_token_scores import compute_token_scores
+from trak_core.study.study import Study
 
 STUDY = """
 import torch
@@ -128,8 +129,9 @@ def test_what_was_not_compared_is_compared_by_the_job(jobs, monkeypatch):
 def test_logits_in_pieces_and_blocks_that_run_twice_are_compared(jobs, monkeypatch):
     jobs.choose()
     spec = features_spec("language_modelling", 6)
-    loaded = LoadedModel.load(jobs.study, jobs.folder / "c0.pt", spec, torch.device("cpu"))
-    (samples,) = loaded.ordered(loaded.study.split("train", None))
+    study = Study.load(jobs.study)
+    loaded = LoadedModel.of_study(study, jobs.folder / "c0.pt", spec, torch.device("cpu"))
+    (samples,) = loaded.ordered(study.split("train", None))
     few, _ = loaded.few(samples)
     ways = read_ways(jobs.file, spec)
     assert chosen_way(loaded, few, ways) is gradients_at_once
@@ -139,6 +141,7 @@ def test_logits_in_pieces_and_blocks_that_run_twice_are_compared(jobs, monkeypat
     assert chosen_way(in_pieces, in_pieces.batch(samples, 0, 2), ways) is gradients_at_once
     assert jobs.compared == [2]
     monkeypatch.setattr(loaded.blocks, "is_on", True)
+    assert chosen_way(loaded, few, ways) is gradients_at_once
     assert chosen_way(loaded, few, ways) is gradients_at_once
     assert jobs.compared == [2, 5]
 
