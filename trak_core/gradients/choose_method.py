@@ -132,8 +132,8 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
         except Exception as error:
             return False, f"{said}; in float64 that can't be told ({_in_short(error)})"
         said = f"{said}; in float64 by {exact:.1g}"
-        units = exact / torch.finfo(torch.float64).eps
-        if units <= apart / least_rounding(model) ** 2 / _FAR:
+        eps = torch.finfo(torch.float64).eps
+        if exact <= min(eps * apart / least_rounding(model) ** 2 / _FAR, math.sqrt(eps)):
             return True, f"{said}, so that it is a matter of rounding"
         return False, f"{said}, in {exact_name}"
     return True, None
