@@ -150,14 +150,15 @@ def _apart_in_float64(given: _Given, method: GradientMethod) -> tuple[float, str
 
 
 def _digest(given: _Given, method: GradientMethod) -> Digest:
-    *model, pair = given
-    digest = Digest.zeros(given[1], len(pair))
+    model, parameters, output, pair = given
+    digest = Digest.zeros(parameters, len(pair))
     if method is gradients_one_by_one:
         method(*given, digest)
         return digest
     n = len(pair) if method is gradients_at_once else 1
     for rows in (slice(i, i + n) for i in range(0, len(pair), n)):
-        gradients_at_once(*model, pair.rows(rows), digest.of(rows), must=True)
+        own = model, parameters, output, pair.rows(rows)
+        gradients_at_once(*own, digest.of(rows), must=True)
     return digest
 
 
