@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ class Jobs:
         self.study, self.file = folder / "study_of_ways.py", folder / "gradient_method.json"
         self.study.write_text(STUDY.replace("RECURRENT", recurrent))
         torch.manual_seed(0)
-        names = {"__name__": "study"}
+        names: dict[str, Any] = {"__name__": "study"}
         exec(self.study.read_text(), names)
         torch.save(names["make_model"]().state_dict(), folder / "c0.pt")
         choose = chosen_ways.choose_method
