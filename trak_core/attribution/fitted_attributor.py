@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -20,6 +21,7 @@ from trak_core.attribution.checkpoint_scorers import (
     Scorer,
     stored_columns,
 )
+from trak_core.attribution.chosen_ways import Ways, chosen_way, read_ways
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -29,7 +31,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import checkpoint_weights, powered
 from trak_core.attribution.target_scores import Scores
 from trak_core.attribution.token_scores import Cut, token_tables
-from trak_core.attribution.write_features import compare_ways, projection_for
+from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.spec import EXACT, GAUSS_NEWTON, Combine, ScoresSpec
@@ -66,7 +68,6 @@ class FittedAttributor:
 
     def __init__(self) -> None:
         """Hold nothing in memory."""
-        self._method: GradientMethod | None = None
         self._describe: Callable[[Any], str] | None = None
         # Scorers that stay in memory, by checkpoint; whether any may.
         self._held: dict[str, Scorer] = {}
@@ -200,10 +201,12 @@ class FittedAttributor:
             )
 
     def _chosen(self, loaded: LoadedModel, few: Batch) -> GradientMethod:
-        """Return the way to gradients, which the first samples that are differentiated decide."""
-        if self._method is None:
-            self._method = compare_ways(loaded, few)
-        return self._method
+        """Return the way to gradients, chosen once for each form of samples, or by a run."""
+        return chosen_way(loaded, few, self._ways)
+
+    @cached_property
+    def _ways(self) -> Ways:
+        return read_ways(self._setup.folder / "gradient_method.json", self._spec.features)
 
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
