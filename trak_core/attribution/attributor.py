@@ -181,7 +181,7 @@ class Attributor(FittedAttributor):
         Raises:
             InputError: If the folder has features of other data or settings.
         """
-        self._method, self._held, self._temporary = None, {}, None
+        self._methods, self._held, self._temporary = {}, {}, None
         train = split_of_data(train_data, ids)
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="trak-")
