@@ -1,8 +1,8 @@
 """Open a finished run as an attributor: look at its scores, and score further samples."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from trak_core.artifacts import ANSWERS, FEATURES, open_artifact
+from trak_core.artifacts import ANSWERS, FEATURES, GRAMIAN, open_artifact
 from trak_core.attribution.checkpoint_scorers import Compute
 from trak_core.attribution.device import find_device, full_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.target_scores import Scores
-from trak_core.attribution.token_scores import SIDES
 from trak_core.errors import InputError, came_from_no_memory, no_room
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.question_and_answer import Answer, Asked, as_of_class, asked_of, not_taken
+from trak_core.report.read_results import part_with
 from trak_core.spec import TRAIN
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.read_targets import split_of
@@ -174,71 +174,87 @@ class OpenRun(FittedAttributor):
         """
         if tokens:
             self._check_projected("Scores by tokens")
-        n_bytes = 4 * len(self._train.ids)
+        n = len(self._train.ids)
+        # A target's scores, and its solved features or inner products under every checkpoint.
+        width = self._spec.features.projection.get("proj_dim", n)
+        n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         together = max(1, self._compute.memory_mb * 2**20 // 8 // n_bytes)
         for start in range(0, len(asked), together):
-            group = asked[start : start + together]
-            try:
-                yield from zip(group, self._answers(group, k, tokens=tokens), strict=True)
-            except Exception as error:
-                if len(group) > 1:  # any of them may be at fault
-                    for single in group:
-                        yield from self.answers([single], k, tokens=tokens)
-                elif isinstance(error, InputError):
-                    yield group[0], error
-                elif came_from_no_memory(error) or no_room(error):
-                    raise
-                else:
-                    yield group[0], not_taken(group[0], error)
+            yield from self._answered(asked[start : start + together], k, tokens=tokens)
+
+    def _answered(
+        self, group: Sequence[Asked], k: int, *, tokens: bool
+    ) -> Iterator[tuple[Asked, Answer | InputError]]:
+        try:
+            answers = self._answers(group, k, tokens=tokens)
+        except Exception as error:
+            if len(group) > 1:  # any of them may be at fault
+                middle = len(group) // 2
+                for half in (group[:middle], group[middle:]):
+                    yield from self._answered(half, k, tokens=tokens)
+            elif isinstance(error, InputError):
+                yield group[0], error
+            elif came_from_no_memory(error) or no_room(error):
+                raise
+            else:
+                yield group[0], not_taken(group[0], error)
+        else:
+            yield from zip(group, answers, strict=True)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
         samples: Any = [asked.sample for asked in group]
-        ids: Any = [asked.id for asked in group]
+        # By places, since ids may be of several kinds; an error about a single sample has its own.
+        ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self._score(Split(samples, ids), keep="full", top=k)
-        table = pd.DataFrame()
-        if tokens:
-            try:
-                table, _ = self.tokens(scores, k)
-            except InputError as error:
-                self._notice(f"answers come without tokens: {error}")
+        token_scores = self._tokens(scores, k, n_asked=len(group)) if tokens else None
         with self._at_work():
             known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
             self.columns = known.join(self._own_columns)
-            return [self._answer(asked, scores, table) for asked in group]
+            answers = []
+            for i, asked in enumerate(group):
+                influences = part_with(scores.influences, target_id=ids[i])
+                train_ids = influences["train_id"].tolist()
+                texts = [self._text(j, self._train_sample(j)) for j in train_ids]
+                answer = Answer(
+                    asked,
+                    {"id": asked.id, **scores.targets.to_dict("records")[i]},
+                    self._text(asked.id, asked.sample),
+                    scores.frame.iloc[:, i].rename(asked.id),
+                    influences.assign(target_id=str(asked.id)),
+                    self.columns.loc[train_ids, :].assign(described_text=texts),
+                    self.run.specs.config["model_output"],
+                    self.study.class_names(),
+                )
+                if token_scores is not None:
+                    own = part_with(token_scores, target_id=ids[i])
+                    answer = replace(answer, tokens=self._with_texts(asked, own))
+                answers.append(answer)
+        return answers
 
-    def _answer(self, asked: Asked, scores: Scores, tokens: pd.DataFrame) -> Answer:
-        both = pd.concat([scores.top(scores.n_kept), scores.bottom(scores.n_kept)[::-1]])
-        top = both.loc[both["target"] == asked.id, ["train", "score"]]
-        top = top.rename(columns={"train": "train_id"}).reset_index(drop=True)
-        texts = [self._text(train_id, self._train_sample(train_id)) for train_id in top["train_id"]]
-        return Answer(
-            asked,
-            {"id": asked.id, **scores.targets.loc[asked.id].to_dict()},
-            self._text(asked.id, asked.sample),
-            pd.Series(scores.frame[asked.id]),
-            top.join(self.columns, on="train_id").assign(described_text=texts),
-            self.run.specs.config["model_output"],
-            self.study.class_names(),
-            self._with_texts(asked, tokens) if len(tokens) else None,
-        )
+    def _tokens(self, scores: Scores, k: int, n_asked: int) -> pd.DataFrame | None:
+        """Return the scores by tokens; None, and a notice, if they can't be cut."""
+        try:
+            return self.tokens(scores, k)[0]
+        except InputError as error:
+            if n_asked > 1:  # others may be cut
+                raise
+            notice = f"Notice: answers come without tokens: {error}"
+        if notice not in self._notices:
+            self._notices.add(notice)
+            print(notice, flush=True)
+        return None
 
     def _with_texts(self, asked: Asked, tokens: pd.DataFrame) -> pd.DataFrame:
         """Return the tokens of a sample's answer, with their texts."""
-        own = tokens.loc[tokens["target_id"] == asked.id, :]
-        parts = []
-        for side, train_id in itertools.product(SIDES, own["train_id"].unique().tolist()):
-            sample_id, sample = asked.id, asked.sample
+        texts = []
+        pairs = tokens[["side", "train_id"]].drop_duplicates()
+        for side, train_id in pairs.itertuples(index=False):
+            sample = asked.id, asked.sample
             if side == "train":
-                sample_id, sample = train_id, self._train_sample(train_id)
-            part = own.loc[(own["side"] == side) & (own["train_id"] == train_id), :]
-            texts = shown_tokens(self.study, sample_id, sample, len(part) - 1)
-            parts.append(part.assign(text=[*texts, ""]))
-        return pd.concat([*parts, own.iloc[:0].assign(text="")], ignore_index=True)
-
-    def _notice(self, text: str) -> None:
-        if text not in self._notices:
-            self._notices.add(text)
-            print(f"Notice: {text}", flush=True)
+                sample = train_id, self._train_sample(train_id)
+            n_tokens = len(part_with(tokens, side=side, train_id=train_id)) - 1
+            texts += [*shown_tokens(self.study, *sample, n_tokens), ""]
+        return tokens.drop(columns="target_id").assign(text=texts)
 
     def _train_sample(self, train_id: Any) -> Any:
         with users_code(f"reading sample {train_id}"):
@@ -262,10 +278,9 @@ class OpenRun(FittedAttributor):
     @property
     def projection(self) -> dict[str, Any]:
         """What the scores files of the run say of the projection."""
-        if not self._is_projected:
-            return dict(self._spec.features.projection)
-        with open_artifact(self._features(self.checkpoints[0]), FEATURES) as file:
-            return {key: value for key, value in file.spec["projection"].items() if key != "stream"}
+        kind = FEATURES if self._is_projected else GRAMIAN
+        with open_artifact(self._features(self.checkpoints[0]), kind) as file:
+            return file.spec["projection"]
 
     # What ``FittedAttributor`` needs.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -16,7 +15,7 @@ from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
-from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
+from trak_core.study.dataset_split import Samples, checked_ids, users_code
 from trak_core.study.study import Study
 
 _TEXT = "text"
@@ -33,11 +32,6 @@ class Asked:
     sample: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
     own_label: str | int | None = None
-
-    @property
-    def split(self) -> Split:
-        """The sample as jobs have targets: a split of one."""
-        return Split([self.sample], [self.id])  # pyright: ignore[reportArgumentType]
 
 
 def parsed_line(line: str | bytes) -> dict[str, Any]:
@@ -135,7 +129,6 @@ def _types(fields: Mapping[str, Any]) -> dict[str, type]:
 
 # What a table of training samples for a reader leaves out.
 _LEFT_OUT = ["prediction", "output", "output_sd"]
-_SAID = "label", "prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +141,8 @@ class Answer:
             ends of runs) and ``output_sd``, as the table ``targets`` of a scores file has them.
         text: The study's words for it, or what is printed of it.
         scores: A score for each training sample, by id, float32.
-        top: The strongest of either sign by score, the most helpful first: ``train_id``, ``score``,
-            what is known of the training sample, and ``described_text``.
+        influences: The strongest of either sign, as the table ``top_influences`` of a scores file.
+        train: What is known of these training samples, by id, and ``described_text``.
         model_output: What the config says of the model output f.
         class_names: What the study calls the classes, by number; empty if it doesn't.
         tokens: Scores of ``top`` cut by tokens, if that was asked for: ``train_id``, ``side``
@@ -163,10 +156,18 @@ class Answer:
     target: Mapping[str, Any]
     text: str
     scores: pd.Series
-    top: pd.DataFrame
+    influences: pd.DataFrame
+    train: pd.DataFrame
     model_output: str | Mapping[str, str]
     class_names: Sequence[str] = ()
     tokens: pd.DataFrame | None = None
+
+    @property
+    def top(self) -> pd.DataFrame:
+        """The strongest by score, the most helpful first: ``train_id``, ``score``, ``train``."""
+        both = self.influences.sort_values("score", ascending=False, kind="stable")
+        both = both[["train_id", "score"]].reset_index(drop=True)
+        return both.join(self.train, on="train_id")
 
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
         """Return ``text`` and ``score`` of a training sample's tokens; else of the asked sample's.
@@ -199,11 +200,10 @@ class Answer:
         """Return what the models make of the sample, in words: the output, then its prediction."""
         about = about_output(self.model_output)
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
-        label, prediction = (np.asarray(self.target[key]).item() for key in _SAID)
-        if prediction == self.target["output"]:  # of regression
+        if self.target["prediction"] == self.target["output"]:  # of regression
             about = replace(about, prediction="")
-        named = dict(zip(_SAID, map(self.named, (label, prediction)), strict=True))
-        words = of_target(SimpleNamespace(**named), about)
+        said = {key: self.named(self.target[key]) for key in ("label", "prediction")}
+        words = of_target(SimpleNamespace(**said), about)
         if self.asked.own_label is not None:
             words += f"; its own label {self.asked.own_label}"
         return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
