@@ -112,8 +112,10 @@ quiet_libraries()
 keep_freed()
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.spec import FeaturesSpec
+from trak_core.study.study import Study
 spec = FeaturesSpec(**json.loads(sys.argv[1]))
-LoadedModel.load(Path("study.py"), Path("model"), spec, torch.device("cpu"))
+study = Study.load(Path("study.py"))
+LoadedModel.of_study(study, Path("model"), spec, torch.device("cpu"))
 """
 
 

@@ -39,6 +39,7 @@ from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.spec import Combine, FeaturesSpec, curvature_power
+from trak_core.study.study import Study
 
 EXACT, PROJECTED, NEWTON = "exact", "k = 512", "gauss_newton"
 _DAMPINGS = 0.1, 0.3, 1, 2, 5, 10, 30, 100
@@ -78,7 +79,7 @@ class Scorer:
             "early and end of each": (True, [(run, at) for run in some for at in (early, end)]),
         }
 
-    def _loaded(self, run: int, at: float) -> LoadedModel:
+    def _loaded(self, run: int, at: float) -> tuple[Study, LoadedModel]:
         case = self.measured.case
         spec = FeaturesSpec(
             model_output=case.model_output,
@@ -91,7 +92,8 @@ class Scorer:
             targets_digest=None,
         )
         path = self.measured.folder / f"{run}-{at}.pt"
-        return LoadedModel.load(case.path, path, spec, torch.device("cpu"))
+        study = Study.load(case.path)
+        return study, LoadedModel.of_study(study, path, spec, torch.device("cpu"))
 
     def _kept(self, name: str, compute: Callable[[], dict[str, np.ndarray]]) -> Arrays:
         path = self.measured.folder / f"{name}-{len(self.measured.targets)}.npz"
@@ -105,9 +107,9 @@ class Scorer:
         """Return K (n, n) and K_t (n, m)."""
 
         def compute() -> Arrays:
-            loaded = self._loaded(run, at)
-            train = loaded.study.split("train", None)
-            targets = loaded.study.split("target_data", self.measured.targets)
+            study, loaded = self._loaded(run, at)
+            train = study.split("train", None)
+            targets = study.split("target_data", self.measured.targets)
             own = inner_products(loaded, train, None, _BATCH, _MEMORY_MB)[0]
             cross = inner_products(loaded, train, targets, _BATCH, _MEMORY_MB)[0]
             return {"gramian": own, "cross": cross}
@@ -118,9 +120,10 @@ class Scorer:
         """Return A (n, m), and the processor seconds that it took."""
 
         def compute() -> Arrays:
-            loaded, began = self._loaded(run, at), time.process_time()
-            train = loaded.study.split("train", None)
-            targets = loaded.study.split("target_data", self.measured.targets)
+            study, loaded = self._loaded(run, at)
+            began = time.process_time()
+            train = study.split("train", None)
+            targets = study.split("target_data", self.measured.targets)
             made = newton_scores(loaded, train, targets, damping, _BATCH, _MEMORY_MB)
             return {"values": made.values, "seconds": np.array(time.process_time() - began)}
 

@@ -32,6 +32,7 @@ from trak_core.gramian import train_gramian
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
+from trak_core.study.study import Study
 
 HERE = Path(__file__).parent
 WIDTH, PLACES = 6, 9
@@ -350,9 +351,9 @@ def write_study(folder, n):
 def test_memory_that_samples_take_is_not_there_for_activations(tmp_path, monkeypatch):
     """Blocks run twice if a sample would fit alone, but not beside those of a Gramian."""
     write_study(tmp_path, 300)
-    where = tmp_path / "study.py", tmp_path / "c0.pt", SPEC, torch.device("cpu")
-    loaded = LoadedModel.load(*where)
-    (samples,) = loaded.ordered(loaded.study.split("train", None))
+    study = Study.load(tmp_path / "study.py")
+    loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", SPEC, torch.device("cpu"))
+    (samples,) = loaded.ordered(study.split("train", None))
     kept = loaded.stored(samples)
     most = 30
     assert not loaded.blocks.is_on

@@ -67,11 +67,11 @@ def reads(monkeypatch):
     """The checkpoints that models get their weights from, one after another."""
     from trak_core.attribution.loaded_model import LoadedModel
 
-    paths, of = [], LoadedModel.of
+    paths, of = [], LoadedModel.of_study
 
     def watched(study, checkpoint, *given):
         paths.append(checkpoint)
         return of(study, checkpoint, *given)
 
-    monkeypatch.setattr(LoadedModel, "of", watched)
+    monkeypatch.setattr(LoadedModel, "of_study", watched)
     return paths

@@ -28,7 +28,7 @@ DAMPING = 0.1
 def found(case, *, checkpoint="c0", batch_size=64, memory_mb=500, model_output=None, **settings):
     spec = features_spec(model_output or case.output)
     path = case.checkpoints.get(checkpoint, checkpoint)
-    loaded = LoadedModel.load(case.path, path, spec, torch.device("cpu"))
+    loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
     given = case.train, case.target_split, DAMPING, batch_size, memory_mb
     return newton_scores(loaded, *given, **settings)
 
@@ -184,7 +184,9 @@ def test_what_has_no_matrix_is_refused(digits, monkeypatch):
             return OneWay.apply(x)
 
     spec = features_spec(digits.output)
-    loaded = LoadedModel.load(digits.path, digits.checkpoints["c0"], spec, torch.device("cpu"))
+    loaded = LoadedModel.of_study(
+        Study.load(digits.path), digits.checkpoints["c0"], spec, torch.device("cpu")
+    )
     loaded.model.append(Layer())
     with refused("model.forward_mode", re.compile(r"RuntimeError: .*(?= Take)")):
         newton_scores(loaded, digits.train, digits.target_split, DAMPING, 64, 500)
@@ -278,7 +280,7 @@ def test_texts_of_different_lengths(tmp_path):
     model = study.make_model()
     torch.save(model.state_dict(), tmp_path / "c0.pt")
     spec = features_spec("language_modelling")
-    loaded = LoadedModel.load(path, tmp_path / "c0.pt", spec, torch.device("cpu"))
+    loaded = LoadedModel.of_study(Study.load(path), tmp_path / "c0.pt", spec, torch.device("cpu"))
     train, targets = study.split("train", None), study.split("mine", [0, 1, 2])
     scores = newton_scores(loaded, train, targets, DAMPING, 4, 200)
     model = model.double().eval()

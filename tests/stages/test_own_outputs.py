@@ -138,8 +138,9 @@ def test_f_and_gradients_by_autograd_in_one_pass(name, trained, capsys):
         dtype="float64",
         study_digest="",
     )
-    loaded = LoadedModel.load(study.path, checkpoint, spec, CPU)
-    split = loaded.study.split("train", None)
+    made = Study.load(study.path)
+    loaded = LoadedModel.of_study(made, checkpoint, spec, CPU)
+    split = made.split("train", None)
     samples = as_batch(split.batch(0, 20), loaded.output)
     given = loaded.model, loaded.parameters, loaded.output, samples
     method = gradient_method(*given)
@@ -151,9 +152,7 @@ def test_f_and_gradients_by_autograd_in_one_pass(name, trained, capsys):
     assert close(rows, gradients)
     # As a model that is retrained is asked.
     pool = split.take(split.ids[:20])
-    asked, _ = outputs_and_predictions(
-        loaded.model, spec.model_output, split, pool, 7, loaded.study
-    )
+    asked, _ = outputs_and_predictions(loaded.model, spec.model_output, split, pool, 7, made)
     assert close(asked, values)
 
 

@@ -40,7 +40,8 @@ class _Collated:
 
     def __getitem__(self, index: int) -> Any:
         dataset: Any = self.loader.dataset
-        batch = self.loader.collate_fn([dataset[index]])
+        collate: Any = self.loader.collate_fn
+        batch = collate([dataset[index]])
         if isinstance(batch, Mapping):
             return {name: values[0] for name, values in batch.items()}
         return tuple(values[0] for values in batch)
