@@ -158,7 +158,7 @@ class ProjectedScorer:
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
             raise InputError(
-                "Samples must be texts for scores to be cut by their tokens. Found a target without "
+                "Samples must be texts for scores to be cut by tokens. Found a target without "
                 "tokens. Take the scores alone.",
                 code="attribution.no_tokens",
             )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.target_scores import Scores
 from trak_core.errors import InputError, came_from_no_memory, no_room
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.queries.question_and_answer import Answer, Asked, as_of_class, asked_of, not_taken
+from trak_core.queries.question_and_answer import Answer, Asked, as_of_class, asked_of
 from trak_core.report.read_results import part_with
 from trak_core.spec import TRAIN
 from trak_core.study.dataset_split import Split, users_code
@@ -197,7 +196,10 @@ class OpenRun(FittedAttributor):
             elif came_from_no_memory(error) or no_room(error):
                 raise
             else:
-                yield group[0], not_taken(group[0], error)
+                reason = str(error).partition("\n")[0]
+                message = "The model must take each sample that is asked about. Found "
+                message += f"{type(error).__name__} ({reason}) for sample {group[0].id}."
+                yield group[0], InputError(message, code="queries.not_taken")
         else:
             yield from zip(group, answers, strict=True)
 
@@ -206,55 +208,52 @@ class OpenRun(FittedAttributor):
         # By places, since ids may be of several kinds; an error about a single sample has its own.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self._score(Split(samples, ids), keep="full", top=k)
-        token_scores = self._tokens(scores, k, n_asked=len(group)) if tokens else None
+        token_scores = self._tokens(group, scores, k) if tokens else None
+        targets, answers = scores.targets.to_dict("records"), []
+        known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
         with self._at_work():
-            known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
             self.columns = known.join(self._own_columns)
-            answers = []
             for i, asked in enumerate(group):
                 influences = part_with(scores.influences, target_id=ids[i])
                 train_ids = influences["train_id"].tolist()
                 texts = [self._text(j, self._train_sample(j)) for j in train_ids]
-                answer = Answer(
-                    asked,
-                    {"id": asked.id, **scores.targets.to_dict("records")[i]},
-                    self._text(asked.id, asked.sample),
-                    scores.frame.iloc[:, i].rename(asked.id),
-                    influences.assign(target_id=str(asked.id)),
-                    self.columns.loc[train_ids, :].assign(described_text=texts),
-                    self.run.specs.config["model_output"],
-                    self.study.class_names(),
+                answers.append(
+                    Answer(
+                        asked,
+                        {"id": asked.id, **targets[i]},
+                        self._text(asked.id, asked.sample),
+                        scores.frame.iloc[:, i].rename(asked.id),
+                        influences.assign(target_id=str(asked.id)),
+                        self.columns.loc[train_ids, :].assign(described_text=texts),
+                        self.run.specs.config["model_output"],
+                        self.study.class_names(),
+                        None if token_scores is None else part_with(token_scores, target_id=ids[i]),
+                    )
                 )
-                if token_scores is not None:
-                    own = part_with(token_scores, target_id=ids[i])
-                    answer = replace(answer, tokens=self._with_texts(asked, own))
-                answers.append(answer)
         return answers
 
-    def _tokens(self, scores: Scores, k: int, n_asked: int) -> pd.DataFrame | None:
-        """Return the scores by tokens; None, and a notice, if they can't be cut."""
+    def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
+        """Return the scores by tokens, with their texts; None, and a notice, if they can't be cut."""
+        own = dict(zip(scores.targets.index, group, strict=True))
         try:
-            return self.tokens(scores, k)[0]
+            table, _ = self.tokens(scores, k)
+            pairs = table.groupby(["side", "target_id", "train_id"], sort=False).size()
+            texts = []
+            with self._at_work():
+                for side, target_id, train_id, n in pairs.reset_index().itertuples(index=False):
+                    sample = own[target_id].id, own[target_id].sample
+                    if side == "train":
+                        sample = train_id, self._train_sample(train_id)
+                    texts += [*shown_tokens(self.study, *sample, n - 1), ""]
+            return table.assign(text=texts)
         except InputError as error:
-            if n_asked > 1:  # others may be cut
+            if len(group) > 1:  # others may be cut
                 raise
             notice = f"Notice: answers come without tokens: {error}"
         if notice not in self._notices:
             self._notices.add(notice)
             print(notice, flush=True)
         return None
-
-    def _with_texts(self, asked: Asked, tokens: pd.DataFrame) -> pd.DataFrame:
-        """Return the tokens of a sample's answer, with their texts."""
-        texts = []
-        pairs = tokens[["side", "train_id"]].drop_duplicates()
-        for side, train_id in pairs.itertuples(index=False):
-            sample = asked.id, asked.sample
-            if side == "train":
-                sample = train_id, self._train_sample(train_id)
-            n_tokens = len(part_with(tokens, side=side, train_id=train_id)) - 1
-            texts += [*shown_tokens(self.study, *sample, n_tokens), ""]
-        return tokens.drop(columns="target_id").assign(text=texts)
 
     def _train_sample(self, train_id: Any) -> Any:
         with users_code(f"reading sample {train_id}"):

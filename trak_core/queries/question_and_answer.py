@@ -224,16 +224,3 @@ class Answer:
             for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):
                 parts += [f"<p><b>{words}</b></p>", self.side(sign).to_html(index=False)]
         return "".join(parts)
-
-
-def not_taken(asked: Asked, error: Exception) -> InputError:
-    """Return what a model's own error says of a sample, such as a text beyond its positions."""
-    tokens = asked.sample.get("input_ids") if isinstance(asked.sample, Mapping) else None
-    n_tokens = 0 if tokens is None else torch.as_tensor(tokens).numel()
-    longer = f", a text of {n_tokens} tokens; is it longer than the model takes?"
-    reason = str(error).partition("\n")[0]
-    return InputError(
-        f"The model must take each sample that is asked about. Found {type(error).__name__} "
-        f"({reason}) for sample {asked.id}{longer if n_tokens else '.'}",
-        code="queries.not_taken",
-    )
