@@ -1,5 +1,6 @@
 """Render answers: a page of HTML, like that of an experiment, or rows of a table."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,16 @@ from trak_core.attribution.scores import unit_of
 from trak_core.queries.open_run import OpenRun
 from trak_core.queries.question_and_answer import Answer
 from trak_core.report.explore_data import Tokens, explore
-from trak_core.report.read_results import File, part_with, with_class_names, with_fit
+from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
 from trak_core.study.sample_columns import short_columns
-from trak_core.study.show_samples import Picture, are_drawn, contents_digest, show_sample
+from trak_core.study.show_samples import (
+    Picture,
+    are_drawn,
+    contents_digest,
+    show_sample,
+    shown_tokens,
+)
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
@@ -21,18 +28,27 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
     It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
     """
-    with run.run.in_folder():
+    with contextlib.chdir(run.run.folder):
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
         draws = are_drawn(run.study, run.train)
 
+        def sample_of(is_target: bool, sample_id: Any) -> Any:
+            return samples[sample_id] if is_target else run.sample(sample_id)
+
         def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
-            sample = samples[sample_id] if is_target else run.sample(sample_id)
+            sample = sample_of(is_target, sample_id)
             shown = show_sample(run.study, sample_id, sample, characters, draws)
             return shown, contents_digest(sample)
 
+        def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
+            sample = sample_of(is_target, sample_id)
+            return shown_tokens(run.study, sample_id, sample, n_tokens)
+
         described = run.study.has("describe")
         file = with_class_names(_file(run, answers), run.study.class_names())
-        tokens = _tokens(answers)
+        cut = {str(answer.asked.id): answer.tokens for answer in answers}
+        tables = [own.assign(target_id=i) for i, own in cut.items() if own is not None]
+        tokens = Tokens.of(pd.concat(tables, ignore_index=True), texts) if tables else None
         explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
         return rendered(explored, run.study.name, k)
 
@@ -72,31 +88,8 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
     return with_fit(file, known, run.train)
 
 
-def _tokens(answers: Sequence[Answer]) -> Tokens | None:
-    """Return the scores of tokens, where answers have some."""
-    tables = [
-        answer.tokens.assign(target_id=str(answer.asked.id))
-        for answer in answers
-        if answer.tokens is not None
-    ]
-    if not tables:
-        return None
-    table = pd.concat(tables, ignore_index=True)
-    of_tokens = table.loc[table["token"] >= 0, :]
-
-    def texts(is_target: bool, sample_id: Any, _: int) -> list[str]:
-        side = "target" if is_target else "train"
-        own = part_with(of_tokens, **{"side": side, f"{side}_id": sample_id})
-        return own.drop_duplicates("token")["text"].tolist()
-
-    return Tokens.of(table, texts)
-
-
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return a row for each strong training sample of each answer, to be written as a table.
-
-    Classes have their names, where the study has some.
-    """
+    """Return a row for each strong training sample of each answer, with names of classes."""
     parts = []
     for answer in answers:
         names = {key: answer.train[key].map(answer.named) for key in ("label", "prediction")}
