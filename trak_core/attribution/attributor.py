@@ -1,7 +1,9 @@
 """Attributor: scores of training samples for targets, in process."""
 
 import copy
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +30,20 @@ from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
-from trak_core.config.checkpoint_list import come_from_along_runs, runs_of
+from trak_core.config.checkpoint_list import checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.cross_checks import check_exact, check_preconditioner
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
+from trak_core.model_outputs.about_outputs import output_name
 from trak_core.model_outputs.model_output import ModelOutput, own_output
+from trak_core.spec import TRAIN
 from trak_core.study.given_data import split_of_data, subset_digest
+from trak_core.study.study import Study
 from trak_core.system.progress import progress_bar
+
+# Keys of ``compute`` that decide how much is computed at once, and where.
+_COMPUTE = ("device", "batch_size", "memory_mb", "threads")
 
 
 class Attributor(FittedAttributor):
@@ -154,11 +162,41 @@ class Attributor(FittedAttributor):
         self._setup = Setup(spec, compute)
         self.defaults = defaults
         self._model, self._output, self._describe = model, output, describe
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
+        """Return the attributor of a study, by the keys of a config; the study has the data.
+
+        ``checkpoints`` and ``model_output`` must be there. ``projection``, ``scoring``,
+        ``parameters``, ``preconditioner``, ``features_dtype`` and ``compute`` count if they are;
+        all others say what jobs do besides.
+        """
+        projection, compute = config.get("projection", {}), config.get("compute", {})
+        scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}
+        own = ("parameters", "preconditioner", "features_dtype")
+        checkpoints = config["checkpoints"]
+        if isinstance(checkpoints, str):  # a table
+            table = checkpoint_table(checkpoints, None)
+            fields = ("path", "run", "at", "state_dict")
+            checkpoints = {
+                name: without_none(**{key: getattr(c, key) for key in fields})
+                for name, c in table.items()
+            }
+        made = cls(
+            study.make_model,
+            output_name(config["model_output"]),
+            checkpoints,
+            **({"projection": projection} if isinstance(projection, str) else projection),
+            **scoring,
+            **{key: config[key] for key in own if key in config},
+            **{key: compute[key] for key in _COMPUTE if key in compute},
+        )
+        made._setup = replace(made._setup, study=study)
+        return made
 
     def fit(
         self,
-        train_data: Any,
+        train_data: Any = None,
         folder: str | Path | None = None,
         *,
         ids: Iterable[int | str] | None = None,
@@ -168,9 +206,9 @@ class Attributor(FittedAttributor):
         With ``gauss_newton`` there are none, and ``score`` does all the work.
 
         Args:
-            train_data: The samples that the checkpoints were trained on, as they were trained on,
-                without random augmentation: ``(inputs, labels)`` in tensors, a Dataset or a
-                DataLoader (see ``split_of_data``).
+            train_data: The samples that the checkpoints were trained on, without random
+                augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
+                ``split_of_data``). None for the study's, where a study made the attributor.
             folder: Keeps the files, in the layout of a run's results; a further call with the same
                 data and settings resumes. None for a temporary folder.
             ids: An id a sample; 0, 1, 2, ... if None.
@@ -181,18 +219,21 @@ class Attributor(FittedAttributor):
         Raises:
             InputError: If the folder has features of other data or settings.
         """
-        self._methods, self._held, self._temporary = {}, {}, None
-        train = split_of_data(train_data, ids)
+        self._methods, self._held = {}, {}
+        study = self._setup.study
+        if study is not None and train_data is None:
+            train = study.split(TRAIN, None)
+        else:
+            train = split_of_data(train_data, ids)
         if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="trak-")
-            digest = "in memory"
+            folder, digest = tempfile.mkdtemp(prefix="trak-"), "in memory"
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
             data = [train.ids, subset_digest(train, range(len(train.ids)))]
             digest = content_digest(*data, code_of(self._model), code_of(self._output))
-        place = folder if self._temporary is None else self._temporary.name
         features = replace(self._spec.features, study_digest=digest)
         spec = replace(self._spec, features=features)
-        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(place or ""))
+        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_newton:
             return self
         n_steps = len(self.checkpoints) * len(self._train.ids)
@@ -214,7 +255,7 @@ class Attributor(FittedAttributor):
 
         def output_of(model: nn.Module) -> ModelOutput:
             if isinstance(output, str):
-                return model_output(output, model, self._train, device)
+                return model_output(output, model, self._train, device, self._setup.study)
             return own_output(output, spec.model_output)
 
         made = self._model

@@ -82,10 +82,12 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
         data: A tuple of tensors or arrays, a row a sample: the model's inputs and, last, the
             labels. A dict of them: the model's named inputs and ``labels``. Anything with ``len()``
             and ``[i]`` whose entries are samples: a torch Dataset, a list, a Hugging Face dataset.
-            Or a DataLoader: its dataset in order, whatever ``shuffle``, ``batch_size`` and
-            ``drop_last`` are; a ``collate_fn`` is called with one sample at a time.
+            A ``Split``, which has ids. Or a DataLoader: its dataset in order, whatever ``shuffle``,
+            ``batch_size`` and ``drop_last`` are; a ``collate_fn`` gets one sample at a time.
         ids: An id a sample, integers or short texts; None for 0, 1, 2, ...
     """
+    if isinstance(data, Split):
+        return data
     if isinstance(data, DataLoader):
         data = _dataset_of(data)
     if isinstance(data, Mapping) or (isinstance(data, tuple) and not hasattr(data, "_fields")):
