@@ -219,7 +219,7 @@ class Attributor(FittedAttributor):
         Raises:
             InputError: If the folder has features of other data or settings.
         """
-        self._method, self._held = None, {}
+        self._held = {}
         study = self._setup.study
         if study is not None and train_data is None:
             train = study.split(TRAIN, None)
