@@ -244,7 +244,7 @@ def main() -> None:
                     for file in ("study.json", asked.partition("/")[2]):
                         (folder / "results" / file).unlink(missing_ok=True)
                     if job == "question":
-                        (folder / "results" / "one_pass.json").unlink(missing_ok=True)
+                        (folder / "results" / "gradient_method.json").unlink(missing_ok=True)
                     for features in (folder / "asked.h5", folder / "kept" / "asked.h5"):
                         features.unlink(missing_ok=True)
                     found.append(run(jobs[job], folder, folder / f"{job}.log"))

@@ -282,7 +282,7 @@ def _compare(folder: Path) -> float:
 
     torch.set_num_threads(1)  # on a busy machine several wait for each other, and busily
     results = trak_core.open(str(folder / "results"))
-    expected = results.scores("held")
+    expected = results.scores("held").frame
     lines = (folder / "held.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return max(

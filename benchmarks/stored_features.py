@@ -97,7 +97,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder, began = Path(temporary), time.process_time()
             for name in spec.checkpoints:
-                old = run.train_file(name).parent
+                old = run.files(name)[1].parent
                 for split, file in (("train", "train"), (options.experiment, "targets")):
                     store(old / f"{split}.h5", folder / name / f"{file}.h5", dtype)
             size = sum(path.stat().st_size for path in folder.rglob("*.h5")) / 2**20

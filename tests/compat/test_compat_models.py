@@ -1,6 +1,6 @@
 """Whole models through TRAK's interface: featurize, score, finalize; and CLIP's model output."""
 
-import re
+import itertools
 
 import numpy as np
 import pytest
@@ -165,18 +165,19 @@ class _Subclass(ImageClassificationModelOutput):
     """It could say something else; it doesn't."""
 
 
-def test_one_pass_gives_what_vmap_gives(monkeypatch):
+def test_a_task_of_ones_own_gives_what_the_ready_made_one_does():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
     batch = torch.randn(7, 1, 6, 6), torch.arange(7) % 5
-    by_vmap = FunctionalGradientComputer(model, _Subclass(), device="cpu")
-    expected = by_vmap.compute_per_sample_grad(batch)
-    monkeypatch.setattr("trak_core.compat.gradient_computers._gradients_by_vmap", None)
-    for first in (7, 1):  # one sample says nothing about several
-        computer = FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
+    task = ImageClassificationModelOutput()
+    one_by_one = IterativeGradientComputer(model, task, device="cpu")
+    expected = one_by_one.compute_per_sample_grad(batch)
+    for first, kind in itertools.product((7, 1), (task, _Subclass())):  # one says nothing of seven
+        computer = FunctionalGradientComputer(model, kind, device="cpu")
         computer.compute_per_sample_grad([t[:first] for t in batch])
         gradients = computer.compute_per_sample_grad(batch)
-        torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+        flat = vectorize(gradients, device="cpu")
+        torch.testing.assert_close(flat, expected, rtol=1e-5, atol=1e-6)
 
 
 class _Linear(nn.Linear):
@@ -204,16 +205,13 @@ def test_a_failure_of_the_model_stays_what_it_is():
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_where_vmap_cannot_go_the_error_names_the_iterative_computer(call):
+def test_where_vmap_cannot_go_samples_come_one_by_one(call, capsys):
     torch.manual_seed(0)
     model, batch = _Linear(CALLS[call]), (torch.randn(6, 3), torch.arange(6) % 4)
-    by_vmap = FunctionalGradientComputer(model, _Subclass(), device="cpu")
+    functional = FunctionalGradientComputer(model, _Subclass(), device="cpu")
     one_by_one = IterativeGradientComputer(model, _Subclass(), device="cpu")
     expected = one_by_one.compute_per_sample_grad([t.clone() for t in batch])
     assert expected.shape == (6, 16)
-    if call == WRITING:
-        gradients = vectorize(by_vmap.compute_per_sample_grad(batch), device="cpu")
-        torch.testing.assert_close(gradients, expected)
-    else:
-        with refused("compat.vmap", re.compile(r"\(.*?\)")):
-            by_vmap.compute_per_sample_grad(batch)
+    gradients = vectorize(functional.compute_per_sample_grad(batch), device="cpu")
+    torch.testing.assert_close(gradients, expected)
+    assert ("one sample at a time" in capsys.readouterr().out) == (call != WRITING)

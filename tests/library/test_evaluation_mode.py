@@ -10,12 +10,11 @@ from trak_core.gradients import (
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
-    gradients_with_copies,
     select_parameters,
 )
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
-METHODS = [gradients_at_once, gradients_one_by_one, gradients_with_copies, gradients_in_turn]
+METHODS = [gradients_at_once, gradients_one_by_one, gradients_in_turn]
 
 
 def gradients_of(method, model, samples, patterns=None):

@@ -222,8 +222,7 @@ def test_what_one_pass_cannot_take_goes_one_by_one(
     """By factors if the model is large, or where factors are read."""
     model, batch = linear(forward, **parts), classified(torch.randn(shape))
     parameters = select_parameters(model, None)
-    others = {name: p for name, p in parameters.items() if not name.startswith("lstm")}
-    least = n_params(others) + (method is gradients_one_by_one)
+    least = n_params(parameters) + (method is gradients_one_by_one)
     monkeypatch.setattr(sys.modules[choose_method.__module__], "_LEAST_PARAMETERS", least)
     assert chosen(model, batch) is method
     given = model, parameters, CLASSIFICATION, batch
@@ -234,6 +233,33 @@ def test_what_one_pass_cannot_take_goes_one_by_one(
     expected, values = by_backward(model, batch, CLASSIFICATION)
     torch.testing.assert_close(result.outputs, values)
     assert_same(result.gradients, expected)
+
+
+def looped(m, x):
+    """Makes a bias once for each sample, as ViLT does its positions: as many, of one shape."""
+    grid = m.grid.tanh()
+    biases = [nn.functional.interpolate(grid, scale_factor=2, mode="bilinear") for _ in x]
+    return m.head((m.linear(x) + torch.cat(biases).flatten(1)[:, :3]).tanh())
+
+
+def test_an_operation_that_runs_once_a_sample_is_named(capsys):
+    parts = {**HEAD, "grid": lambda: nn.Parameter(torch.randn(1, 1, 2, 2))}
+    model, batch = linear(looped, **parts), classified(torch.randn(5, 4))
+    assert chosen(model, batch) is gradients_one_by_one
+    assert "samples apart below: UpsampleBilinear2D. Gradients" in capsys.readouterr().out
+
+
+def test_a_batch_whose_graph_can_not_be_read_goes_one_by_one(capsys):
+    """A hook of the user's that came after the choice changes gradients as in autograd."""
+    model, batch = linear(lambda m, x: m.head(m.linear(x)), **HEAD), classified(torch.randn(5, 4))
+    assert chosen(model, batch) is gradients_at_once
+    model.head.weight.register_hook(lambda gradient: 2 * gradient)
+    expected = formed(gradients_one_by_one, model, batch).gradients
+    assert not capsys.readouterr().out
+    for method in (gradients_at_once, gradients_in_turn):
+        assert_same(formed(method, model, batch).gradients, expected, rtol=0, atol=0)
+    reason = "has hooks on parameters or modules"
+    assert f"Notice: one backward pass cannot take a batch ({reason}" in capsys.readouterr().out
 
 
 def grouped(m, x):

@@ -230,17 +230,35 @@ def test_what_runs_no_hooks_refuses_them():
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.register_hook(torch.neg)
-    with refused("gradients.hooks", "weight, bias", "FunctionalGradientComputer"):
-        FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
     with refused("gradients.hooks", "weight", "projection: gauss_newton"):
         _Tangents(SimpleNamespace(model=model, parameters={"weight": model.weight}))
     for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
         model = nn.Sequential(nn.Linear(3, 2))
         getattr(model[0], register)(lambda *_: None)
-        with refused("gradients.hooks", "0", "FunctionalGradientComputer"):
-            FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
         with refused("gradients.hooks", "0", "projection: gauss_newton"):
             _Tangents(SimpleNamespace(model=model, parameters=dict(model.named_parameters())))
+
+
+class OwnTask(ImageClassificationModelOutput):
+    """Goes through ``torch.vmap``, because a subclass may compute anything."""
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_tasks_of_trak_obey_hooks_or_refuse_them(of_module):
+    model, batch = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
+    batch = batch, torch.arange(4) % 2
+    task, own = ImageClassificationModelOutput(), OwnTask()
+    expected = FunctionalGradientComputer(model, task).compute_per_sample_grad(batch)
+    if of_module:
+        model[1].register_full_backward_hook(both(each(torch.neg)))
+    else:
+        model[0].weight.register_hook(torch.neg)
+    found = FunctionalGradientComputer(model, task).compute_per_sample_grad(batch)
+    for name, gradients in expected.items():
+        sign = -1 if name == "0.weight" or (of_module and name == "0.bias") else 1
+        torch.testing.assert_close(found[name], sign * gradients)
+    with refused("gradients.hooks", "1" if of_module else "0.weight"):
+        FunctionalGradientComputer(model, own).compute_per_sample_grad(batch)
 
 
 class Adjoint(torch.autograd.Function):

@@ -29,6 +29,23 @@ def test_the_readme_is_short_and_begins_as_the_package_does():
     assert f'description = "{" ".join(lines[2:4])}"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
+def test_the_example_in_python_runs():
+    """And the page about it, in a folder of its own."""
+    ((info, code),) = blocks("README.md", "In Python")
+    assert info == "python"
+    assert len(code.splitlines()) <= 15
+    lines = run_code(code).splitlines()
+    assert lines[0].split() == ["target", "rank", "train", "score"]
+    assert len(lines) > 10
+
+
+def test_the_page_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run_code("".join(text for _, text in blocks("docs/how-to/python.md")))
+    assert printed.startswith("(180, 20)")
+    assert (tmp_path / "features/features/seed1/train.h5").exists()
+
+
 def follow_own_model(folder):
     folder.mkdir()
     with pytest.MonkeyPatch.context() as monkeypatch:

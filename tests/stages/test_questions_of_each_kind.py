@@ -15,12 +15,13 @@ from refusals import preflight
 from refused import refused
 
 import trak_core
+from trak_core.attribution import checkpoint_scorers
+from trak_core.attribution.checkpoint_scorers import ProjectedScorer
+from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.command.ask import _in_words
 from trak_core.command.main import main
 from trak_core.errors import InputError
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.queries.held_checkpoint import HeldCheckpoint
-from trak_core.queries.held_run import HeldRun
 from trak_core.queries.question_and_answer import Answer, Asked
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
@@ -141,7 +142,7 @@ def test_the_scores_are_the_workflow_s(kind, projection, tmp_path, monkeypatch, 
     assert re.search(rf"^{SAID[kind]}$", out, re.M), out
     found = pd.read_csv("out.csv").set_index("train_id")["score"].loc[expected.index]
     np.testing.assert_allclose(found, expected, rtol=1e-4)  # as the table rounds
-    line = trak_core.open("results")._held.asked((tmp_path / "asked.jsonl").read_text())
+    line = trak_core.open("results").asked((tmp_path / "asked.jsonl").read_text())
     answer = trak_core.open("results").ask(line)
     difference = np.abs(answer.scores.to_numpy() - expected.to_numpy()).max()
     assert difference <= 1e-6 * np.abs(expected).max()
@@ -151,7 +152,7 @@ def test_the_scores_are_the_workflow_s(kind, projection, tmp_path, monkeypatch, 
     if kind in (adapter, tokens):
         check_tokens(results, line, capsys)
     elif projection == "exact":
-        with refused("queries.exact_tokens"):
+        with refused("attribution.no_features"):
             trak_core.open("results").ask(line, tokens=True)
 
 
@@ -173,7 +174,7 @@ def check_tokens(results, line, capsys):
     )
     expected = pd.read_hdf(results / "token_scores/asked.h5", "tokens")
     answer = trak_core.open("results").ask(line, tokens=True)
-    keys = ["target_id", "train_id", "side", "token"]
+    keys = ["train_id", "side", "token"]
     found = answer.tokens.set_index(keys)["score"]
     expected = expected.set_index(keys)["score"]
     assert set(found.index) == set(expected.index)
@@ -216,61 +217,38 @@ def check_a_long_text_alone(results, capsys):
     Path("asked.jsonl").write_text(whole)
 
 
-def check_one_checkpoint_is_read_once(results, reads, capsys):
-    """Also where it takes more than half of the memory: there is no other to take its place."""
-    expected = read_scores(results / "scores/asked.h5")["q"]
-    run, said = FinishedRun.of_folder(results), []
-    run.specs.config["compute"]["memory_mb"] = 1  # the matrix and its factor take half of it
-    held = HeldRun(run, said.append)
-    del reads[:]
-    for _ in range(2):
-        ((_, answer),) = held.answers([held.asked(QUESTION[0])])
-        difference = np.abs(answer.scores.to_numpy() - expected.to_numpy()).max()
-        assert difference <= 1e-6 * np.abs(expected).max()
-    assert len(reads) == 1
-    assert not held.takes_turns
-    (notice,) = said
-    assert "the training samples' features again" in notice
-    capsys.readouterr()
-
-
-def check_answers_that_can_not_be_cut(monkeypatch, capsys):
+def check_answers_that_can_not_be_cut(monkeypatch, capsys, reads):
     """They come without tokens, and a notice says why."""
     words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
     main(words[:4])
     whole = capsys.readouterr().out
 
-    def no_room(*_):
+    def no_room(*_, **__):
         raise InputError("compute.memory_mb must hold a gradient", code="gradients.memory_limit")
 
-    for name, value, why in (
-        ("cut", no_room, "compute.memory_mb must hold"),
-        ("has_tokens", lambda *_: False, "samples of this study have none"),
+    for owner, name, value, why in (
+        (ProjectedScorer, "cut", no_room, "compute.memory_mb must hold"),
+        (checkpoint_scorers, "count_tokens", lambda *_: 0, "Found a target without tokens"),
+        (Study, "token_texts", no_room, "compute.memory_mb must hold"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(HeldCheckpoint, name, value)
+            patch.setattr(owner, name, value)
             main([*words, "--tokens"])
         told = capsys.readouterr()
         assert told.out == whole
         assert len(re.findall(r"Notice: .*without tokens", told.err)) == 1
         assert why in told.err
-    cut, memory_mb = HeldCheckpoint.cut, FinishedRun.of_folder(Path("results")).specs.config
-    memory_mb = memory_mb["compute"]["memory_mb"]
+    cut = ProjectedScorer.cut
+    memory_mb = FinishedRun.of_folder(Path("results")).specs.config["compute"]["memory_mb"]
     with monkeypatch.context() as patch:
         patch.setattr(
-            *(HeldCheckpoint, "cut"),
-            lambda *given: cut(*given) if given[-1] == memory_mb else no_room(),
+            *(ProjectedScorer, "cut"),
+            lambda *given: cut(*given) if given[-1].memory_mb == memory_mb else no_room(),
         )
+        del reads[:]
         main([*words, "--tokens"])
-    told = capsys.readouterr()
-    assert "most by" in told.out
-    assert "with the checkpoint and gradients by tokens don't fit together" in told.err
-    with monkeypatch.context() as patch:
-        patch.setattr(Study, "token_texts", no_room)
-        main([*words, "--tokens"])
-    told = capsys.readouterr()
-    assert told.out == whole
-    assert "Notice: the answer for q comes without tokens: compute.memory_mb" in told.err
+    assert "most by" in capsys.readouterr().out
+    assert len(reads) == 2  # held, then given up for the gradients
 
 
 def test_what_could_steer_a_terminal_is_not_printed(monkeypatch):
@@ -278,12 +256,13 @@ def test_what_could_steer_a_terminal_is_not_printed(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     bad = "c\x1b[31mat\t\x9b\x07\N{RIGHT-TO-LEFT OVERRIDE}"
     row = {"train_id": bad, "score": 1.0, "label": 0, "prediction": 0, "output": 1.0}
-    top = pd.DataFrame([row | {"output_sd": 0.0, "who": bad, "described_text": f"{bad}, a text"}])
+    known = pd.DataFrame([row | {"output_sd": 0.0, "who": bad, "described_text": f"{bad}, a text"}])
     tab = {"train_id": bad, "token": 0, "text": "a\t" * 9, "score": 1.0}
     cut = pd.DataFrame([tab | {"side": side} for side in ("train", "target")])
     target = {"id": bad, "label": 0, "prediction": 0, "output": 1.0, "output_sd": 0.0}
     scores = pd.Series([1.0], [bad])
-    asked = Asked(bad, None), target, bad, scores, top, "text_classification", [bad]
+    parts = known[["train_id", "score"]], known.set_index("train_id").drop(columns="score")
+    asked = Asked(bad, None), target, bad, scores, *parts, "text_classification", [bad]
     printed = _in_words(Answer(*asked, cut))
     plain = re.sub(r"\x1b\[(1;3[12]|0)m", "", printed)  # colours
     assert all(character.isprintable() for character in plain.replace("\n", ""))
@@ -307,8 +286,16 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(
     with refused("studies.context", 500):
         run.ask(long)
     tokens = torch.ones(500, dtype=torch.long)
-    with refused("queries.not_taken", "IndexError", 500):
+    with refused("gradients.model_call", "IndexError", 500):
         run.ask({"input_ids": tokens, "labels": tokens})
+
+    def too_long(*_):
+        raise AssertionError("more than 30 positions")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadedModel, "few", too_long)
+        with refused("queries.not_taken", "AssertionError", "30 positions"):
+            run.ask("the sky")
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--file", "odd.jsonl"])
     told = capsys.readouterr()
@@ -317,8 +304,7 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(
     assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
     assert all("must have a part that counts" in error for error in errors[1:])
     check_a_long_text_alone(results, capsys)
-    check_one_checkpoint_is_read_once(results, reads, capsys)
-    check_answers_that_can_not_be_cut(monkeypatch, capsys)
+    check_answers_that_can_not_be_cut(monkeypatch, capsys, reads)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))
     with refused("queries.other_study", "language_model_study_00000000.py"):

@@ -1,7 +1,9 @@
 """Attributor: scores of training samples for targets, in process."""
 
 import copy
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +93,7 @@ class Attributor(FittedAttributor):
         preconditioner: Literal["none", "adam"] = "none",
         features_dtype: str = "float32",
         device: str | torch.device = "cpu",
-        batch_size: int = 64,
+        batch_size: int = 128,
         memory_mb: int = 1000,
         threads: int | None = None,
         describe: Callable[[Any], str] | None = None,
@@ -160,7 +162,6 @@ class Attributor(FittedAttributor):
         self._setup = Setup(spec, compute)
         self.defaults = defaults
         self._model, self._output, self._describe = model, output, describe
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
     def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
@@ -218,22 +219,21 @@ class Attributor(FittedAttributor):
         Raises:
             InputError: If the folder has features of other data or settings.
         """
-        self._method, self._held, self._temporary = None, {}, None
+        self._held = {}
         study = self._setup.study
         if study is not None and train_data is None:
             train = study.split(TRAIN, None)
         else:
             train = split_of_data(train_data, ids)
         if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="trak-")
-            digest = "in memory"
+            folder, digest = tempfile.mkdtemp(prefix="trak-"), "in memory"
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
             data = [train.ids, subset_digest(train, range(len(train.ids)))]
             digest = content_digest(*data, code_of(self._model), code_of(self._output))
-        place = folder if self._temporary is None else self._temporary.name
         features = replace(self._spec.features, study_digest=digest)
         spec = replace(self._spec, features=features)
-        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(place or ""))
+        self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_newton:
             return self
         n_steps = len(self.checkpoints) * len(self._train.ids)

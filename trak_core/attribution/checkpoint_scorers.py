@@ -19,9 +19,10 @@ from trak_core.attribution.fitted_checkpoint import (
 from trak_core.attribution.gauss_newton_scores import newton_scores
 from trak_core.attribution.inner_products import inner_products
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.token_scores import Cut, cut_pairs
+from trak_core.attribution.token_scores import Cut, count_tokens, cut_pairs
 from trak_core.attribution.write_features import MethodOf, feature_blocks
 from trak_core.config.memory_needs import exact_need
+from trak_core.errors import InputError
 from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 
@@ -154,6 +155,13 @@ class ProjectedScorer:
 
         ``train`` are rows of training samples; pairs are places among these and among the targets.
         """
+        (samples,) = self.loaded.ordered(targets)
+        if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
+            raise InputError(
+                "Samples must be texts for scores to be cut by tokens. Found a target without "
+                "tokens. Take the scores alone.",
+                code="attribution.no_tokens",
+            )
         own, (split, _) = self.spec.features, self.train
         of_targets, _ = target_features(self.loaded, targets, own, self.method_of, compute)
         phi = np.concatenate([self.features[row : row + 1] for row in train])

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from trak_core.attribution.checkpoint_scorers import (
     Scorer,
     stored_columns,
 )
+from trak_core.attribution.chosen_ways import Ways, chosen_way, read_ways
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -29,7 +31,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import checkpoint_weights, powered
 from trak_core.attribution.target_scores import Scores
 from trak_core.attribution.token_scores import Cut, token_tables
-from trak_core.attribution.write_features import compare_ways, projection_for
+from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.spec import EXACT, GAUSS_NEWTON, Combine, ScoresSpec
@@ -38,6 +40,8 @@ from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
 from trak_core.study.study import Study
 from trak_core.system.progress import progress_bar
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,6 @@ class FittedAttributor:
 
     def __init__(self) -> None:
         """Hold nothing in memory."""
-        self._method: GradientMethod | None = None
         self._describe: Callable[[Any], str] | None = None
         # Scorers that stay in memory, by checkpoint; whether any may.
         self._held: dict[str, Scorer] = {}
@@ -157,8 +160,9 @@ class FittedAttributor:
         both = both.rename(columns={"target": "target_id", "train": "train_id"})
         train_ids = [*dict.fromkeys(both["train_id"].tolist())]
         target_ids = [*dict.fromkeys(both["target_id"].tolist())]
+        targets = scores.samples.take(target_ids)
         with self._at_work():
-            return self._cut(both, train_ids, scores.samples.take(target_ids))
+            return self._with_memory(lambda: self._cut(both, train_ids, targets))
 
     # What each kind has in its own way.
 
@@ -200,10 +204,12 @@ class FittedAttributor:
             )
 
     def _chosen(self, loaded: LoadedModel, few: Batch) -> GradientMethod:
-        """Return the way to gradients, which the first samples that are differentiated decide."""
-        if self._method is None:
-            self._method = compare_ways(loaded, few)
-        return self._method
+        """Return the way to gradients, chosen once for each form of samples, or by a run."""
+        return chosen_way(loaded, few, self._ways)
+
+    @cached_property
+    def _ways(self) -> Ways:
+        return read_ways(self._setup.folder / "gradient_method.json", self._spec.features)
 
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
@@ -217,14 +223,7 @@ class FittedAttributor:
         with ExitStack() as stack, self._at_work():
             bar = progress_bar("score", len(self.checkpoints) * n_steps)
             with bar as counted, counted.counting():
-                try:
-                    parts = self._parts(targets, stack)
-                except InputError as error:
-                    if error.code != "gradients.memory_limit" or not self._held:
-                        raise
-                    # The gradients get the memory of what was held.
-                    self._held, self._holds = {}, False
-                    parts = self._parts(targets, stack)
+                parts = self._with_memory(lambda: self._parts(targets, stack))
             return Scores.of_parts(
                 parts,
                 [part.rows for part in parts],
@@ -236,13 +235,26 @@ class FittedAttributor:
                 samples=targets,
             )
 
+    def _with_memory(self, compute: Callable[[], _T]) -> _T:
+        """Return what ``compute`` returns; gradients get the memory of what was held, if needed."""
+        try:
+            return compute()
+        except InputError as error:
+            if error.code != "gradients.memory_limit" or not self._held:
+                raise
+            self._held, self._holds = {}, False
+            return compute()
+
+    def _beside(self, name: str) -> Compute:
+        """Return what a checkpoint's gradients may take; half of the memory is for what is held."""
+        memory_mb = self._compute.memory_mb // (1 + (name in self._held))
+        return replace(self._compute, memory_mb=memory_mb)
+
     def _parts(self, targets: Split, stack: ExitStack) -> list[MemoryPart]:
         parts = []
         for name in self.checkpoints:
             scorer = self._scorer(name, stack)
-            # What is held has the other half.
-            memory_mb = self._compute.memory_mb // (1 + (name in self._held))
-            parts.append(scorer.score(targets, replace(self._compute, memory_mb=memory_mb)))
+            parts.append(scorer.score(targets, self._beside(name)))
             del scorer  # before the next is read
         return parts
 
@@ -318,7 +330,7 @@ class FittedAttributor:
                 with ExitStack() as stack:
                     scorer = self._scorer(name, stack)
                     assert isinstance(scorer, ProjectedScorer)
-                    cuts.append(scorer.cut(rows, targets, pairs, self._compute))
+                    cuts.append(scorer.cut(rows, targets, pairs, self._beside(name)))
                     weights = scorer.train[1]["loss_weights"][rows]
                     powers.append(powered(weights, self._spec.loss_weight_power or 1.0))
                     norms.append(scorer.damped.norm or 1.0)

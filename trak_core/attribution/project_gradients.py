@@ -182,11 +182,15 @@ class Features:
         for rows, more in zip(self.rows, other.rows, strict=True):
             rows += more
 
-    def scaled(self) -> list[Tensor]:
-        """Return the features, so that E<Rx, Ry> = <x, y>, or raise ``NotFiniteError``."""
+    def finite(self) -> list[Tensor]:
+        """Return ``rows``, or raise ``NotFiniteError``."""
         if not all(rows.isfinite().all() for rows in self.rows):
             raise NotFiniteError("Features must be finite. Found NaN or infinity.")
-        pairs = zip(self.rows, self._projections, strict=True)
+        return self.rows
+
+    def scaled(self) -> list[Tensor]:
+        """Return the features, so that E<Rx, Ry> = <x, y>, or raise ``NotFiniteError``."""
+        pairs = zip(self.finite(), self._projections, strict=True)
         return [rows * projection.scale for rows, projection in pairs]
 
 
@@ -200,15 +204,18 @@ def batch_features(
     ids: Sequence[object],
     threads: int,
     scales: Mapping[str, Tensor] | None,
+    *,
+    is_scaled: bool = True,
 ) -> tuple[np.ndarray, list[Tensor]]:
     """Return features, shape (batch, proj_dim), float32; label numbers and ``PerSample.columns``.
 
-    If something is not finite, the ``InputError`` names the samples, by ``ids``, and parameters.
+    Features are x R of gradients x, times the projection's scale unless ``is_scaled`` is False. If
+    something is not finite, the ``InputError`` names the samples, by ``ids``, and parameters.
     """
     sums = Features.zeros(parameters, [projection], len(batch), threads, scales)
     try:
         columns = method(model, parameters, output, batch, sums)
-        (rows,) = sums.scaled()
+        (rows,) = sums.scaled() if is_scaled else sums.finite()
     except NotFiniteError:
         explain_not_finite(model, parameters, output, batch, ids)
         raise

@@ -1,5 +1,6 @@
 """Solve TRAK's formula, damped, from normal matrices or from Gramians of n x n; NumPy and SciPy."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -184,6 +185,31 @@ def damped_squares(factor: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """
     solved = scipy.linalg.solve_triangular(factor, rows.astype(np.float64).T, lower=True)
     return np.einsum("ij,ij->j", solved, solved)
+
+
+# Rows of float32 leave eigenvalues of about 1e-14 of the largest where there should be none.
+_SINGULAR = 1e13
+
+
+def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.ndarray, int]:
+    """Return the inverse of a matrix and its rank, or the pseudo-inverse where there is no inverse.
+
+    The matrix is symmetric, positive semi-definite, (k, k), float64. A direction counts if its
+    eigenvalue is above 1e-13 of the largest, and at most ``max_rank`` do. For G^T G, G times the
+    pseudo-inverse is the limit of G inv(G^T G + lambda I) for lambda to 0.
+    """
+    k = len(matrix)
+    if max_rank >= k:
+        with contextlib.suppress(np.linalg.LinAlgError):
+            inverse = np.linalg.inv(matrix)
+            if np.linalg.norm(matrix) * np.linalg.norm(inverse) < _SINGULAR:
+                return inverse, k
+    spectrum = Spectrum.decompose(matrix)
+    first = max(
+        k - max_rank, int((spectrum.eigenvalues <= spectrum.eigenvalues[-1] / _SINGULAR).sum())
+    )
+    directions = spectrum.vectors[:, first:]
+    return (directions / spectrum.eigenvalues[first:]) @ directions.T, k - first
 
 
 # Columns of the Gramian that are solved for at once.

@@ -179,7 +179,7 @@ class Scores:
 
     def _strongest(self, k: int, sign: int) -> pd.DataFrame:
         influences = self.influences
-        if k > min(self.n_kept, len(self.train)):
+        if self.n_kept < min(k, len(self.train)):
             signed = sign * self.matrix
             order = np.argsort(-signed, axis=0, kind="stable")[:k].T
             scores = np.take_along_axis(signed.T, order, axis=1)

@@ -4,6 +4,7 @@ import argparse
 import atexit
 import contextlib
 import gc
+import itertools
 import json
 import os
 import shlex
@@ -35,6 +36,8 @@ tokens count; and how many of them the model would have written in their place.
 """
 _PROMPT = "> "
 _MOST_TOKENS = 3
+# Lines of a file that are answered together, at most.
+_AT_ONCE = 100
 
 
 def ask(words: Sequence[str]) -> None:
@@ -147,9 +150,9 @@ class _Session:
         if self.is_typed:
             print(_HOW, file=sys.stderr)
         samples = self._samples()
-        # Checkpoints that don't stay in memory are read once for all lines of a file.
-        at_once = self._asked.file is not None or bool(self._asked.target)
-        for group in [list(samples)] if at_once else ([sample] for sample in samples):
+        # Checkpoints that don't stay in memory are read once for many lines of a file.
+        is_given = self._asked.file is not None or self._asked.target
+        while group := list(itertools.islice(samples, _AT_ONCE if is_given else 1)):
             answers = self._run.answers(group, self._asked.top, tokens=self._cuts)
             for asked, answer in _silently(answers):
                 if isinstance(answer, InputError):

@@ -2,7 +2,10 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,51 +13,77 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.compat.checks import (
-    check_not_all_zero,
-    check_weights,
-    checked_batch,
-    checked_lambda,
-    checked_task,
-    explain_refusals,
-    integer,
-    positions,
-    put_weights,
-    store_metadata,
-    stored,
-)
+from trak_core.attribution.scores import combined
 from trak_core.compat.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
-    check_gradients,
     chosen_parameters,
 )
-from trak_core.compat.modelout_functions import AbstractModelOutput, classification_samples
-from trak_core.compat.projectors import (
-    AbstractProjector,
-    BasicProjector,
-    CudaProjector,
-    formless_projection,
+from trak_core.compat.modelout_functions import (
+    TASK_TO_MODELOUT,
+    AbstractModelOutput,
+    classification_batch,
+    is_as_it_came,
 )
+from trak_core.compat.projectors import AbstractProjector, BasicProjector, CudaProjector
 from trak_core.compat.savers import AbstractSaver, AssertedError, MmapSaver, ModelIDException
-from trak_core.compat.score_computers import (
-    AbstractScoreComputer,
-    BasicScoreComputer,
-    average_scores,
-    checked_ids,
-    finalize_model,
-    usable_ids,
-)
-from trak_core.errors import InputError
+from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
+from trak_core.errors import InputError, listed
 from trak_core.gradients import check_labels, check_samples_apart, count_classes, in_chunks
 from trak_core.model_outputs.supervised import CLASSIFICATION
+from trak_core.spec import Combine, ProjectionSpec
+from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
-_NOTHING_LOADED = "no ckpt loaded"
-# A model id is the stream of the projection.
-_MODEL_IDS = 2**32
+Positions = Iterable[int] | np.ndarray | Tensor | None
 # Samples of a batch for one pass on a CPU: with more, all but small networks are slower
 # (benchmarks/batches.py).
 _SAMPLES_AT_ONCE = 128
+
+
+def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
+    """Return where a batch's n samples belong: ``inds``, or ``num_samples`` from ``start`` on."""
+    if (inds is None) == (num_samples is None):
+        words = (
+            f"Give one of `num_samples` and `inds`. Found {'both' if num_samples else 'neither'}."
+        )
+        raise AssertedError(words, code="compat.inds_or_num_samples")
+    chosen = range(start, start + (num_samples or 0)) if inds is None else inds
+    rows = [operator.index(i) for i in chosen]
+    if not len(rows) == len({*rows}) == n or any(not 0 <= i < end for i in rows):
+        raise InputError(
+            f"The batch's {n} samples must have a position each, from 0 to {end - 1}. Found "
+            f"{len(rows)}: {listed(rows)}. `num_samples` follow those of the last call.",
+            code="compat.positions",
+        )
+    return rows
+
+
+def _stored(values: Tensor, dtype: torch.dtype, ids: Sequence[int], noun: str) -> np.ndarray:
+    """Return a row a sample in the store's dtype, which must hold it; messages call it ``noun``."""
+    narrow = values.detach().cpu().to(dtype)
+    lost = ~narrow.isfinite().all(dim=1)
+    if lost.any():
+        raise InputError(
+            f"The {noun} must be finite, and below 65504 to be stored as float16. Found sizes up "
+            f"to {values[lost].abs().max():.2g} for the samples "
+            f"{listed(np.array(ids)[lost.numpy()].tolist())}. Look for bad values in them and in "
+            "the checkpoint, or set use_half_precision=False.",
+            code="compat.not_stored",
+        )
+    return narrow.numpy()
+
+
+def _checked(gradients: np.ndarray) -> np.ndarray:
+    """Return projected gradients (B, k) that are not 0 for all of several samples."""
+    if len(gradients) > 1 and not gradients.any():
+        raise InputError(
+            f"Gradients must not be 0 for every sample. Found zeros alone for {len(gradients)} "
+            f"samples, in {gradients.dtype}: all scores would be 0. `get_output` sees one sample "
+            "at a time, so a loss that compares those of a batch is a constant: compare a sample "
+            "with others that stay the same, as CLIPModelOutput does.",
+            code="compat.all_zero",
+        )
+    return gradients
 
 
 class TRAKer:
@@ -62,44 +91,9 @@ class TRAKer:
 
     Call ``load_checkpoint`` and ``featurize`` with each checkpoint, then ``finalize_features``
     once. Call ``start_scoring_checkpoint`` and ``score`` with each checkpoint, then
-    ``finalize_scores``. Every result lies in ``save_dir``: a killed process goes on where it was,
-    and processes with different model ids may work side by side.
-
-    Example:
-        >>> import tempfile, torch
-        >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Linear(8, 3)
-        >>> train = torch.randn(50, 8), torch.randint(3, (50,))
-        >>> targets = torch.randn(2, 8), torch.tensor([0, 2])
-        >>> checkpoint = {name: p.clone() for name, p in model.state_dict().items()}
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> traker = TRAKer(
-        ...     model=model,
-        ...     task="image_classification",
-        ...     train_set_size=50,
-        ...     save_dir=folder.name,
-        ...     device="cpu",
-        ...     proj_dim=16,
-        ...     lambda_reg=1.0,
-        ... )
-        >>> traker.load_checkpoint(checkpoint, model_id=0)
-        >>> traker.featurize(train, num_samples=50)
-        >>> traker.finalize_features()
-        >>> traker.start_scoring_checkpoint("two", checkpoint, model_id=0, num_targets=2)
-        >>> traker.score(targets, num_samples=2)
-        >>> traker.finalize_scores("two").shape  # a row a training sample, a column a target
-        (50, 2)
-        >>> folder.cleanup()
-
-    Attributes:
-        save_dir: The folder, absolute.
-        saver: Its reader and writer; ``saver.current_store`` has the arrays.
-        projector, gradient_computer, score_computer, task: The four steps.
-        num_params: Entries of all of the model's parameters.
-        num_params_for_grad: Entries of those that are differentiated, p.
-        normalize_factor: sqrt(p), which divides projected gradients.
-        dtype: How features are stored.
-        scores: The result of the last ``finalize_scores``.
+    ``finalize_scores``. Every result lies in ``save_dir``, with ``saver.current_store`` to read it:
+    a killed process goes on where it was, and processes with different model ids may work side by
+    side.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023; the conventions are
     those of the package ``trak``, version 0.3.2.
@@ -127,109 +121,102 @@ class TRAKer:
     ) -> None:
         """Open or make ``save_dir``; one that was made with other settings is refused.
 
-        Args:
-            model: In any mode; its weights come with each checkpoint.
-            task: A key of ``TASK_TO_MODELOUT``, or a model output of your own.
-            train_set_size: n.
-            save_dir: The store; give each study its own.
-            load_from_save_dir: Whether model ids and experiments of other processes count.
-            device: Computes gradients, projection and sums; model and batches lie there.
-            gradient_computer: A class; IterativeGradientComputer where ``vmap`` cannot run the
-                model.
-            projector: An instance; a rademacher projection to ``proj_dim`` if None.
-            saver: A class; MmapSaver if None.
-            score_computer: A class; BasicScoreComputer if None.
-            proj_dim: k, well below n and p; a projector brings its own.
-            logging_level: The level of all loggers.
-            use_half_precision: Store features as float16. Sums and solves are float32 or better.
-            proj_max_batch_size: Not needed; batches of any size are projected.
-            projector_seed: Decides the projection matrix, with the model id.
-            grad_wrt: Names of the parameters to differentiate; all if None.
-            lambda_reg: lambda, at least 0.
+        The model, in any mode, and batches lie on ``device``, which computes. The task is a key of
+        ``TASK_TO_MODELOUT``, or a model output of your own. ``gradient_computer``, ``saver`` and
+        ``score_computer`` are classes, ``projector`` an instance with a ``proj_dim`` of its own; if
+        None there is a rademacher projection to ``proj_dim``, well below ``train_set_size`` and the
+        number of parameters. ``grad_wrt`` names the parameters to differentiate, all if None.
+        ``load_from_save_dir`` says whether other processes' model ids and experiments count,
+        ``use_half_precision`` that features are stored as float16: sums and solves are float32 or
+        better. ``proj_max_batch_size`` is not needed.
         """
-        self.lambda_reg = checked_lambda(lambda_reg)
-        self.model = model
-        self.task = checked_task(task)
-        self.train_set_size = integer(train_set_size, "train_set_size", 1, 2**48)
-        self.device = device
+        if not 0 <= lambda_reg < math.inf:
+            words = f"`lambda_reg` must be a number, at least 0. Found {lambda_reg!r}."
+            raise InputError(words, code="compat.lambda_reg")
+        self.model, self.device, self.lambda_reg = model, device, float(lambda_reg)
+        self.task = TASK_TO_MODELOUT[task]() if isinstance(task, str) else task
+        self.train_set_size, self.proj_seed = train_set_size, projector_seed
         self.dtype = torch.float16 if use_half_precision else torch.float32
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.logger = logging.getLogger("TRAK")
-        self.logger.setLevel(logging_level)
-
+        parameters = chosen_parameters(model, self.grad_wrt)
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
-        self.parameters = {
-            name: value.shape for name, value in chosen_parameters(model, self.grad_wrt).items()
-        }
-        self.num_params_for_grad = sum(math.prod(shape) for shape in self.parameters.values())
-        self.proj_seed = projector_seed
+        self.num_params_for_grad = sum(parameter.numel() for parameter in parameters.values())
+        self.normalize_factor = torch.tensor(float(self.num_params_for_grad)).sqrt()
         self.init_projector(projector, proj_dim, proj_max_batch_size)
-        self.normalize_factor = torch.sqrt(
-            torch.tensor(self.num_params_for_grad, dtype=torch.float32)
-        )
-        gradients: Any = gradient_computer
-        self.gradient_computer: AbstractGradientComputer = gradients(
+        given: dict[str, Any] = {"dtype": self.dtype, "device": device}
+        computer: Any = gradient_computer
+        self.gradient_computer: AbstractGradientComputer = computer(
             model=model,
             task=self.task,
             grad_dim=self.num_params_for_grad,
-            dtype=self.dtype,
-            device=device,
             grad_wrt=self.grad_wrt,
+            **given,
         )
-        scores: Any = score_computer or BasicScoreComputer
-        self.score_computer: AbstractScoreComputer = scores(
-            dtype=self.dtype, device=device, logging_level=logging_level, lambda_reg=self.lambda_reg
-        )
-        self.score_computer.max_rank = min(self.train_set_size, self.num_params_for_grad)
-        self.save_dir = Path(save_dir).resolve()
-        self.load_from_save_dir = load_from_save_dir
+        given |= {"logging_level": logging_level, "lambda_reg": self.lambda_reg}
+        self.score_computer = (score_computer or BasicScoreComputer)(**given)
+        self.score_computer.max_rank = min(train_set_size, self.num_params_for_grad)
+        self.save_dir, self.load_from_save_dir = Path(save_dir).resolve(), load_from_save_dir
+        spec = self._projection(0)
+        matrix = {} if spec is None else spec.as_dict()
         store: Any = saver or MmapSaver
         self.saver: AbstractSaver = store(
             save_dir=self.save_dir,
-            metadata=store_metadata(
-                self.projector, self.proj_dim, self.train_set_size, self.parameters
-            ),
-            train_set_size=self.train_set_size,
+            metadata={
+                "JL dimension": self.proj_dim,
+                "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
+                "train set size": train_set_size,
+                # Folders of the original lack this: their matrices cannot be made again.
+                "matrix": {key: value for key, value in matrix.items() if key != "stream"},
+                "parameters": list(parameters),
+                "dtype": str(self.dtype),
+            },
+            train_set_size=train_set_size,
             proj_dim=self.proj_dim,
             load_from_save_dir=load_from_save_dir,
             logging_level=logging_level,
             use_half_precision=use_half_precision,
         )
-        self._last_ind = 0
-        self._forget_checkpoint()
-
-    def _forget_checkpoint(self) -> None:
-        self.ckpt_loaded: int | str = _NOTHING_LOADED
+        self._last_ind = self._last_ind_target = 0
+        self.ckpt_loaded: int | str = "no ckpt loaded"
         self._scoring: tuple[int, str, int] | None = None
-        self._last_ind_target = 0
         self._n_classes: int | None = None
-        self._is_checked = False
 
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
         """Set ``projector`` and ``proj_dim``: the given one, or a rademacher projection."""
-        if projector is not None:
-            # 0 is what a projector says that does not project.
-            self.projector = projector
-            self.proj_dim = projector.proj_dim or self.num_params_for_grad
-            return
-        self.proj_dim, device = integer(proj_dim, "proj_dim", 1, 2**31), torch.device(self.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
+        chosen: Any = projector
+        if chosen is None:
+            device = torch.empty(0, device=self.device).device  # fails now, not after hours
+            kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
+            sizes = self.num_params_for_grad, proj_dim, self.proj_seed
+            chosen = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
+        # 0 is what a projector says that does not project.
+        self.proj_dim: int = chosen.proj_dim or self.num_params_for_grad
+        self.projector: AbstractProjector = chosen
+
+    def _projection(self, model_id: int) -> ProjectionSpec | None:
+        """Return the projection of a model id; None for what a user's own projector does."""
+        projector: Any = self.projector
+        is_known = is_as_it_came(projector)
+        return projector.spec(model_id, self.num_params_for_grad) if is_known else None
+
+    def _put(self, checkpoint: Mapping[str, Tensor], model_id: int) -> str:
+        """Load a state dict into the model, and return the digest of the model's weights."""
+        self.ckpt_loaded, self._scoring, self._n_classes = "no ckpt loaded", None, None
+        self._projection(model_id)  # refuses model ids out of range
+        load_state_dict(self.model, checkpoint, f"model id {model_id}")
+        self.gradient_computer.load_model_params(self.model)
+        return state_dict_sha256(self.model.state_dict())
+
+    def _check_weights(self, model_id: int, digest: str) -> None:
+        if self.saver.model_ids[model_id].get("checkpoint", digest) != digest:
             raise InputError(
-                f"`device` is {str(device)!r}, so torch must find a CUDA device. Found none: give "
-                "device='cpu', or check `nvidia-smi` and that torch is a CUDA build.",
-                code="compat.device",
+                "A model id stands for one checkpoint. Found other weights than those with which "
+                f"model id {model_id} was featurized in {self.save_dir}. Use a model id for each "
+                f"checkpoint; to start over, delete the folder {model_id} and id_{model_id}.json.",
+                code="compat.other_weights",
             )
-        kind = CudaProjector if device.type == "cuda" else BasicProjector
-        self.projector = kind(
-            self.num_params_for_grad,
-            self.proj_dim,
-            self.proj_seed,
-            "rademacher",
-            device,
-            max_batch_size=proj_max_batch_size,
-        )
 
     def load_checkpoint(
         self,
@@ -243,141 +230,143 @@ class TRAKer:
         another one than the featurized is refused. Rows that the store has of it stay, and
         ``featurize`` computes the missing ones. The flag is not needed.
         """
-        model_id = integer(model_id, "model_id", 0, _MODEL_IDS)
-        self._forget_checkpoint()
-        digest = put_weights(self.model, checkpoint, model_id)
-        self.gradient_computer.load_model_params(self.model)
-        if self.saver.is_registered(model_id):
-            self.saver.load_current_store(model_id)
+        model_id, saver = operator.index(model_id), self.saver
+        digest = self._put(checkpoint, model_id)
+        if saver.is_registered(model_id):
+            saver.load_current_store(model_id)
         else:
-            self.saver.register_model_id(model_id, _allow_featurizing_already_registered)
-        if self.saver.current_store["is_featurized"].any():
-            check_weights(self.saver, model_id, digest)
-        self.saver.model_ids[model_id]["checkpoint"] = digest
+            saver.register_model_id(model_id, _allow_featurizing_already_registered)
+        if saver.current_store["is_featurized"].any():
+            self._check_weights(model_id, digest)
+        saver.model_ids[model_id]["checkpoint"] = digest
         # A killed process may have left the last samples uncounted.
-        self.saver.serialize_current_model_id_metadata(already_exists=False)
-        self._last_ind = 0
-        self.ckpt_loaded = model_id
-
-    def _check_samples(self, batch: Sequence[Tensor], rows: np.ndarray) -> None:
-        """Refuse a classifier that mixes the samples of a batch, and labels that it doesn't have.
-
-        A model output of the user's own may do with samples and labels what it likes.
-        """
-        samples = classification_samples(self.task, batch)
-        # Without labels that the model doesn't have, which have no logit: they are refused below.
-        apart = classification_samples(self.task, (*batch[:-1], torch.zeros_like(batch[-1])))
-        if samples is None or apart is None:
-            return
-        if not self._is_checked:
-            check_samples_apart(self.model, CLASSIFICATION, apart)
-            self._n_classes = count_classes(self.model, CLASSIFICATION, samples, batch[0].device)
-            self._is_checked = True
-        check_labels(batch[-1], CLASSIFICATION, self._n_classes, rows.tolist())
+        saver.serialize_current_model_id_metadata(already_exists=False)
+        self._last_ind, self.ckpt_loaded = 0, model_id
 
     def _gradients(
-        self, batch: Sequence[Tensor], model_id: int, rows: np.ndarray
+        self, batch: Sequence[Tensor], model_id: int, ids: Sequence[int]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients over sqrt(p), (B, k), and Q, (B, 1), if it costs nothing."""
+        """Return projected gradients over sqrt(p), (B, k), and Q, (B, 1), if it costs nothing.
+
+        A classifier that mixes the samples of a batch, and labels that it doesn't have, are
+        refused. A model output of the user's own may do with samples and labels what it likes.
+        """
         # load_checkpoint did this; the user's code may have switched back.
         self.model.eval()
-        self._check_samples(batch, rows)
+        samples, is_first = classification_batch(self.task, batch), self._n_classes is None
+        if samples is not None:
+            labels, given = samples.labels, (self.model, CLASSIFICATION)
+            if is_first:
+                # Without labels that the model doesn't have, which are refused below.
+                check_samples_apart(*given, replace(samples, labels=torch.zeros_like(labels)))
+                self._n_classes = count_classes(*given, samples, labels.device)
+            check_labels(labels, CLASSIFICATION, self._n_classes, ids)
         computer: Any = self.gradient_computer
-        projection = None
-        if isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came:
-            of_gradients = self.num_params_for_grad, model_id, batch[0].device
-            projection = formless_projection(self.projector, *of_gradients)
+        projection = self._projection(model_id) if is_as_it_came(computer) else None
 
-        def project(start: int, stop: int) -> list[Tensor]:
+        def compute(start: int, stop: int) -> tuple[Tensor, Tensor | None]:
             part = [t[start:stop] for t in batch]
             if projection is not None:
-                columns = computer.project_at_once(part, projection, rows[start:stop])
-                if columns is not None:
-                    if isinstance(self.projector, BasicProjector):
-                        self.projector.model_id = model_id  # as its own `project` does
-                    return columns
+                features, weights = computer.features(part, projection, ids[start:stop])
+                return torch.from_numpy(features), weights
             gradients = computer.compute_per_sample_grad(batch=part)
-            check_gradients(gradients, self.parameters, rows[start:stop])
-            return [self.projector.project(gradients, model_id=model_id)]
+            return self.projector.project(gradients, model_id=model_id), None
 
         # The whole batch, or half of it as long as memory runs out. One pass chooses its own size.
-        on_cpu = projection is not None and batch[0].device.type == "cpu"
-        most = min(len(rows), _SAMPLES_AT_ONCE) if on_cpu else len(rows)
-        parts = [part for _, _, part in in_chunks(project, len(rows), most)]
-        projected, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
-        check_not_all_zero(projected)
-        projected = projected / self.normalize_factor
-        weights = others[0] if others else None
-        return stored(projected, self.dtype, rows, "projected gradients"), weights
+        is_small = projection is not None and batch[0].device.type == "cpu"
+        most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
+        parts = [part for *_, part in in_chunks(compute, len(ids), most)]
+        features = torch.cat([rows for rows, _ in parts]).cpu().float() / self.normalize_factor
+        weights = [q for _, q in parts if q is not None]
+        rows = _checked(_stored(features, self.dtype, ids, "projected gradients"))
+        return rows, torch.cat(weights) if weights else None
 
     def featurize(
-        self,
-        batch: Iterable[Tensor],
-        inds: Iterable[int] | np.ndarray | Tensor | None = None,
-        num_samples: int | None = None,
+        self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
         """Compute gradients and loss weights of training samples, where they are missing.
 
-        Numbers that are not finite, or too large for float16, are refused.
-
-        Args:
-            batch: What the task takes, stacked along the first dimension.
-            inds: Positions of the samples in the training set; or
-            num_samples: How many there are: they follow those of the last call.
+        The batch is what the task takes, stacked along the first dimension. ``inds`` are the
+        samples' positions in the training set; or ``num_samples`` follow those of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
-            raise AssertedError(
-                "A checkpoint must be loaded first. Found none: call `traker.load_checkpoint` "
-                "before featurizing.",
-                code="compat.no_checkpoint",
-            )
-        tensors = checked_batch(batch)
-        model_id = self.ckpt_loaded
-        where = self._last_ind, len(tensors[0]), self.train_set_size, "training samples"
-        rows = positions(inds, num_samples, *where)
+            words = "Load a checkpoint using traker.load_checkpoint before featurizing. Found none."
+            raise AssertedError(words, code="compat.no_checkpoint")
+        batch, model_id, last = list(batch), self.ckpt_loaded, self._last_ind
+        ids = _positions(inds, num_samples, last, len(batch[0]), self.train_set_size)
         # Other calls in between may have opened another model id, or this one for reading.
         self.saver.load_current_store(model_id)
         store = self.saver.current_store
-        missing = np.asarray(store["is_featurized"][rows]).ravel() == 0
+        missing = np.asarray(store["is_featurized"])[ids].ravel() == 0
         if missing.any():
-            kept = torch.from_numpy(missing)
-            tensors, written = [t[kept.to(t.device)] for t in tensors], rows[missing]
-            with explain_refusals(tensors):
-                gradients, weights = self._gradients(tensors, model_id, written)
-                if weights is None:
-                    weights = self.gradient_computer.compute_loss_grad(tensors)
-                weights = weights.reshape(len(written), 1)
-            weights = stored(weights, self.dtype, written, "loss weights", may_vanish=True)
+            kept, written = torch.from_numpy(missing), np.array(ids)[missing].tolist()
+            part = [t[kept.to(t.device)] for t in batch]
+            gradients, weights = self._gradients(part, model_id, written)
+            if weights is None:
+                weights = self.gradient_computer.compute_loss_grad(part)
+            weights = weights.reshape(len(written), 1)
+            store["out_to_loss"][written] = _stored(weights, self.dtype, written, "loss weights")
             store["grads"][written] = gradients
-            store["out_to_loss"][written] = weights
             # Last: a kill before this line has the samples computed again.
             store["is_featurized"][written] = 1
             self.saver.serialize_current_model_id_metadata()
-        if inds is None:
-            self._last_ind += len(rows)
+        self._last_ind += len(ids) if inds is None else 0
+
+    def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
+        """Return the given model ids, which must be in the store, or all that it has."""
+        self.saver.refresh()
+        chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
+        unknown = [m for m in chosen if not self.saver.is_registered(m)]
+        if unknown or not chosen:
+            raise ModelIDException(
+                f"Model ids must be in {self.save_dir}, made by `load_checkpoint` and `featurize`. "
+                f"Found {f'no {listed(unknown)}' if unknown else 'none'} among "
+                f"{listed(sorted(self.saver.model_ids)) or 'none'}.",
+                code="compat.model_ids",
+            )
+        return chosen
 
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
     ) -> None:
         """Compute G K of each checkpoint that has none with this ``lambda_reg``.
 
-        The pseudo-inverse counts where G^T G + lambda I has no inverse, and a warning says what to
-        set. All checkpoints in ``save_dir`` count if ``model_ids`` is None; one that is unknown or
-        not fully featurized raises a ``ModelIDException``. ``del_grads`` deletes the gradients
-        afterwards, which another ``lambda_reg`` would need.
+        All checkpoints in ``save_dir`` count if ``model_ids`` is None. ``del_grads`` deletes the
+        gradients afterwards, which another ``lambda_reg`` would need.
         """
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         self.projector.free_memory()
-        self._last_ind = 0
-        for model_id in checked_ids(self.saver, model_ids):
-            of_store = self.saver, self.score_computer, model_id
-            is_new = finalize_model(
-                *of_store, lambda_reg=self.lambda_reg, device=self.device, dtype=self.dtype
-            )
-            self.logger.info(f"Model id {model_id} is finalized{'' if is_new else ' already'}.")
-            if del_grads and self.saver.current_store["grads"] is not None:
-                self.saver.del_grads(model_id)
+        self._last_ind, saver = 0, self.saver
+        for model_id in self._registered(model_ids):
+            saver.load_current_store(model_id)
+            # Counted again: a killed process may have left its last samples uncounted.
+            saver.serialize_current_model_id_metadata()
+            state, store = saver.model_ids[model_id], saver.current_store
+            missing = np.flatnonzero(np.asarray(store["is_featurized"]) == 0).tolist()
+            if missing:
+                raise ModelIDException(
+                    f"All training samples must be featurized first. Found {len(missing)} of model "
+                    f"id {model_id} that are not: {listed(missing)}. Call `featurize` with them.",
+                    code="compat.not_featurized",
+                )
+            if not state["is_finalized"] or state.get("lambda_reg") != self.lambda_reg:
+                if store["grads"] is None:
+                    raise InputError(
+                        f"lambda_reg {self.lambda_reg} needs the gradients of model id {model_id}. "
+                        f"Found them deleted, and lambda_reg {state.get('lambda_reg')}: set that.",
+                        code="compat.no_gradients",
+                    )
+                # A kill from here on must not leave half of the features marked as finished.
+                state["is_finalized"] = 0
+                saver.serialize_current_model_id_metadata()
+                gradients = torch.tensor(_checked(np.asarray(store["grads"])), device=self.device)
+                xtx = self.score_computer.get_xtx(gradients)
+                features = self.score_computer.get_x_xtx_inv(gradients, xtx)
+                ids = range(len(features))
+                store["features"][:] = _stored(features, self.dtype, ids, "finalized features")
+                state |= {"is_finalized": 1, "lambda_reg": self.lambda_reg}
+                saver.serialize_current_model_id_metadata()
+            if del_grads and store["grads"] is not None:
+                saver.del_grads(model_id)
 
     def start_scoring_checkpoint(
         self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
@@ -387,74 +376,89 @@ class TRAKer:
         ``exp_name`` names one set of ``num_targets`` targets, and is a part of file names. An
         experiment of another size, and another checkpoint than the featurized one, are refused.
         """
-        if not isinstance(exp_name, str) or not exp_name or "/" in exp_name:
-            raise InputError(
-                f"`exp_name` must be a part of file names. Found {exp_name!r}.",
-                code="compat.exp_name",
-            )
-        model_id = integer(model_id, "model_id", 0, _MODEL_IDS)
-        num_targets = integer(num_targets, "num_targets", 1, 2**48)
-        self._forget_checkpoint()
+        (model_id,) = self._registered([model_id])
+        digest = self._put(checkpoint, model_id)
+        self._check_weights(model_id, digest)
         self.saver.init_experiment(exp_name, num_targets, model_id)
-        check_weights(self.saver, model_id, put_weights(self.model, checkpoint, model_id))
-        self.gradient_computer.load_model_params(self.model)
-        self._scoring = model_id, exp_name, num_targets
+        self._last_ind_target, self._scoring = 0, (model_id, exp_name, num_targets)
 
     def score(
-        self,
-        batch: Iterable[Tensor],
-        inds: Iterable[int] | np.ndarray | Tensor | None = None,
-        num_samples: int | None = None,
+        self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute the gradients of targets, with the arguments and errors of ``featurize``.
-
-        A checkpoint whose features are not finalized raises a ``ModelIDException``.
-        """
+        """Compute the gradients of targets, with the arguments of ``featurize``."""
         if self._scoring is None:
-            raise AssertedError(
-                "A checkpoint must be loaded for scoring first. Found none: call "
-                "`traker.start_scoring_checkpoint` before scoring (`traker.load_checkpoint` is for "
-                "featurizing).",
-                code="compat.no_scoring",
-            )
+            words = "Load a checkpoint using traker.start_scoring_checkpoint first. Found none."
+            raise AssertedError(words, code="compat.no_scoring")
         model_id, exp_name, num_targets = self._scoring
         if not self.saver.model_ids[model_id]["is_finalized"]:
-            raise ModelIDException(
-                f"The features of model id {model_id} must be finalized before it can score. Found "
-                "them unfinished: call `finalize_features` first.",
-                code="compat.not_finalized",
-            )
-        tensors = checked_batch(batch)
-        where = self._last_ind_target, len(tensors[0]), num_targets, "targets"
-        rows = positions(inds, num_samples, *where)
+            words = f"Call `finalize_features` first. Found model id {model_id} not finalized."
+            raise ModelIDException(words, code="compat.not_finalized")
+        batch, last = list(batch), self._last_ind_target
+        ids = _positions(inds, num_samples, last, len(batch[0]), num_targets)
         # Other calls in between may have opened another model id or experiment.
         self.saver.load_current_store(model_id, exp_name, num_targets)
-        with explain_refusals(tensors):
-            gradients, _ = self._gradients(tensors, model_id, rows)
-        self.saver.current_store[f"{exp_name}_grads"][rows] = gradients
-        if inds is None:
-            self._last_ind_target += len(rows)
+        self.saver.current_store[f"{exp_name}_grads"][ids], _ = self._gradients(
+            batch, model_id, ids
+        )
+        self._last_ind_target += len(ids) if inds is None else 0
+
+    def _open(self, model_id: int, exp_name: str) -> dict[str, Any]:
+        """Open a model id's arrays for reading, and those of an experiment."""
+        self.saver.load_current_store(model_id, mode="r")
+        num_targets = self.saver.experiments[exp_name]["num_targets"]
+        self.saver.load_current_store(model_id, exp_name, num_targets, mode="r")
+        return self.saver.current_store
+
+    def _why_unusable(self, model_id: int, exp_name: str) -> str | None:
+        """Return in words why a model id's scores cannot count; None if they can."""
+        state = self.saver.model_ids[model_id]
+        if not state["is_finalized"]:
+            return "its features are not finalized: call `finalize_features`"
+        if state.get("lambda_reg") != self.lambda_reg:
+            known = f"lambda_reg {state.get('lambda_reg')}, not {self.lambda_reg}"
+            return f"its features are finalized with {known}: call `finalize_features`"
+        targets = self._open(model_id, exp_name)[f"{exp_name}_grads"]
+        if targets is None:
+            return "its targets are not scored: call `start_scoring_checkpoint` and `score`"
+        unscored = np.flatnonzero(np.isnan(targets).any(axis=1)).tolist()
+        return f"its targets {listed(unscored)} are not scored: call `score`" if unscored else None
+
+    def _parts(self, exp_name: str, used: list[int]) -> Iterator[tuple[Any, np.ndarray, float]]:
+        """Yield G K T^T and Q of each checkpoint, as ``combined`` takes them."""
+        for model_id in used:
+            store = self._open(model_id, exp_name)
+            # Copied: torch has no read-only tensors.
+            arrays = (np.asarray(store[name]) for name in ("features", f"{exp_name}_grads"))
+            features, targets = (torch.tensor(array, device=self.device) for array in arrays)
+            scores = torch.zeros(len(features), len(targets))
+            self.score_computer.get_scores(features, targets, accumulator=scores)
+            yield scores.numpy(), np.asarray(store["out_to_loss"], dtype=np.float64).ravel(), 1.0
 
     def finalize_scores(
         self, exp_name: str, model_ids: Iterable[int] | None = None, allow_skip: bool = False
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store them.
 
-        Args:
-            exp_name: The experiment.
-            model_ids: Checkpoints to average. None means all in ``save_dir``, and leaves out those
-                whose features are not finalized, with a warning.
-            allow_skip: Leave out, with a warning, every checkpoint that cannot count. Without it
-                such a checkpoint raises a ``ModelIDException``.
+        ``model_ids`` None means all in ``save_dir``, and leaves out those whose features are not
+        finalized, with a warning; ``allow_skip`` leaves out every checkpoint that cannot count.
 
         Returns:
             Shape (n, m), float32, also in ``scores/{exp_name}.mmap`` and ``scores``. A positive
             score says that the training sample pushes the target's model output up.
         """
-        self._last_ind_target = 0
-        used = usable_ids(
-            self.saver, exp_name, model_ids, lambda_reg=self.lambda_reg, allow_skip=allow_skip
-        )
-        scores = average_scores(self.saver, self.score_computer, exp_name, used, self.device)
-        self.scores = self.saver.write_scores(exp_name, scores)
+        chosen = self._registered(model_ids)
+        reasons = {m: why for m in chosen if (why := self._why_unusable(m, exp_name))}
+        used = [m for m in chosen if m not in reasons]
+        text = "; ".join(f"model id {m}: {why}" for m, why in reasons.items())
+        unfinished = not any(self.saver.model_ids[m]["is_finalized"] for m in reasons)
+        if not used or (reasons and not (allow_skip or (model_ids is None and unfinished))):
+            raise ModelIDException(
+                f"Checkpoints that are averaged must be finalized and scored. Found {text}."
+                f"{' allow_skip=True leaves them out.' if used else ''}",
+                code="compat.unusable",
+            )
+        if reasons:
+            warnings.warn(f"Left out of the scores of {exp_name!r}: {text}.", stacklevel=2)
+        scores = combined(self._parts(exp_name, used), Combine.PRODUCT_OF_AVERAGES)
+        self._last_ind_target, self.scores = 0, self.saver.write_scores(exp_name, scores)
         return self.scores

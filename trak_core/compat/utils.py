@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,15 +43,13 @@ def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, l
     The original needs chunks because its kernel counts entries of a batch with 32 bits. Nothing
     here needs them.
     """
-    largest = int(np.iinfo(np.uint32).max) // batch_size
-    chunks: list[int] = []
-    size = 0
-    for parameter in model.parameters():
-        if size and size + parameter.numel() >= largest:
-            chunks.append(size)
-            size = 0
-        size += parameter.numel()
-    return largest, [*chunks, size] if size else chunks
+    largest = (2**32 - 1) // batch_size
+    chunks = [0]
+    for size in (parameter.numel() for parameter in model.parameters()):
+        if chunks[-1] and chunks[-1] + size >= largest:
+            chunks.append(0)
+        chunks[-1] += size
+    return largest, chunks
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-parameter-with-default-argument]
@@ -68,15 +65,8 @@ def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-param
     model = nn.Linear(256, 2, bias=False).to(device)
     images, labels = torch.eye(20, 256, device=device), torch.arange(20, device=device) % 2
     with tempfile.TemporaryDirectory() as folder:
-        tracer = TRAKer(
-            model=model,
-            task="image_classification",
-            train_set_size=20,
-            save_dir=folder,
-            device=device,
-            proj_dim=512,
-            logging_level=100,
-        )
+        options = {"train_set_size": 20, "save_dir": folder, "device": device, "proj_dim": 512}
+        tracer = TRAKer(model, "image_classification", logging_level=100, **options)
         tracer.load_checkpoint(model.state_dict(), model_id=0)
         tracer.featurize((images, labels), num_samples=20)
     print(f"trak_core.compat works on {device}.")

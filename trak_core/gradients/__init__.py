@@ -40,6 +40,7 @@ from trak_core.gradients.differentiable_model import (
     select_parameters,
 )
 from trak_core.gradients.gradient_methods import (
+    METHODS,
     GradientMethod,
     PerSample,
     as_blocks,
@@ -47,10 +48,8 @@ from trak_core.gradients.gradient_methods import (
     columns_of,
     formed_gradients,
     gradients_at_once,
-    gradients_at_once_or_with_copies,
     gradients_in_turn,
     gradients_one_by_one,
-    gradients_with_copies,
     per_sample,
 )
 from trak_core.gradients.model_inputs import (
@@ -69,7 +68,7 @@ __all__ += ["memory_by_length", "sample_memory", "samples_that_fit"]
 __all__ += ["check_finite", "check_finite_gramian", "check_labels", "check_samples_apart"]
 __all__ += ["count_classes", "explain_not_finite", "refuse_hooks", "refuse_not_finite"]
 __all__ += ["GradientMethod", "choose_method", "formed_gradients", "gradient_method"]
-__all__ += ["gradients_at_once", "gradients_at_once_or_with_copies", "gradients_one_by_one"]
-__all__ += ["gradients_in_turn", "gradients_with_copies", "memory_formats_kept_apart"]
+__all__ += ["METHODS", "gradients_at_once", "gradients_one_by_one"]
+__all__ += ["gradients_in_turn", "memory_formats_kept_apart"]
 __all__ += ["PerSample", "as_blocks", "beside_gradient", "columns_of", "graph_to"]
 __all__ += ["Variety", "in_evaluation_mode", "n_params", "per_sample", "select_parameters"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from trak_core.gradients.differentiable_model import (
 )
 from trak_core.gradients.gradient_consumers import Formed, SampleConsumer
 from trak_core.gradients.gradient_terms import Dense
-from trak_core.gradients.model_inputs import Samples, as_batch, joined
+from trak_core.gradients.graph import UnreadableGraphError
+from trak_core.gradients.model_inputs import Samples, as_batch
 from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
+from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,
@@ -32,6 +35,10 @@ GradientMethod = Callable[
 
 class SamplesSharedError(Exception):
     """The graph doesn't say which gradient belongs to which sample."""
+
+
+# A batch's graph that one pass can't read, before any gradient was handed over.
+UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,8 @@ def gradients_at_once(
     output: ModelOutput,
     samples: Samples,
     consumer: SampleConsumer,
+    *,
+    must: bool = False,
 ) -> list[Tensor]:
     """Differentiate f of each sample of a batch, and hand the gradients over as they come.
 
@@ -130,11 +139,11 @@ def gradients_at_once(
     The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
     is used in evaluation mode, and a parameter must lead to f.
 
+    A batch whose graph can't be read goes to ``gradients_one_by_one``, which standard output says.
+    With ``must``, one of ``UNREADABLE`` is raised in place of that.
+
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
-
-    Raises:
-        SamplesSharedError: If the graph can't be read, which ``gradients_one_by_one`` doesn't need.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
     """
@@ -150,7 +159,7 @@ def gradients_at_once(
         with torch.no_grad(), memory_formats_kept_apart(values):
             plan = plan_of(values, list(parameters.values()), 0)
             if plan is None:
-                raise SamplesSharedError
+                raise SamplesSharedError("the samples share what leads to the model output")
             part = consumer.empty()
             by_samples(part, values, plan, 0, keep_graph=keep_graph)
             part.finish()
@@ -161,23 +170,12 @@ def gradients_at_once(
         return one_pass(keep_graph=False)
     except GraphNeededError:
         pass  # frees the tensors of the first pass, which the error holds
+    except UNREADABLE as error:
+        if must:
+            raise
+        _say_once(str(error) or type(error).__name__)
+        return gradients_one_by_one(model, parameters, output, batch, consumer)
     return one_pass(keep_graph=True)
-
-
-def gradients_one_by_one(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
-
-    It is plain autograd, ``torch.autograd.grad(f, parameters)``, so that it works for everything
-    that autograd takes, and hooks of the user's change gradients as they do there. A large model
-    takes a pass for each of several groups of parameters, of which one is in memory at a time.
-    """
-    return _in_turn(model, parameters, output, samples, consumer, n_copies=1)
 
 
 def gradients_in_turn(
@@ -201,31 +199,10 @@ def gradients_in_turn(
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
-def gradients_with_copies(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return what ``gradients_one_by_one`` does; the model is called with each sample and a copy.
-
-    f of the sample alone is differentiated, so that the copy adds nothing. It costs twice the time.
-    """
-    return _in_turn(model, parameters, output, samples, consumer, n_copies=2)
-
-
-def gradients_at_once_or_with_copies(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return what ``gradients_at_once`` does; the model never sees a sample without another."""
-    batch = as_batch(samples, output)
-    method = gradients_with_copies if len(batch) == 1 else gradients_at_once
-    return method(model, parameters, output, batch, consumer)
+@cache
+def _say_once(reason: str) -> None:
+    said = f"Notice: one backward pass cannot take a batch ({reason}). Its gradients, and those of"
+    print(f"{said} others like it, are computed by autograd, one sample at a time.", flush=True)
 
 
 # A whole gradient of more bytes is computed in groups of parameters.
@@ -246,24 +223,27 @@ def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     yield group
 
 
-def _in_turn(
+def gradients_one_by_one(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
     consumer: SampleConsumer,
-    n_copies: int,
 ) -> list[Tensor]:
+    """Return and hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
+
+    It is plain autograd, ``torch.autograd.grad(f, parameters)``, so that it works for everything
+    that autograd takes, and hooks of the user's change gradients as they do there. A large model
+    takes a pass for each of several groups of parameters, of which one is in memory at a time.
+    """
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
     groups = list(_groups(parameters.values()))
     for i in range(len(batch)):
         sample = batch.rows(slice(i, i + 1))
-        given = joined([sample] * n_copies)
         taker = consumer.of(slice(i, i + 1))
         with differentiating(model, parameters.values()):
-            outputs = output.read(given.given_to(model))
-            outputs = of_sample(outputs, 0, n_copies)
+            outputs = of_sample(output.read(sample.given_to(model)), 0, 1)
             f = output.value(outputs, sample.labels[0])
             check_graph(f)
             with memory_formats_kept_apart(f):
@@ -277,6 +257,14 @@ def _in_turn(
         taker.finish()
         rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+# The ways by name, as a run's record has them.
+METHODS: dict[str, GradientMethod] = {
+    "gradients_at_once": gradients_at_once,
+    "gradients_in_turn": gradients_in_turn,
+    "gradients_one_by_one": gradients_one_by_one,
+}
 
 
 def formed_gradients(

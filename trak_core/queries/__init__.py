@@ -1,1 +1,1 @@
-"""A finished run, looked at with pandas and held in memory to be asked about further samples."""
+"""A finished run, opened as an attributor: its scores, and answers about further samples."""

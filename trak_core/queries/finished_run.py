@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -28,10 +27,7 @@ _OF_SCORES = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What follows from today's config, and where a run's files lie, absolute.
-
-    The run's paths count from ``folder``.
-    """
+    """What follows from today's config, the results, and the folder that its paths count from."""
 
     specs: Specs
     results: Path
@@ -67,17 +63,16 @@ class FinishedRun:
                     f"{stored[0]}. Copy them, and name the copies in the config.",
                     code="queries.stored",
                 )
-            own = [Path(c.path) for c in run.specs.checkpoints.values() if c.path is not None]
-            gone = [path for path in own if not path.exists()]
-            if gone:
+            files = [run.files(name) for name in run.specs.checkpoints]
+            gone = [path for path, *_ in files if not path.exists()]
+            if gone and run.results not in gone[0].parents:
                 raise InputError(
                     "The checkpoints of a run must be where they were for it to be asked. Found "
                     f"nothing at {gone[0]} (from {folder}). Put it back there, or run the config "
                     "again with the new place.",
                     code="queries.no_checkpoint",
                 )
-            files = [path for name in run.specs.checkpoints for path in run.files(name)]
-            missing = [path for path in files if not path.exists()]
+            missing = [path for own in files for path in own if not path.exists()]
         if missing:
             raise _not_finished(results, missing[0])
         return run
@@ -88,34 +83,20 @@ class FinishedRun:
         config, folder = recorded_config(results)
         return cls.of_config(config, results, folder)
 
-    def in_folder(self) -> AbstractContextManager[None]:
-        """Work in the folder that the run's paths, and its study's, count from."""
-        return contextlib.chdir(self.folder)
-
     def checkpoint(self, name: str) -> Path:
         """Return a checkpoint's file or folder."""
         path = self.specs.checkpoints[name].path
         return self.results / "checkpoints" / f"{name}.pt" if path is None else Path(path)
 
-    def train_file(self, name: str) -> Path:
-        """Return the training samples' features under a checkpoint, or their Gramian."""
-        folder = "features" if self.specs.is_projected else "gramian"
-        return self.results / folder / name / "train.h5"
-
-    def normal_matrix(self, name: str) -> Path:
-        """Return a checkpoint's normal matrix."""
-        return self.results / "normal_matrix" / f"{name}.h5"
-
     def files(self, name: str) -> list[Path]:
-        """Return all that answers need of a checkpoint."""
-        matrix = [self.normal_matrix(name)] if self.specs.is_projected else []
-        return [self.checkpoint(name), self.train_file(name), *matrix]
+        """Return a checkpoint, and what the run has made of the training samples under it."""
+        made = [f"gramian/{name}/train.h5"]
+        if self.specs.is_projected:
+            made = [f"features/{name}/train.h5", f"normal_matrix/{name}.h5"]
+        return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Refuse scores of another scoring than today's, wherever the run has made some.
-
-        What other files don't show is in them alone.
-        """
+        """Refuse scores of another scoring than today's; other files don't show it."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():

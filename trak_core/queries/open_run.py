@@ -1,7 +1,7 @@
 """Open a finished run as an attributor: look at its scores, and score further samples."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -10,22 +10,22 @@ from typing import Any, NoReturn
 import pandas as pd
 import torch
 
-from trak_core.artifacts import ANSWERS, FEATURES, open_artifact
+from trak_core.artifacts import ANSWERS, FEATURES, GRAMIAN, open_artifact
 from trak_core.attribution.checkpoint_scorers import Compute
 from trak_core.attribution.device import find_device, full_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.target_scores import Scores
-from trak_core.attribution.token_scores import SIDES
 from trak_core.errors import InputError, came_from_no_memory, no_room
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.queries.question_and_answer import Answer, Asked, as_of_class, asked_of, not_taken
+from trak_core.queries.question_and_answer import Answer, Asked, as_of_class
+from trak_core.report.read_results import part_with
 from trak_core.spec import TRAIN
 from trak_core.study.dataset_split import Split, users_code
-from trak_core.study.read_targets import split_of
+from trak_core.study.read_targets import encoded_line, split_of
 from trak_core.study.sample_columns import columns_of
-from trak_core.study.show_samples import BEGINNING, printed, readable, shown_tokens
+from trak_core.study.show_samples import short_text, shown_tokens
 from trak_core.study.study import Study
 
 
@@ -51,8 +51,6 @@ class OpenRun(FittedAttributor):
         # What is known of the training samples, by id; after the first answer.
         self.columns = pd.DataFrame()
 
-    # What the files say.
-
     @property
     def experiments(self) -> list[str]:
         """Names of the experiments that have scores, sorted."""
@@ -68,11 +66,11 @@ class OpenRun(FittedAttributor):
                 code="artifacts.no_experiment",
             )
         texts = self.folder / "answers" / f"{experiment}.h5"
-        more: dict[str, pd.DataFrame] = {}
-        if texts.is_file():
-            with open_artifact(texts, ANSWERS) as file:
-                for key in ("targets", "train"):
-                    more[key] = file.table(key).set_index("id").add_prefix("described_")
+        if not texts.is_file():
+            return Scores.of_file(path, {})
+        with open_artifact(texts, ANSWERS) as file:
+            tables = {key: file.table(key).set_index("id") for key in ("targets", "train")}
+        more = {key: table.add_prefix("described_") for key, table in tables.items()}
         return Scores.of_file(path, more)
 
     def __repr__(self) -> str:
@@ -81,14 +79,10 @@ class OpenRun(FittedAttributor):
 
     def _repr_html_(self) -> str:
         """Return a table of the experiments, for Jupyter."""
-        rows = []
-        for name in self.experiments:
-            scores = self.scores(name)
-            rows.append((name, len(scores.targets), len(scores.train), scores.unit))
+        known = {name: self.scores(name) for name in self.experiments}
+        rows = [(name, len(s.targets), len(s.train), s.unit) for name, s in known.items()]
         columns = ["experiment", "targets", "training samples", "unit of a score"]
         return pd.DataFrame(rows, columns=columns).to_html(index=False)
-
-    # Further samples.
 
     def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
         """Return a sample as the study has it: a training sample, or a target of an experiment."""
@@ -122,9 +116,20 @@ class OpenRun(FittedAttributor):
         return answer
 
     def asked(self, given: Any, number: int = 0) -> Asked:
-        """Return a sample from a line, a text, or a sample such as the study's data has."""
+        """Return a sample from a line, a text, or a sample such as the study's data has.
+
+        A mapping of plain values is a line, unless training samples have the same keys and types.
+        """
+        if isinstance(given, Asked):
+            return given
         with self._at_work():
-            return asked_of(self.study, given, number, self._train.samples)
+            is_line = isinstance(given, str | bytes)
+            kinds = _kinds(given)
+            if kinds and not any(hasattr(kind, "__array__") for kind in kinds.values()):
+                is_line = kinds != _kinds(self.sample(self._train.ids[0]))
+            if is_line:
+                return Asked(*encoded_line(self.study, given, number))
+        return Asked(number, given)
 
     def of_class(self, asked: Asked, label: str) -> Asked:
         """Return a sample to explain as of another class, by its name or number."""
@@ -144,22 +149,23 @@ class OpenRun(FittedAttributor):
                 code="queries.no_experiment",
             )
         names = list(known) if experiment is None else [experiment]
-        shown: dict[str, None] = {}
+        shown: list[str] = []
         with self._at_work():
             for name in names:
                 own = self.run.specs.questions.get(name)
                 question = None if own is None else Path(own)
                 split = split_of(self.study, name, None, question)
-                for i, own_id in enumerate(split.ids):
-                    if str(own_id) == str(target_id):
-                        columns = columns_of(self.study, name, [own_id], question)
-                        fields = {key: columns[key].tolist()[0] for key in columns}
-                        with users_code(f"reading sample {own_id}"):
-                            return Asked(own_id, split.samples[i], fields)
-                shown |= dict.fromkeys(map(str, split.ids[:2]))
+                ids = [str(own_id) for own_id in split.ids]
+                if str(target_id) in ids:
+                    row = ids.index(str(target_id))
+                    own_id = split.ids[row]
+                    (fields,) = columns_of(self.study, name, [own_id], question).to_dict("records")
+                    with users_code(f"reading sample {own_id}"):
+                        return Asked(own_id, split.samples[row], fields)
+                shown += ids[:2]
         raise InputError(
             f"A target must be one that experiments can have, by its id. Found none {target_id} "
-            f"for {', '.join(names)}; there are such as {', '.join(shown)}.",
+            f"for {', '.join(names)}; there are such as {', '.join(dict.fromkeys(shown))}.",
             code="queries.no_target",
         )
 
@@ -174,100 +180,100 @@ class OpenRun(FittedAttributor):
         """
         if tokens:
             self._check_projected("Scores by tokens")
-        n_bytes = 4 * len(self._train.ids)
-        together = max(1, self._compute.memory_mb * 2**20 // 8 // n_bytes)
-        for start in range(0, len(asked), together):
-            group = asked[start : start + together]
-            try:
-                yield from zip(group, self._answers(group, k, tokens=tokens), strict=True)
-            except Exception as error:
-                if len(group) > 1:  # any of them may be at fault
-                    for single in group:
-                        yield from self.answers([single], k, tokens=tokens)
-                elif isinstance(error, InputError):
-                    yield group[0], error
-                elif came_from_no_memory(error) or no_room(error):
-                    raise
-                else:
-                    yield group[0], not_taken(group[0], error)
+        n = len(self._train.ids)
+        # A target's scores, and its solved features or inner products under every checkpoint.
+        width = self._spec.features.projection.get("proj_dim", n)
+        n_bytes = 4 * n + 8 * width * len(self.checkpoints)
+        answers: Sequence[Answer | InputError] = []
+        if not asked:
+            return
+        try:
+            if len(asked) == 1 or len(asked) * n_bytes <= self._compute.memory_mb * 2**17:
+                answers = self._answers(asked, k, tokens=tokens)
+        except InputError as error:
+            answers = [error]
+        except Exception as error:
+            if len(asked) == 1 and (came_from_no_memory(error) or no_room(error)):
+                raise
+            message = "The model must take each sample that is asked about. Found "
+            message += f"{type(error).__name__} ({error}) for sample {asked[0].id}."
+            answers = [InputError(message, code="queries.not_taken")]
+        if len(asked) == len(answers):
+            yield from zip(asked, answers, strict=True)
+            return
+        # They are too many for the memory, or any of them is at fault.
+        middle = len(asked) // 2
+        for half in (asked[:middle], asked[middle:]):
+            yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
         samples: Any = [asked.sample for asked in group]
-        ids: Any = [asked.id for asked in group]
+        # By places, since ids may be of several kinds; an error about a single sample has its own.
+        ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self._score(Split(samples, ids), keep="full", top=k)
-        table = pd.DataFrame()
-        if tokens:
-            try:
-                table, _ = self.tokens(scores, k)
-            except InputError as error:
-                self._notice(f"answers come without tokens: {error}")
+        token_scores = self._tokens(group, scores, k) if tokens else None
+        targets, answers = scores.targets.to_dict("records"), []
         with self._at_work():
-            known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
-            self.columns = known.join(self._own_columns)
-            return [self._answer(asked, scores, table) for asked in group]
+            if self.columns.empty:
+                known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
+                own = columns_of(self.study, TRAIN, self._train.ids)
+                self.columns = known.join(own.set_index(known.index))
+            for i, asked in enumerate(group):
+                influences = part_with(scores.influences, target_id=ids[i])
+                train_ids = influences["train_id"].tolist()
+                texts = [short_text(self.study, j, self.sample(j)) for j in train_ids]
+                answers.append(
+                    Answer(
+                        asked,
+                        {"id": asked.id, **targets[i]},
+                        short_text(self.study, asked.id, asked.sample),
+                        scores.frame.iloc[:, i].rename(asked.id),
+                        influences.assign(target_id=str(asked.id)),
+                        self.columns.loc[train_ids, :].assign(described_text=texts),
+                        self.run.specs.config["model_output"],
+                        self.study.class_names(),
+                        None if token_scores is None else part_with(token_scores, target_id=ids[i]),
+                    )
+                )
+        return answers
 
-    def _answer(self, asked: Asked, scores: Scores, tokens: pd.DataFrame) -> Answer:
-        both = pd.concat([scores.top(scores.n_kept), scores.bottom(scores.n_kept)[::-1]])
-        top = both.loc[both["target"] == asked.id, ["train", "score"]]
-        top = top.rename(columns={"train": "train_id"}).reset_index(drop=True)
-        texts = [self._text(train_id, self._train_sample(train_id)) for train_id in top["train_id"]]
-        return Answer(
-            asked,
-            {"id": asked.id, **scores.targets.loc[asked.id].to_dict()},
-            self._text(asked.id, asked.sample),
-            pd.Series(scores.frame[asked.id]),
-            top.join(self.columns, on="train_id").assign(described_text=texts),
-            self.run.specs.config["model_output"],
-            self.study.class_names(),
-            self._with_texts(asked, tokens) if len(tokens) else None,
-        )
-
-    def _with_texts(self, asked: Asked, tokens: pd.DataFrame) -> pd.DataFrame:
-        """Return the tokens of a sample's answer, with their texts."""
-        own = tokens.loc[tokens["target_id"] == asked.id, :]
-        parts = []
-        for side, train_id in itertools.product(SIDES, own["train_id"].unique().tolist()):
-            sample_id, sample = asked.id, asked.sample
-            if side == "train":
-                sample_id, sample = train_id, self._train_sample(train_id)
-            part = own.loc[(own["side"] == side) & (own["train_id"] == train_id), :]
-            texts = shown_tokens(self.study, sample_id, sample, len(part) - 1)
-            parts.append(part.assign(text=[*texts, ""]))
-        return pd.concat([*parts, own.iloc[:0].assign(text="")], ignore_index=True)
-
-    def _notice(self, text: str) -> None:
-        if text not in self._notices:
-            self._notices.add(text)
-            print(f"Notice: {text}", flush=True)
-
-    def _train_sample(self, train_id: Any) -> Any:
-        with users_code(f"reading sample {train_id}"):
-            return self._train.samples[self._places[train_id]]
-
-    def _text(self, sample_id: int | str, sample: Any) -> str:
-        """Return the beginning of a sample's text on one line, or what is printed of it."""
-        if not self.study.has("describe"):
-            return printed(sample)
-        return " ".join(readable(self.study.describe(sample_id, sample), BEGINNING).split())
+    def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
+        """Return the scores by tokens, with their texts; None and a notice, if there are none."""
+        own = dict(zip(scores.targets.index, group, strict=True))
+        try:
+            table, _ = self.tokens(scores, k)
+            pairs = table.groupby(["side", "target_id", "train_id"], sort=False).size()
+            texts = []
+            with self._at_work():
+                for side, target_id, train_id, n in pairs.reset_index().itertuples(index=False):
+                    sample = own[target_id].id, own[target_id].sample
+                    if side == "train":
+                        sample = train_id, self.sample(train_id)
+                    texts += [*shown_tokens(self.study, *sample, n - 1), ""]
+            return table.assign(text=texts)
+        except InputError as error:
+            if len(group) > 1 and error.code == "gradients.memory_limit":  # others may be cut
+                raise
+            notice = f"Notice: answers come without tokens: {error}"
+        if notice not in self._notices:
+            self._notices.add(notice)
+            print(notice, flush=True)
+        return None
 
     def load(self) -> None:
         """Bring the checkpoints into memory, if all of them may stay there."""
-        with self._at_work():
+        with self._at_work(), ExitStack() as stack:
             for name in self.checkpoints:
-                with ExitStack() as stack:
-                    self._scorer(name, stack)
+                self._scorer(name, stack)
                 if not self._held:
                     return
 
     @property
     def projection(self) -> dict[str, Any]:
         """What the scores files of the run say of the projection."""
-        if not self._is_projected:
-            return dict(self._spec.features.projection)
-        with open_artifact(self._features(self.checkpoints[0]), FEATURES) as file:
-            return {key: value for key, value in file.spec["projection"].items() if key != "stream"}
-
-    # What ``FittedAttributor`` needs.
+        kind = FEATURES if self._is_projected else GRAMIAN
+        with open_artifact(self._features(self.checkpoints[0]), kind) as file:
+            return file.spec["projection"]
 
     @cached_property
     def run(self) -> FinishedRun:
@@ -303,14 +309,8 @@ class OpenRun(FittedAttributor):
     def _places(self) -> dict[Any, int]:
         return {sample_id: i for i, sample_id in enumerate(self._train.ids)}
 
-    @cached_property
-    def _own_columns(self) -> pd.DataFrame:
-        """The study's columns of the training samples, by id."""
-        ids = self._train.ids
-        return columns_of(self.study, TRAIN, ids).set_index(pd.Index(ids, name="id"))
-
     def _at_work(self) -> AbstractContextManager[Any]:
-        return self.run.in_folder()
+        return contextlib.chdir(self.run.folder)
 
     def _load(self, name: str) -> LoadedModel:
         spec = self._spec.features.under(name)
@@ -319,3 +319,9 @@ class OpenRun(FittedAttributor):
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         self.run.refuse_changed(path, keys)
+
+
+def _kinds(sample: Any) -> dict[str, type]:
+    """Return the types of what a mapping holds; nothing of any other sample."""
+    mapping = sample if isinstance(sample, Mapping) else {}
+    return {name: type(value) for name, value in mapping.items()}

@@ -1,25 +1,19 @@
 """Make a sample of a question, and hold its answer: the strongest training samples, with texts."""
 
 import html
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
 
-from trak_core.data.rows import parsed_json, shortened
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
-from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
+from trak_core.study.dataset_split import label_of, with_label
 from trak_core.study.study import Study
-
-_TEXT = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,74 +27,6 @@ class Asked:
     sample: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
     own_label: str | int | None = None
-
-    @property
-    def split(self) -> Split:
-        """The sample as jobs have targets: a split of one."""
-        return Split([self.sample], [self.id])  # pyright: ignore[reportArgumentType]
-
-
-def parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields of a line: those of a JSON object, or ``text`` of any other line."""
-    try:
-        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"A line must be UTF-8. Found {line[:40]!r}: {error.reason}.", code="queries.line"
-        ) from error
-    if not text.startswith("{"):
-        return {_TEXT: text}
-    try:
-        return parsed_json(text)
-    except ValueError as error:
-        raise InputError(
-            "A line must be plain text, or a JSON object such as an experiment's `data` has. Found "
-            f"{error}.",
-            code="queries.line",
-        ) from error
-
-
-def asked_line(study: Study, line: Mapping[str, Any], number: int) -> Asked:
-    """Return the sample that the study's ``encode`` makes of a line's fields.
-
-    The field ``id`` is its id, if there is one; else ``number``.
-    """
-    fields = {key: value for key, value in line.items() if key != "id"}
-    (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
-    encode = study.function("encode")
-    signature = inspect.signature(encode)
-    try:
-        signature.bind(**fields)
-    except TypeError as error:
-        example = ", ".join(
-            f'"{name}": ...'
-            for name, taken in signature.parameters.items()
-            if taken.default is taken.empty and taken.kind is not taken.VAR_KEYWORD
-        )
-        raise InputError(
-            f"A line must be a JSON object with the fields that the study's encode{signature} "
-            f"takes, such as {{{example}}}. Found {', '.join(fields) or 'none'}: {error}.",
-            code="queries.line",
-        ) from error
-    with users_code(f"{study.path}: encode() of {shortened(fields)},"):
-        return Asked(own_id, encode(**fields), fields)
-
-
-def asked_of(study: Study, given: Any, number: int, samples: Samples) -> Asked:
-    """Return what is asked by a line, a text, or a sample such as the study's ``samples``.
-
-    A mapping of plain values is a line, unless samples are mappings with the same keys and types.
-    """
-    if isinstance(given, Asked):
-        return given
-    if isinstance(given, str | bytes):
-        return asked_line(study, parsed_line(given), number)
-    if isinstance(given, Mapping) and not any(hasattr(v, "__array__") for v in given.values()):
-        with users_code("reading the first training sample"):
-            own = samples[0]
-        if not isinstance(own, Mapping) or _types(own) != _types(given):
-            return asked_line(study, given, number)
-    return Asked(number, given)
 
 
 def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> Asked:
@@ -122,20 +48,8 @@ def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> As
             code="queries.label",
         )
     number = names.index(label) if names else int(label)
-    sample = asked.sample
-    own = torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
-    other = torch.full_like(own, number)
-    changed = {**sample, "labels": other} if isinstance(sample, Mapping) else (*sample[:-1], other)
-    return replace(asked, sample=changed, own_label=named(names, own.item()))
-
-
-def _types(fields: Mapping[str, Any]) -> dict[str, type]:
-    return {name: type(value) for name, value in fields.items()}
-
-
-# What a table of training samples for a reader leaves out.
-_LEFT_OUT = ["prediction", "output", "output_sd"]
-_SAID = "label", "prediction"
+    own_label = named(names, int(label_of(asked.sample)))
+    return replace(asked, sample=with_label(asked.sample, number), own_label=own_label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +62,32 @@ class Answer:
             ends of runs) and ``output_sd``, as the table ``targets`` of a scores file has them.
         text: The study's words for it, or what is printed of it.
         scores: A score for each training sample, by id, float32.
-        top: The strongest of either sign by score, the most helpful first: ``train_id``, ``score``,
-            what is known of the training sample, and ``described_text``.
+        influences: The strongest of either sign, as the table ``top_influences`` of a scores file.
+        train: What is known of these training samples, by id, and ``described_text``.
         model_output: What the config says of the model output f.
         class_names: What the study calls the classes, by number; empty if it doesn't.
         tokens: Scores of ``top`` cut by tokens, if that was asked for: ``train_id``, ``side``
             (``train`` or ``target``, whose tokens these are), ``token`` (from 0; -1 for what is no
             token's), ``text`` and ``score``. Those of a side and a training sample add up to its
-            score, to within the rounding of features (int8: up to 1 % of the largest score). None
-            if it wasn't asked for, or can't be.
+            score, to within the rounding of features (int8: up to 1 % of the largest score).
     """
 
     asked: Asked
     target: Mapping[str, Any]
     text: str
     scores: pd.Series
-    top: pd.DataFrame
+    influences: pd.DataFrame
+    train: pd.DataFrame
     model_output: str | Mapping[str, str]
     class_names: Sequence[str] = ()
     tokens: pd.DataFrame | None = None
+
+    @property
+    def top(self) -> pd.DataFrame:
+        """The strongest by score, the most helpful first: ``train_id``, ``score``, ``train``."""
+        both = self.influences.sort_values("score", ascending=False, kind="stable")
+        both = both[["train_id", "score"]].reset_index(drop=True)
+        return both.join(self.train, on="train_id")
 
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
         """Return ``text`` and ``score`` of a training sample's tokens; else of the asked sample's.
@@ -189,7 +110,7 @@ class Answer:
         """
         label = about_output(self.model_output).label
         top = self.top.assign(label=[self.named(number) for number in self.top["label"].tolist()])
-        left_out = [*_LEFT_OUT, *([] if label else ["label"])]
+        left_out = ["prediction", "output", "output_sd", *([] if label else ["label"])]
         known = top.loc[top["score"] * sign > 0, :].drop(columns=left_out)
         if label not in known:  # else a column of the study's own
             known = known.rename(columns={"label": label})
@@ -199,11 +120,10 @@ class Answer:
         """Return what the models make of the sample, in words: the output, then its prediction."""
         about = about_output(self.model_output)
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
-        label, prediction = (np.asarray(self.target[key]).item() for key in _SAID)
-        if prediction == self.target["output"]:  # of regression
+        if self.target["prediction"] == self.target["output"]:  # of regression
             about = replace(about, prediction="")
-        named = dict(zip(_SAID, map(self.named, (label, prediction)), strict=True))
-        words = of_target(SimpleNamespace(**named), about)
+        said = {key: self.named(self.target[key]) for key in ("label", "prediction")}
+        words = of_target(SimpleNamespace(**said), about)
         if self.asked.own_label is not None:
             words += f"; its own label {self.asked.own_label}"
         return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
@@ -224,16 +144,3 @@ class Answer:
             for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):
                 parts += [f"<p><b>{words}</b></p>", self.side(sign).to_html(index=False)]
         return "".join(parts)
-
-
-def not_taken(asked: Asked, error: Exception) -> InputError:
-    """Return what a model's own error says of a sample, such as a text beyond its positions."""
-    tokens = asked.sample.get("input_ids") if isinstance(asked.sample, Mapping) else None
-    n_tokens = 0 if tokens is None else torch.as_tensor(tokens).numel()
-    longer = f", a text of {n_tokens} tokens; is it longer than the model takes?"
-    reason = str(error).partition("\n")[0]
-    return InputError(
-        f"The model must take each sample that is asked about. Found {type(error).__name__} "
-        f"({reason}) for sample {asked.id}{longer if n_tokens else '.'}",
-        code="queries.not_taken",
-    )

@@ -1,10 +1,10 @@
 """Render answers: a page of HTML, like that of an experiment, or rows of a table."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from trak_core.attribution.scores import unit_of
@@ -14,7 +14,13 @@ from trak_core.report.explore_data import Tokens, explore
 from trak_core.report.read_results import File, with_class_names, with_fit
 from trak_core.report.render import answer as rendered
 from trak_core.study.sample_columns import short_columns
-from trak_core.study.show_samples import Picture, are_drawn, contents_digest, show_sample
+from trak_core.study.show_samples import (
+    Picture,
+    are_drawn,
+    contents_digest,
+    show_sample,
+    shown_tokens,
+)
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
@@ -22,99 +28,73 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
     It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
     """
-    with run.run.in_folder():
+    with contextlib.chdir(run.run.folder):
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
         draws = are_drawn(run.study, run.train)
 
+        def sample_of(is_target: bool, sample_id: Any) -> Any:
+            return samples[sample_id] if is_target else run.sample(sample_id)
+
         def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
-            sample = samples[sample_id] if is_target else run.sample(sample_id)
+            sample = sample_of(is_target, sample_id)
             shown = show_sample(run.study, sample_id, sample, characters, draws)
             return shown, contents_digest(sample)
 
+        def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
+            sample = sample_of(is_target, sample_id)
+            return shown_tokens(run.study, sample_id, sample, n_tokens)
+
         described = run.study.has("describe")
         file = with_class_names(_file(run, answers), run.study.class_names())
-        tokens = _tokens(answers)
+        cut = {str(answer.asked.id): answer.tokens for answer in answers}
+        tables = [own.assign(target_id=i) for i, own in cut.items() if own is not None]
+        tokens = Tokens.of(pd.concat(tables, ignore_index=True), texts) if tables else None
         explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
         return rendered(explored, run.study.name, k)
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
     """Return answers as what a page shows of an experiment's scores."""
-    spec, words = run.run.specs.self_influence, run.run.specs.output_words
+    spec, words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
-    targets = pd.DataFrame([dict(answer.target) for answer in answers])
-    targets["id"] = [str(answer.asked.id) for answer in answers]
     own_labels = [answer.asked.own_label for answer in answers]
     if own_labels != [None] * len(answers):
         columns["own_label"] = own_labels
+    targets = pd.DataFrame([{**answer.target, "id": str(answer.asked.id)} for answer in answers])
     targets = targets.join(short_columns(columns))
-    influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
-    file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
-    file_spec["projection"] = run.projection
+    influences = pd.concat([answer.influences for answer in answers], ignore_index=True)
+    known = run.columns.reset_index()
     file = File(
         name="",
         content_hash="",
         provenance={},
-        spec=file_spec,
+        spec=spec.as_dict()
+        | {"experiment": "asked", "checkpoints": spec.checkpoints, "projection": run.projection},
         tables={
             "targets": targets,
             "shown": targets,
             "top_influences": influences,
-            "train": run.columns.loc[influences["train_id"].unique(), :].reset_index(),
+            "train": known.loc[known["id"].isin(influences["train_id"]), :],
         },
         attributes={
             "unit": unit_of(spec),
             "output_words": None if words is None else json.dumps(words),
-            "n_train": len(run.train.ids),
+            "n_train": len(known),
             "most_harmful": [],
             "n_harmful": 0,
         },
     )
-    return with_fit(file, run.columns.reset_index(), run.train)
-
-
-def _tokens(answers: Sequence[Answer]) -> Tokens | None:
-    """Return the scores of tokens, where answers have some."""
-    cut = {str(answer.asked.id): answer for answer in answers if answer.tokens is not None}
-    if not cut:
-        return None
-    texts: dict[tuple[bool, Any], list[str]] = {}
-    for target_id, answer in cut.items():
-        texts[True, target_id] = answer.tokens_of()["text"].tolist()
-        for train_id in answer.top["train_id"]:
-            texts[False, train_id] = answer.tokens_of(train_id)["text"].tolist()
-    tables = [answer.tokens.assign(target_id=target) for target, answer in cut.items()]  # pyright: ignore[reportOptionalMemberAccess]
-    whole = pd.concat(tables, ignore_index=True)
-    return Tokens.of(whole, lambda is_target, sample_id, _: texts[is_target, sample_id])
-
-
-def _influences(answer: Answer) -> pd.DataFrame:
-    """Return the strongest training samples as the table ``top_influences`` has them."""
-    top = answer.top
-    sign = np.sign(top["score"].to_numpy()).astype(int)
-    n_up = int((sign > 0).sum())
-    ranks = [*range(1, n_up + 1), *range(len(top) - n_up, 0, -1)]
-    rows = pd.DataFrame({
-        "target_id": str(answer.asked.id),
-        "rank": ranks,
-        "sign": sign,
-        "train_id": top["train_id"],
-        "train_label": top["label"],
-        "score": top["score"],
-    })
-    return rows.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
+    return with_fit(file, known, run.train)
 
 
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return a row for each strong training sample of each answer, to be written as a table.
-
-    Classes have their names, where the study has some.
-    """
+    """Return a row for each strong training sample of each answer, with names of classes."""
     parts = []
     for answer in answers:
-        rows = _influences(answer)[["target_id", "rank", "sign"]]
-        rows = rows.assign(target_text=answer.text, target_output=answer.target["output"])
-        names = {key: answer.top[key].map(answer.named) for key in ("label", "prediction")}
-        parts.append(rows.join(answer.top.assign(**names)))
+        names = {key: answer.train[key].map(answer.named) for key in ("label", "prediction")}
+        rows = answer.influences[["target_id", "rank", "sign", "train_id", "score"]].assign(
+            target_text=answer.text, target_output=answer.target["output"]
+        )
+        parts.append(rows.join(answer.train.assign(**names), on="train_id"))
     return pd.concat(parts, ignore_index=True)

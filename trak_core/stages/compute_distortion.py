@@ -9,8 +9,8 @@ import torch
 
 from trak_core.artifacts import DISTORTION, create, software
 from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples
+from trak_core.attribution.chosen_ways import chosen_way, read_ways
 from trak_core.attribution.device import device_name, full_precision
-from trak_core.attribution.known_models import known_or_compared
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import Features, compilers, projecting_device
 from trak_core.config.memory_needs import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
@@ -115,6 +115,7 @@ def compute_distortion(
     checkpoint: Path,
     study_file: Path,
     spec: FeaturesSpec,
+    gradient_method: Path | None = None,
     code: str,
     device: str,
     batch_size: int,
@@ -151,7 +152,7 @@ def compute_distortion(
     left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes
     at_once = min(batch_size, _at_once(loaded, samples, few, left_bytes))
     loaded.check_apart(few, at_once)
-    method = known_or_compared(loaded, few, spec, distortion)
+    method = chosen_way(loaded, few, read_ways(gradient_method, spec))
     gramian, variances, features = compare_gradients(
         loaded, kept, method, projections, at_once, threads
     )

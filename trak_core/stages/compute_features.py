@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.known_models import known_or_compared
+from trak_core.attribution.chosen_ways import chosen_way, read_ways
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.write_features import write_features
@@ -23,6 +23,7 @@ def compute_features(
     checkpoint: Path,
     study_file: Path,
     spec: FeaturesSpec,
+    gradient_method: Path | None = None,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
     selected: Sequence[Path] = (),
@@ -52,7 +53,7 @@ def compute_features(
         loaded,
         data,
         spec,
-        method_of=partial(known_or_compared, spec=spec, artifact=features),
+        method_of=partial(chosen_way, ways=read_ways(gradient_method, spec)),
         shard=shard,
         n_shards=n_shards,
         code=code,

@@ -20,9 +20,9 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
+from trak_core.attribution.chosen_ways import chosen_way, read_ways
 from trak_core.attribution.device import device_name
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
-from trak_core.attribution.known_models import known_or_compared
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers, projecting_device
 from trak_core.attribution.scores import checkpoint_weights, powered
@@ -46,6 +46,7 @@ def compute_token_scores(
     normal_matrices: Sequence[Path],
     spec: ScoresSpec,
     study_file: Path,
+    gradient_method: Path | None = None,
     question: Path | None = None,
     code: str,
     device: str,
@@ -104,15 +105,11 @@ def compute_token_scores(
             split_of(study, str(spec.experiment), target_ids, question),
         )
         pairs = list(zip(rows, columns, strict=True))
-        known = partial(
-            known_or_compared,
-            spec=own.of_train(),
-            artifact=token_scores,
-            reads_terms=Shares.reads_terms,
-        )
+        ways = read_ways(gradient_method, own.of_train())
+        method_of = partial(chosen_way, ways=ways, reads_terms=Shares.reads_terms)
         features = phi, target_phi
         given = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
-        cuts.append(cut_pairs(*given, known))
+        cuts.append(cut_pairs(*given, method_of))
     assert spec.combine is not None
     counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
     tokens, layers = token_tables(top, cuts, counts)

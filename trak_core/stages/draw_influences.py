@@ -33,11 +33,9 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import (
     BEGINNING,
     Picture,
-    Words,
     are_drawn,
     contents_digest,
-    printed,
-    readable,
+    short_text,
     show_sample,
     shown_tokens,
 )
@@ -79,15 +77,8 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     """Return the beginnings of samples' texts, each on one line."""
     texts = []
     for start, stop in blocks_with_progress(len(split.ids), 1, f"texts of {name}"):
-        for row in range(start, stop):
-            sample_id, sample = split.ids[row], split.samples[row]
-            if isinstance(sample, Words):
-                text = sample
-            elif study.has("describe"):
-                text = study.describe(sample_id, sample)
-            else:
-                text = printed(sample)
-            texts.append(" ".join(readable(text, BEGINNING).split()))
+        rows = range(start, stop)
+        texts += [short_text(study, split.ids[row], split.samples[row]) for row in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
 
 

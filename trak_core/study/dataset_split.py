@@ -180,10 +180,19 @@ class _Flipped:
     def __getitem__(self, index: int) -> Any:
         # A sequence ends with an IndexError, which numpy raises.
         label = int(self.labels[index])
-        sample = self.samples[index]
-        if isinstance(sample, Mapping):
-            return {**sample, "labels": _like(sample["labels"], label)}
-        return (*sample[:-1], _like(sample[-1], label))
+        return with_label(self.samples[index], label)
+
+
+def label_of(sample: Any) -> torch.Tensor:
+    """Return a sample's label."""
+    return torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
+
+
+def with_label(sample: Any, label: int) -> Any:
+    """Return a sample with another label, of the type of its own."""
+    if isinstance(sample, Mapping):
+        return {**sample, "labels": _like(sample["labels"], label)}
+    return (*sample[:-1], _like(sample[-1], label))
 
 
 def _like(old: Any, label: int) -> Any:
@@ -197,8 +206,7 @@ def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
     """Return samples with some labels flipped: integers, of two classes or more."""
     labels = np.empty(len(split.ids), dtype=np.int64)
     for i in range(len(labels)):
-        sample = split.samples[i]
-        label = torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
+        label = label_of(split.samples[i])
         if label.ndim or label.is_floating_point():
             raise InputError(
                 "Labels to be flipped must be integers, one a sample. Found shape "

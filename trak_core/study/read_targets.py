@@ -5,12 +5,13 @@ A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study ha
 sample of it. The field ``id`` is its id; where no row has one, they are numbered from 0.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.data.rows import RowFile, read_rows, shortened
+from trak_core.data.rows import RowFile, parsed_json, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids, users_code
 from trak_core.study.study import Study
@@ -77,3 +78,50 @@ def _encoded_targets(path: Path, study: Study) -> Split:
     ids, rows = read_questions(path)
     study.function("encode")
     return Split(_Encoded(study, rows), ids)
+
+
+def encoded_line(
+    study: Study, line: str | bytes | Mapping[str, Any], number: int
+) -> tuple[int | str, Any, dict[str, Any]]:
+    """Return the sample that the study's ``encode`` makes of a single line, or of its fields.
+
+    A line that is no JSON object is the field ``text``.
+
+    Returns:
+        The field ``id``, or else ``number``; the sample; and the other fields.
+    """
+    line = line if isinstance(line, Mapping) else _parsed_line(line)
+    fields = {key: value for key, value in line.items() if key != "id"}
+    (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
+    encode = study.function("encode")
+    signature = inspect.signature(encode)
+    try:
+        signature.bind(**fields)
+    except TypeError as error:
+        raise InputError(
+            f"A line must be a JSON object with the fields that the study's encode{signature} "
+            f"takes. Found {', '.join(fields) or 'none'}: {error}.",
+            code="queries.line",
+        ) from error
+    with users_code(f"{study.path}: encode() of {shortened(fields)},"):
+        return own_id, encode(**fields), fields
+
+
+def _parsed_line(line: str | bytes) -> dict[str, Any]:
+    """Return the fields of a line: those of a JSON object, or ``text`` of any other line."""
+    try:
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"A line must be UTF-8. Found {line[:40]!r}: {error.reason}.", code="queries.line"
+        ) from error
+    if not text.startswith("{"):
+        return {"text": text}
+    try:
+        return parsed_json(text)
+    except ValueError as error:
+        raise InputError(
+            "A line must be plain text, or a JSON object such as an experiment's `data` has. Found "
+            f"{error}.",
+            code="queries.line",
+        ) from error

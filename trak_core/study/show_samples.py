@@ -103,6 +103,16 @@ def sample_as_html(
     return f'<img src="{shown.src}" alt="{html.escape(shown.text)}"> {html.escape(shown.text)}'
 
 
+def short_text(study: Study, sample_id: Any, sample: Any) -> str:
+    """Return the beginning of a sample's text on one line, or of what is printed of it."""
+    if isinstance(sample, Words):
+        text = str(sample)
+    else:
+        describes = study.has("describe")
+        text = study.describe(sample_id, sample) if describes else printed(sample)
+    return " ".join(readable(text, BEGINNING).split())
+
+
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
     """Return what stands for each token of a sample: the study's texts for them, else numbers."""
     if study.has("token_texts"):

@@ -40,6 +40,9 @@ own_checkpoints = (
 )
 
 
+first_checkpoint = next(iter(specs.checkpoints))
+
+
 def checkpoint_input(wildcards):
     if trained:
         return f"{folder}/checkpoints/{wildcards.checkpoint}.pt"
@@ -48,6 +51,10 @@ def checkpoint_input(wildcards):
 
 def checkpoint_signature(wildcards):
     return None if trained else own_signature(own_checkpoints[wildcards.checkpoint])
+
+
+def first_signature(wildcards):
+    return None if trained else own_signature(own_checkpoints[first_checkpoint])
 
 
 def all_signatures(wildcards):

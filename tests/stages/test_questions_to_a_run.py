@@ -1,4 +1,4 @@
-"""A finished run, held and asked: the workflow's own numbers, and what is refused."""
+"""A finished run, opened and asked: the workflow's own numbers, and what is refused."""
 
 import json
 import os
@@ -22,10 +22,8 @@ import trak_core
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
-from trak_core.gradients import gradient_method, gradients_at_once
-from trak_core.queries import held_checkpoint
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.queries.held_run import HeldRun
+from trak_core.queries.open_run import OpenRun
 from trak_core.queries.render_answers import answer_rows
 from trak_core.study.sample_columns import RESERVED
 from trak_core.system.files import matches
@@ -170,49 +168,38 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
     assert {*answer_rows([answer])} - {"clinic"} <= RESERVED
 
 
-@pytest.mark.parametrize("times", [0, 1, 2])
-def test_a_stored_sample_s_features_show_that_one_pass_will_do(run, monkeypatch, times):
-    """No way to gradients is compared with others then; all are where these features differ."""
-    chosen = []
-
-    def wrong(*given):
-        for _ in range(times):
-            columns = gradients_at_once(*given)
-        return columns
-
-    def choose(*given):
-        chosen.append(given)
-        return gradient_method(*given)
-
-    monkeypatch.setattr(held_checkpoint, "gradients_at_once", wrong)
-    monkeypatch.setattr(held_checkpoint, "gradient_method", choose)
-    results = trak_core.open(str(run))
-    is_exact = "exact" in run.parent.name
-    assert close(results.ask(LINES[1]), read_scores(run / "scores/asked.h5")[1])
-    assert len(chosen) == (0 if is_exact or times == 1 else 3)
-
-
-def test_checkpoints_that_do_not_fit_take_turns(run, reads):
-    """The same scores, and a notice; also where a gradient beside them is what doesn't fit."""
-    finished, said = FinishedRun.of_folder(run), []
+def test_checkpoints_that_do_not_fit_are_read_for_each_call(run, reads):
+    """The same scores; also where the gradients of the targets beside them are what doesn't fit."""
+    finished = FinishedRun.of_folder(run)
     is_exact = not finished.specs.is_projected
     # Three Gramians of 342 x 342 and their factors take 8 MiB, the others' checkpoints 100 KiB.
     finished.specs.config["compute"]["memory_mb"] = 10 if is_exact else 1
-    held = HeldRun(finished, said.append)
-    held.load()
-    assert held.takes_turns == is_exact
+    results = OpenRun(run, finished)
+    results.load()
     expected = read_scores(run / "scores/asked.h5")
-    asked = [held.asked(line, i) for i, line in enumerate(LINES)]
-    for (one, answer), number in zip(held.answers(asked), range(3), strict=True):
-        assert one.id == number
+    asked = [results.asked(line, i) for i, line in enumerate(LINES)]
+    for (own, answer), number in zip(results.answers(asked), range(3), strict=True):
+        assert own.id == number
         assert close(answer, expected[number])
-    assert held.takes_turns
-    (notice,) = said
-    assert "checkpoints take turns, because all 3" in notice
-    assert ("MiB together" if is_exact else "gradient of this sample") in notice
-    # The first that was read to find out is the first that is asked. Else it was known too late
-    # that they take turns, so that all are read for each of three lines.
-    assert len(reads) == (3 if is_exact else 12)
+    # One that doesn't fit is enough to know; those that are held are given up for the gradients.
+    assert len(reads) == (4 if is_exact else 6)
+    assert close(results.ask(LINES[0]), expected[0])
+    assert len(reads) == (7 if is_exact else 9)
+
+
+def test_samples_are_scored_together_whatever_their_ids_are(projected, reads):
+    """Ids of two kinds, one of them twice; a sample that can't be scored ends no other's answer."""
+    results, expected = trak_core.open(str(projected)), read_scores(projected / "scores/asked.h5")
+    asked = [results.asked(line, i) for i, line in enumerate(LINES)]
+    wrong = replace(asked[0], sample=(torch.ones(3), torch.ones(1)))
+    group = [replace(asked[0], id="x"), wrong, *asked, replace(asked[1], id="x")]
+    answers = [answer for _, answer in results.answers(group)]
+    assert answers[1].code == "gradients.model_call"
+    for number, answer in zip((0, 0, 1, 2, 1), answers[:1] + answers[2:], strict=True):
+        assert close(answer, expected[number])
+    assert [answer.target["id"] for answer in answers[2:]] == [0, 1, 2, "x"]
+    assert answers[0].scores.name == "x"
+    assert len(reads) == 3
 
 
 def test_lines_are_answered_or_told_of(here, capsys):
@@ -246,7 +233,7 @@ def test_lines_are_answered_or_told_of(here, capsys):
     ] * 10
     # As editors count, empty lines too.
     told = re.findall(r"^Error: line (\d+): ", err, re.M)
-    assert told == ["2", "3", "4", "5", "6", "7", "8", "9", "10", "13"]
+    assert sorted(told, key=int) == ["2", "3", "4", "5", "6", "7", "8", "9", "10", "13"]
     assert all(
         f"Found {reason}, in '" in err
         for reason in (
@@ -317,8 +304,8 @@ def test_an_id_is_that_of_one_target_or_line(here, capsys):
     assert capsys.readouterr().err.count("Found 2 again, which is that of target 2") == 2
 
 
-def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, monkeypatch, capsys):
-    kept, answers = [], HeldRun.answers
+def test_a_session_keeps_no_scores(here, monkeypatch):
+    kept, answers = [], OpenRun.answers
 
     def watched(*given, **more):
         for asked, answer in answers(*given, **more):
@@ -326,11 +313,11 @@ def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, mo
             yield asked, answer
             assert sum(scores() is not None for scores in kept) <= 2
 
-    monkeypatch.setattr(HeldRun, "answers", watched)
-    monkeypatch.setattr(HeldRun, "_memory_mb", 1)
-    main(["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "kept.html"])
+    monkeypatch.setattr(OpenRun, "answers", watched)
+    with (here.parent / "asked.jsonl").open() as lines:
+        monkeypatch.setattr("sys.stdin", lines)
+        main(["ask", "mine.yaml", "--html", "kept.html"])
     assert len(kept) == 3
-    assert capsys.readouterr().err.count("Notice: checkpoints take turns, because all 3") == 1
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
@@ -358,7 +345,7 @@ def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HeldRun, "load", stopped)
+    monkeypatch.setattr(OpenRun, "load", stopped)
     with pytest.raises(SystemExit) as ended:
         main(["ask", "mine.yaml", "--target", "2"])
     assert ended.value.code == 130

@@ -1,0 +1,116 @@
+"""Time of the default digits study in one process: Attributor, compat and the package ``trak``.
+
+    python benchmarks/in_process.py --rounds 3
+
+Ten small CNNs of config/digits.py, trained here for 15 epochs, 1,200 training samples, 100 targets,
+512 dimensions, float32 features, on the CPU with as many threads as torch takes. Each way computes
+features, normal matrices and scores from the ten state dicts and tensors in memory, in turn; compat
+and ``trak`` get the training samples in batches, ``trak`` of each size given, of which the fastest
+counts. Prints seconds of each way, the least of all rounds, and ratios.
+"""
+
+import argparse
+import runpy
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import environment
+
+from trak_core import Attributor, compat
+
+STUDY = runpy.run_path(str(Path(__file__).parents[1] / "config/digits.py"))
+DIM, TARGETS = 512, 100
+
+
+def _tensors(samples: Any, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = zip(*(samples[i] for i in range(n)), strict=True)
+    return torch.stack(inputs), torch.stack(labels).long()
+
+
+def _trained(n_models: int) -> list[dict[str, torch.Tensor]]:
+    states = []
+    for seed in range(n_models):
+        result = STUDY["train"](seed=seed, epochs=15)
+        model = result if isinstance(result, torch.nn.Module) else [*result][-1][1]
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return states
+
+
+def by_attributor(states: list[Any], train: Any, targets: Any) -> Any:
+    """Return the scores of an Attributor."""
+    names = {str(i): state for i, state in enumerate(states)}
+    output = "image_classification"
+    made = Attributor(STUDY["make_model"], output, names, kind="rademacher", proj_dim=DIM)
+    return made.fit(train).score(targets).frame
+
+
+def by_traker(package: Any, batch: int) -> Callable[..., Any]:
+    """Return a function that scores by a TRAKer of a package, with batches of one size."""
+
+    def scores(states: list[Any], train: Any, targets: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            more: dict[str, Any] = {"lambda_reg": 1.0} if package is compat else {}
+            traker = package.TRAKer(
+                model=STUDY["make_model"](),
+                task="image_classification",
+                train_set_size=len(train[0]),
+                save_dir=folder,
+                device="cpu",
+                proj_dim=DIM,
+                use_half_precision=False,
+                logging_level=100,
+                **more,
+            )
+            for i, state in enumerate(states):
+                traker.load_checkpoint(state, model_id=i)
+                for start in range(0, len(train[0]), batch):
+                    part = tuple(tensor[start : start + batch] for tensor in train)
+                    traker.featurize(part, num_samples=len(part[0]))
+            traker.finalize_features()
+            for i, state in enumerate(states):
+                traker.start_scoring_checkpoint("asked", state, model_id=i, num_targets=TARGETS)
+                traker.score(targets, num_samples=TARGETS)
+            return traker.finalize_scores("asked")
+
+    return scores
+
+
+def main() -> None:
+    """Time all ways in turn and print the least seconds of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", type=int, default=10)
+    parser.add_argument("--batches", type=int, nargs="*", default=[100, 400, 1200])
+    asked = parser.parse_args()
+    ways: dict[str, Callable[..., Any]] = {"Attributor": by_attributor}
+    ways["compat"] = by_traker(compat, 400)
+    try:
+        import trak
+    except ImportError:
+        print("trak is not installed")
+    else:
+        ways |= {f"trak, batches of {size}": by_traker(trak, size) for size in asked.batches}
+    print(environment("cpu", ["torch", "numpy", "numba", "traker"]), torch.get_num_threads())
+    states = _trained(asked.models)
+    train, targets = (
+        _tensors(STUDY["train_data"](), 1200),
+        _tensors(STUDY["target_data"](), TARGETS),
+    )
+    seconds: dict[str, float] = {}
+    for _ in range(asked.rounds):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way(states, train, targets)
+            seconds[name] = min(seconds.get(name, 1e9), time.perf_counter() - began)
+    fastest = min((v for k, v in seconds.items() if k.startswith("trak")), default=float("nan"))
+    for name, least in seconds.items():
+        print(f"{name}: {least:.2f} s, {least / seconds['compat']:.2f} of compat's")
+    print(f"Attributor: {seconds['Attributor'] / fastest:.2f} of trak's fastest")
+
+
+if __name__ == "__main__":
+    main()

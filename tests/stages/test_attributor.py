@@ -1,0 +1,349 @@
+"""An attributor in process gives the pipeline's scores, whatever its data and weights come as."""
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from linear_study import STUDY, with_two_checkpoints
+from pipeline import ON_CPU, averaged, read_scores, run_config, scores_spec
+from refused import refused
+from torch.utils.data import DataLoader, TensorDataset
+from workspace import REPOSITORY
+
+import trak_core
+from trak_core import Attributor
+from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.stages.compute_gramian import compute_newton_scores
+from trak_core.study.study import Study
+
+SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
+# Settings of a config, with what is said of checkpoints.
+SETTINGS = {
+    "defaults": {},
+    "normal": {"projection": {"kind": "normal", "proj_dim": 7, "seed": 3}},
+    "sketch": {
+        "projection": {"kind": "tensor_sketch", "proj_dim": 16},
+        "features_dtype": "float16",
+    },
+    "normalized": {"projection": {"proj_dim": 9}, "scoring": {"normalize": True, "damping": 0.3}},
+    "some": {"parameters": ["weight"], "scoring": {"combine": "unit_average", "damping": 1}},
+    "exact": {"projection": "exact", "scoring": {"weighting": "curvature", "damping": 1}},
+    "along": {
+        "checkpoints": {n: {"path": f"{n}.pt", "run": "a", "at": int(n[1])} for n in ("c0", "c1")}
+    },
+}
+
+
+def spread_apart(a, b):
+    """How far scores are from each other, in units of their spread."""
+    return np.abs(np.asarray(a) - np.asarray(b)).max() / np.asarray(b).std()
+
+
+def config_of(folder, **changes):
+    """Write a study of two checkpoints and its config; return the config."""
+    study, checkpoints, targets = with_two_checkpoints(folder)
+    config = {
+        "study": study.name,
+        "model_output": "regression",
+        "checkpoints": {name: path.name for name, path in checkpoints.items()},
+        "experiments": {"mine": {"targets": targets}},
+        "results": "results",
+        **changes,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return config
+
+
+def keywords(config):
+    """The config's settings as an attributor's keywords."""
+    projection = config.get("projection", {})
+    own = {"projection": projection} if isinstance(projection, str) else projection
+    others = {k: config[k] for k in ("parameters", "features_dtype") if k in config}
+    return {**own, **config.get("scoring", {}), **others}
+
+
+@pytest.fixture
+def linear(tmp_path, monkeypatch):
+    """The linear study with its checkpoints in this folder, and an attributor of tensors."""
+    monkeypatch.chdir(tmp_path)
+    study = Study.load(with_two_checkpoints(tmp_path)[0]).module
+    train, targets = (study.x[:30], study.y[:30]), (study.x[30:], study.y[30:])
+
+    def attributor(checkpoints=("c0.pt", "c1.pt"), **settings):
+        settings = {"proj_dim": 8, **settings}
+        return Attributor(torch.nn.Linear(3, 1), "regression", checkpoints, **settings)
+
+    return train, targets, attributor
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_gives_the_scores_of_the_pipeline(name, tmp_path, monkeypatch):
+    """Also a run that is opened, and the attributor that the study gives."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of(tmp_path, **SETTINGS[name])
+    expected = read_scores(run_config(tmp_path / "config.yaml") / "scores/mine.h5")
+    study = Study.load(Path("study.py"))
+    train, targets = study.split("train", None), study.split("targets", expected.columns.tolist())
+    given = Attributor(study.make_model, "regression", config["checkpoints"], **keywords(config))
+    scores = given.fit(train, ids=train.ids).score(targets)
+    assert scores.frame.index.equals(expected.index)
+    assert scores.frame.columns.equals(expected.columns)
+    assert spread_apart(scores.frame, expected) < 1e-6
+    run = trak_core.open("results")
+    assert spread_apart(run.score(targets).frame, expected) < 1e-6
+    assert spread_apart(run.scores("mine").frame, expected) == 0
+    assert spread_apart(study.attributor(config).fit().score(targets).frame, expected) < 1e-6
+    file = run.scores("mine")
+    for table, own in ((file.targets, scores.targets), (file.train, scores.train)):
+        pd.testing.assert_frame_equal(own, table[own.columns], rtol=1e-4, check_dtype=False)
+
+
+def test_it_gives_the_pipelines_gauss_newton_scores(linear, tmp_path):
+    train, targets, attributor = linear
+    spec = scores_spec(
+        ["c0", "c1"],
+        [0, 1],
+        model_output="regression",
+        projection={"kind": "gauss_newton"},
+        dtype="float64",
+        damping=0.1,
+    )
+    (tmp_path / "study.py").write_text(STUDY.split("def target_ids")[0])
+    parts = [tmp_path / f"{name}.h5" for name in ("c0", "c1")]
+    for part in parts:
+        compute_newton_scores(
+            scores=part,
+            checkpoint=part.with_suffix(".pt"),
+            study_file=tmp_path / "study.py",
+            spec=spec.under(part.stem),
+            targets=[0, 1],
+            **ON_CPU,
+        )
+    expected = read_scores(averaged(tmp_path / "all.h5", parts, spec))
+    newton = attributor(projection="gauss_newton", proj_dim=1024).fit(train)
+    some = tuple(tensor[:2] for tensor in targets)
+    assert spread_apart(newton.score(some).frame, expected) < 1e-6
+    with refused("attribution.no_features", "gauss_newton"):
+        newton.self_influence()
+
+
+def test_settings_have_the_defaults_of_the_config():
+    """And every key of ``projection`` and ``scoring`` but how files are kept is a keyword."""
+    properties = SCHEMA["properties"]
+    given = {
+        **properties["projection"]["anyOf"][2]["properties"],
+        **{
+            k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
+        },
+        **{
+            k: properties["compute"]["properties"][k] for k in ("device", "batch_size", "memory_mb")
+        },
+        **{k: properties[k] for k in ("parameters", "preconditioner", "features_dtype")},
+    }
+    defaults = {n: p.default for n, p in inspect.signature(Attributor).parameters.items()}
+    assert {name: about.get("default") for name, about in given.items()} == {
+        name: defaults[name] for name in given
+    }
+    score = inspect.signature(Attributor.score).parameters
+    kept = properties["scoring"]["properties"]
+    assert {k: score[k].default for k in ("keep", "top")} == {
+        k: kept[k]["default"] for k in ("keep", "top")
+    }
+
+
+def test_data_may_be_tensors_arrays_a_dataset_a_list_or_a_loader(linear):
+    train, targets, attributor = linear
+    dataset = TensorDataset(*train)
+
+    def collated(rows):
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    kinds = [
+        dataset,
+        [*dataset],
+        tuple(tensor.numpy() for tensor in train),
+        {"input": train[0], "labels": train[1]},
+        DataLoader(dataset, batch_size=7, shuffle=True, drop_last=True),
+        DataLoader(dataset, batch_size=4, collate_fn=collated),
+    ]
+    expected = attributor().fit(train).score(targets).frame
+    for kind in kinds:
+        assert attributor().fit(kind).score(targets).frame.equals(expected)
+
+
+def test_data_that_may_be_read_wrongly_is_refused(linear):
+    train, _, attributor = linear
+
+    class Augmented(TensorDataset):
+        def __getitem__(self, index):
+            return train[0][index] + torch.rand(3), train[1][index]
+
+    fit = attributor().fit
+    with refused("study.given_random", "augmentation"):
+        fit(Augmented(*train))
+    with refused("study.given_tensors", "torch.Size([30])", "torch.Size([29, 3])"):
+        fit((train[0][1:], train[1]))
+    with refused("study.given_data", "generator"):
+        fit(sample for sample in TensorDataset(*train))
+    sampler = torch.utils.data.SubsetRandomSampler(range(4))
+    with refused("study.given_sampler", "SubsetRandomSampler"):
+        fit(DataLoader(TensorDataset(*train), sampler=sampler))
+    with refused("attribution.not_fitted"):
+        attributor().score(train)
+
+
+def test_weights_may_be_paths_or_state_dicts(linear):
+    train, targets, attributor = linear
+    states = [torch.load(f"c{i}.pt") for i in (0, 1)]
+    expected = attributor().fit(train).score(targets).frame
+    for given in (
+        [Path("c0.pt"), Path("c1.pt")],
+        {"c0": states[0], "c1": "c1.pt"},
+        {"c0": {"path": states[0]}, "c1": {"path": "c1.pt", "run": "c1"}},
+    ):
+        assert attributor(given).fit(train).score(targets).frame.equals(expected)
+    # State dicts in a list have ids 0 and 1, and so other projections.
+    assert attributor(states).checkpoints == ["0", "1"]
+    along = {f"c{i}": {"path": states[i], "run": "a", "at": i} for i in (0, 1)}
+    assert attributor(along).settings.combine == "unit_average"
+    # The model's own weights; the model itself stays as it is.
+    model = torch.nn.Linear(3, 1)
+    model.load_state_dict(states[0])
+    own = Attributor(model, "regression", proj_dim=8).fit(train)
+    alone = attributor({"model": states[0]}).fit(train)
+    assert own.score(targets).frame.equals(alone.score(targets).frame)
+    assert model.training
+    with refused("attribution.no_checkpoint", "c9.pt"):
+        attributor("c9.pt")
+
+
+def test_a_folder_keeps_features_of_the_same_data_and_settings(linear, tmp_path):
+    train, targets, attributor = linear
+    folder = tmp_path / "kept"
+    expected = attributor().fit(train, folder).score(targets).frame
+    files = sorted(folder.rglob("*.h5"))
+    before = [file.stat().st_mtime_ns for file in files]
+    assert attributor().fit(train, folder).score(targets).frame.equals(expected)
+    assert [file.stat().st_mtime_ns for file in files] == before
+    # One checkpoint changes: its files are made again, and no others.
+    state = torch.load("c1.pt")
+    torch.save({name: value + 1 for name, value in state.items()}, "c1.pt")
+    changed = attributor().fit(train, folder)
+    assert not changed.score(targets).frame.equals(expected)
+    after = [file.stat().st_mtime_ns for file in files]
+    assert [a == b for a, b in zip(after, before, strict=True)] == [
+        f.parent.name == "c0" or f.stem == "c0" for f in files
+    ]
+    # A checkpoint that changes between fit and score is refused.
+    late = attributor().fit(train, folder)
+    torch.save(state, "c1.pt")
+    with refused("attribution.other_folder", "checkpoint"):
+        late.score(targets)
+    others = [attributor(seed=1), attributor(kind="normal"), attributor(parameters=["bias"])]
+    for other in others:
+        with refused("attribution.other_folder"):
+            other.fit(train, folder)
+    with refused("attribution.other_folder", "study_digest"):
+        attributor().fit((train[0], train[1] + 1), folder)
+    # What follows from features needs no other folder.
+    assert attributor(damping=9).fit(train, folder).settings.damping == 9
+
+
+@pytest.mark.parametrize("n_kept", [1, 4, 50])
+def test_the_strongest_are_those_of_the_matrix(linear, n_kept):
+    train, targets, attributor = linear
+    fitted = attributor().fit(train)
+    full = fitted.score(targets, top=2)
+    kept = fitted.score(targets, keep="top_k", top=n_kept)
+    matrix = full.frame
+    for k in (1, n_kept):
+        for sign, tables in (
+            (1, (full.top(k), kept.top(k))),
+            (-1, (full.bottom(k), kept.bottom(k))),
+        ):
+            pd.testing.assert_frame_equal(*tables)
+            for target, table in tables[0].groupby("target"):
+                ordered = (sign * matrix[target]).sort_values(ascending=False, kind="stable")
+                ordered = ordered[ordered > 0].iloc[:k]
+                assert table["train"].tolist() == ordered.index.tolist()
+                assert table["rank"].tolist() == [*range(1, len(ordered) + 1)]
+                assert (sign * table["score"]).tolist() == ordered.tolist()
+    row = matrix.loc[7].sort_values(ascending=False, kind="stable")
+    assert full.of_train(7)["target"].tolist() == row.index.tolist()
+    with refused("artifacts.no_matrix", n_kept):
+        kept.frame  # ruff: ignore[useless-expression]
+
+
+def test_self_influence_is_the_diagonal(linear):
+    train, _, attributor = linear
+    fitted = attributor(damping=0.1).fit(train)
+    own = np.abs(np.diagonal(fitted.score(train).frame))
+    table = fitted.self_influence()
+    np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
+
+
+def test_memory_and_batches_change_no_scores(linear):
+    """Checkpoints that don't fit into half of the memory are read for each call."""
+    train, targets, attributor = linear
+    fitted = attributor().fit(train)
+    expected = fitted.score(targets).frame
+    assert len(fitted._held) == 2
+    other = attributor(batch_size=3).fit(train)
+    other._setup = replace(other._setup, compute=replace(other._setup.compute, memory_mb=64))
+    other._holds = False
+    assert spread_apart(other.score(targets).frame, expected) < 1e-6
+    assert not other._held
+
+
+def test_an_output_of_ones_own(linear):
+    train = linear[0]
+
+    def squared(returned, label):
+        return -((returned[0] - label) ** 2) / 2
+
+    def fitted(output, folder):
+        made = Attributor(torch.nn.Linear(3, 1), output, ["c0.pt"], proj_dim=8)
+        return made.fit(train, folder)
+
+    with open_artifact(fitted(squared, "own")._features("c0"), FEATURES) as file:
+        assert file.spec["model_output"].endswith("squared")
+    with refused("attribution.other_folder", "study_digest"):
+        fitted(lambda returned, label: returned[0], "own")
+    with refused("attribution.output", "'squared'"):
+        Attributor(torch.nn.Linear(3, 1), "squared")
+
+
+def test_texts_by_token_and_in_a_notebook():
+    """A GPT-2: tokens add up to scores, and samples show as the texts that ``describe`` returns."""
+    lora_models = pytest.importorskip("lora_models", reason="with the extra `test`")
+    texts = lora_models.texts(12)
+    data = {"input_ids": texts, "labels": texts}
+    made = Attributor(
+        lora_models.gpt2(),
+        "language_modelling",
+        proj_dim=32,
+        describe=lambda sample: f"<{' '.join(map(str, sample['input_ids'].tolist()))}>",
+    ).fit(data)
+    scores = made.score({name: values[:2] for name, values in data.items()})
+    assert scores.top(1)["train"].tolist() == [0, 1]
+    tokens, layers = made.tokens(scores, top=3)
+    both = pd.concat([scores.top(3), scores.bottom(3)]).set_index(["target", "train"])["score"]
+    for table in (tokens[tokens["side"] == "train"], tokens[tokens["side"] == "target"], layers):
+        sums = table.groupby(["target_id", "train_id"])["score"].sum()
+        np.testing.assert_allclose(sums.loc[both.index], both, rtol=1e-3, atol=1e-5)
+    assert f"&lt;{' '.join(map(str, texts[0].tolist()))}&gt;" in scores._repr_html_()
+
+
+def test_pictures_show_in_a_notebook():
+    torch.manual_seed(0)
+    images, labels = torch.rand(20, 1, 8, 8), torch.arange(20) % 2
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    made = Attributor(model, "image_classification", proj_dim=16).fit((images, labels))
+    shown = made.score((images[:3], labels[:3]))._repr_html_()
+    assert shown.count("<table>") == 3
+    assert shown.count('<img src="data:image/png') >= 9

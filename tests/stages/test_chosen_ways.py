@@ -1,0 +1,207 @@
+"""The way to gradients is chosen once; a job takes it from there where it has the same form."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pipeline import ON_CPU, features_spec, run_stages, scores_spec
+
+from trak_core.attribution import chosen_ways
+from trak_core.attribution.chosen_ways import chosen_way, read_ways
+from trak_core.attribution.deferred_logits import MarginsOfTokens
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.gradients import gradients_at_once, gradients_in_turn, gradients_one_by_one
+from trak_core.stages.choose_gradient_method import choose_gradient_method
+from trak_core.stages.compute_distortion import compute_distortion
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_token_scores import compute_token_scores
+from trak_core.study.study import Study
+
+STUDY = """
+import torch
+
+
+class Texts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20)
+        RECURRENT
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.tokens(input_ids)
+        x = self.lstm(x)[0] if hasattr(self, "lstm") else x.cumsum(1).tanh()
+        return self.head(x if attention_mask is None else x * attention_mask[..., None])
+
+
+def make_model():
+    return Texts()
+
+
+def texts(n, n_tokens):
+    drawn = torch.Generator().manual_seed(n)
+    tokens = torch.randint(0, 20, (n, n_tokens), generator=drawn)
+    return [{"input_ids": text, "labels": text} for text in tokens]
+
+
+def train_data():
+    return texts(5, 12)
+
+
+def target_data():
+    return [*texts(4, 8), *texts(3, 9)]
+
+
+def target_ids():
+    return list("abcdefg")
+"""
+SETTINGS = {"model_output": "language_modelling", "damping": 0.5}
+
+
+class Jobs:
+    """Jobs of one study, and the number of texts in each comparison of ways."""
+
+    def __init__(self, folder, monkeypatch, recurrent=""):
+        self.folder, self.compared = folder, []
+        self.study, self.file = folder / "study_of_ways.py", folder / "gradient_method.json"
+        self.study.write_text(STUDY.replace("RECURRENT", recurrent))
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"__name__": "study"}
+        exec(self.study.read_text(), names)
+        torch.save(names["make_model"]().state_dict(), folder / "c0.pt")
+        choose = chosen_ways.choose_method
+
+        def noted(model, parameters, output, samples, **more):
+            self.compared.append(len(samples))
+            return choose(model, parameters, output, samples, **more)
+
+        monkeypatch.setattr(chosen_ways, "choose_method", noted)
+        self.common = {"study_file": self.study, "checkpoint": folder / "c0.pt"}
+
+    def choose(self, **changes):
+        spec = replace(features_spec("language_modelling", 6), **changes)
+        own = {name: ON_CPU[name] for name in ("device", "memory_mb", "threads")}
+        choose_gradient_method(gradient_method=self.file, spec=spec, **self.common, **own)
+        compared = list(self.compared)
+        self.compared.clear()
+        return compared
+
+    def features(self, targets=None, **changes):
+        """Return the bytes of the features, and what was compared."""
+        more = {"split": "asked" if targets else "train", "targets": targets}
+        spec = replace(features_spec("language_modelling", 6, **more), **changes)
+        file = self.folder / "features.h5"
+        given = {"spec": spec, "targets": targets, "gradient_method": self.file}
+        compute_features(features=file, **given, **self.common, **ON_CPU)
+        compared = list(self.compared)
+        self.compared.clear()
+        return file.read_bytes(), compared
+
+    def ways(self):
+        spec = features_spec("language_modelling", 6)
+        return sorted(name for name, _ in read_ways(self.file, spec).values())
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    return Jobs(tmp_path, monkeypatch)
+
+
+def test_jobs_take_what_was_chosen_and_write_the_same_bytes(jobs):
+    asked = None, ["a", "b", "c"], ["e"]
+    alone = [jobs.features(targets) for targets in asked]
+    assert [compared for _, compared in alone] == [[5], [3], [1]]
+    assert jobs.choose() == [5, 1]
+    assert jobs.ways() == ["gradients_at_once", "gradients_in_turn"]
+    assert [jobs.features(targets) for targets in asked] == [(own, []) for own, _ in alone]
+
+
+def test_what_was_not_compared_is_compared_by_the_job(jobs, monkeypatch):
+    jobs.choose()
+    # Of different lengths: with a mask.
+    assert jobs.features(["a", "e"])[1] == [2]
+    assert jobs.features(study_digest="other")[1] == [5]
+    assert jobs.features(parameter_patterns=["head.*"])[1] == [5]
+    monkeypatch.setattr(torch, "__version__", "0")
+    assert jobs.features()[1] == [5]
+
+
+def test_logits_in_pieces_and_blocks_that_run_twice_are_compared(jobs, monkeypatch):
+    jobs.choose()
+    spec = features_spec("language_modelling", 6)
+    study = Study.load(jobs.study)
+    loaded = LoadedModel.of_study(study, jobs.folder / "c0.pt", spec, torch.device("cpu"))
+    (samples,) = loaded.ordered(study.split("train", None))
+    few, _ = loaded.few(samples)
+    ways = read_ways(jobs.file, spec)
+    assert chosen_way(loaded, few, ways) is gradients_at_once
+    assert jobs.compared == []
+    margins = MarginsOfTokens(loaded.model, loaded.output)
+    in_pieces = replace(loaded, model=margins, output=margins.output)
+    assert chosen_way(in_pieces, in_pieces.batch(samples, 0, 2), ways) is gradients_at_once
+    assert jobs.compared == [2]
+    monkeypatch.setattr(loaded.blocks, "is_on", True)
+    assert chosen_way(loaded, few, ways) is gradients_at_once
+    assert chosen_way(loaded, few, ways) is gradients_at_once
+    assert jobs.compared == [2, 5]
+
+
+def test_a_damaged_file_is_as_good_as_none(jobs):
+    jobs.choose()
+    text = jobs.file.read_text()
+    for damaged in ("", "{}", text.replace("at_once", "in_turn")):
+        jobs.file.write_text(damaged)
+        assert jobs.features()[1] == [5]
+    record = json.loads(text)
+    assert {*record["known"]} == {"model", "ways"}
+
+
+def test_other_jobs_take_it_too(jobs):
+    jobs.choose()
+    spec = features_spec("language_modelling", 6)
+    path = jobs.folder / "distortion.h5"
+    given = {"gradient_method": jobs.file, "n_streams": 2, **jobs.common}
+    compute_distortion(distortion=path, spec=spec, **given, **ON_CPU)
+    assert jobs.compared == []
+
+
+HIDDEN = "self.lstm = torch.nn.LSTM(8, 8, batch_first=True)"
+
+
+def test_a_notice_is_in_every_log_and_scores_of_tokens_need_factors(tmp_path, monkeypatch, capsys):
+    """An LSTM hides samples. Plain autograd, which is faster for it, tells no tokens apart."""
+    jobs = Jobs(tmp_path, monkeypatch, HIDDEN)
+    reason = "cannot tell samples apart below: MkldnnRnnLayer"
+    jobs.choose()
+    assert reason in capsys.readouterr().out
+    assert jobs.ways() == ["gradients_in_turn", "gradients_one_by_one"]
+    assert jobs.features()[1] == []
+    assert reason in capsys.readouterr().out
+
+    results, checkpoints, targets = tmp_path / "results", {"c0": tmp_path / "c0.pt"}, ["a", "b"]
+    scores = run_stages(results, jobs.study, checkpoints, targets, **SETTINGS, proj_dim=6)
+    jobs.compared.clear()
+    taken = []
+    choose = chosen_ways.choose_method
+
+    def noted(*given, **more):
+        taken.append(choose(*given, **more)[0])
+        return choose(*given, **more)
+
+    monkeypatch.setattr(chosen_ways, "choose_method", noted)
+    projection = {"kind": "rademacher", "proj_dim": 6, "seed": 0}
+    compute_token_scores(
+        token_scores=results / "token_scores/mine.h5",
+        scores=scores,
+        checkpoints=list(checkpoints.values()),
+        train_paths=[results / "features/c0/train.h5"],
+        targets_paths=[results / "features/c0/mine.h5"],
+        normal_matrices=[results / "normal_matrix/c0.h5"],
+        spec=scores_spec(checkpoints, targets, projection=projection, **SETTINGS),
+        study_file=jobs.study,
+        gradient_method=jobs.file,
+        **ON_CPU,
+    )
+    assert taken == [gradients_in_turn, gradients_in_turn]
+    assert gradients_one_by_one not in taken
