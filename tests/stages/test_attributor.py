@@ -141,7 +141,7 @@ def test_settings_have_the_defaults_of_the_config():
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },
         **{
-            k: properties["compute"]["properties"][k] for k in ("device", "batch_size", "memory_mb")
+            k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")
         },
         **{k: properties[k] for k in ("parameters", "preconditioner", "features_dtype")},
     }
