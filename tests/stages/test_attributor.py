@@ -193,6 +193,8 @@ def test_data_that_may_be_read_wrongly_is_refused(linear):
     sampler = torch.utils.data.SubsetRandomSampler(range(4))
     with refused("study.given_sampler", "SubsetRandomSampler"):
         fit(DataLoader(TensorDataset(*train), sampler=sampler))
+    with refused("study.given_nothing"):
+        fit([])
     with refused("attribution.not_fitted"):
         attributor().score(train)
 
@@ -220,6 +222,8 @@ def test_weights_may_be_paths_or_state_dicts(linear):
     assert model.training
     with refused("attribution.no_checkpoint", "c9.pt"):
         attributor("c9.pt")
+    with refused("model.no_optimizer_path", "c0"):
+        attributor({"c0": states[0]}, preconditioner="adam").fit(train)
 
 
 def test_a_folder_keeps_features_of_the_same_data_and_settings(linear, tmp_path):
@@ -346,4 +350,6 @@ def test_pictures_show_in_a_notebook():
     made = Attributor(model, "image_classification", proj_dim=16).fit((images, labels))
     shown = made.score((images[:3], labels[:3]))._repr_html_()
     assert shown.count("<table>") == 3
+    with refused("attribution.no_tokens"):
+        made.tokens(made.score((images[:3], labels[:3])))
     assert shown.count('<img src="data:image/png') >= 9
