@@ -124,6 +124,9 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
     out = capsys.readouterr().out
     assert f"train {scores.idxmax()}" in out
     if make is make_images:  # the class by its name, and once
+        run = trak_core.open("results")
+        with refused("attribution.no_tokens"):
+            run.tokens(run.score([run.sample("new", "asked")]))
         assert re.search(
             r"^the log-odds of the label: \S+; label cat, predicted (cat|dog)$", out, re.M
         )
