@@ -1,7 +1,7 @@
 rule compute_distortion:
     input:
         checkpoint=checkpoint_input,
-        gradient_method=ancient("<results>/gradient_method.json"),
+        gradient_method="<results>/gradient_method.json",
     output:
         distortion="<results>/distortion/{checkpoint}.h5",
     log:

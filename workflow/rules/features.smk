@@ -1,4 +1,6 @@
-# The way changes no number beyond rounding: features stay where only its file is made anew.
+# Features depend on its file like on any other: Snakemake doesn't look for other reasons to run a
+# job below one that runs, so that with `ancient` here features of old settings would stay. It has
+# no signature, because other weights of the first checkpoint need no features of the others again.
 rule choose_gradient_method:
     input:
         checkpoint=(
@@ -24,7 +26,6 @@ rule choose_gradient_method:
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("choose_gradient_method"),
-        signature=first_signature,
         spec=specs.gradient_method.as_dict(),
         study_file=config["study"],
     message:
@@ -39,7 +40,7 @@ timed("choose_gradient_method")
 rule compute_features:
     input:
         checkpoint=checkpoint_input,
-        gradient_method=ancient("<results>/gradient_method.json"),
+        gradient_method="<results>/gradient_method.json",
         selected=selected_targets if specs.conditions else [],
     output:
         features="<results>/features/{checkpoint}/{split}.h5",

@@ -53,10 +53,6 @@ def checkpoint_signature(wildcards):
     return None if trained else own_signature(own_checkpoints[wildcards.checkpoint])
 
 
-def first_signature(wildcards):
-    return None if trained else own_signature(own_checkpoints[first_checkpoint])
-
-
 def all_signatures(wildcards):
     """Signatures of all checkpoints of a user's, as one text."""
     if trained or not workflow.is_main_process:
