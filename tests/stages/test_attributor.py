@@ -97,7 +97,9 @@ def test_it_gives_the_scores_of_the_pipeline(name, tmp_path, monkeypatch):
     run = trak_core.open("results")
     assert spread_apart(run.score(targets).frame, expected) < 1e-6
     assert spread_apart(run.scores("mine").frame, expected) == 0
-    assert spread_apart(study.attributor(config).fit().score(targets).frame, expected) < 1e-6
+    assert (
+        spread_apart(Attributor.of_study(study, config).fit().score(targets).frame, expected) < 1e-6
+    )
     file = run.scores("mine")
     for table, own in ((file.targets, scores.targets), (file.train, scores.train)):
         pd.testing.assert_frame_equal(own, table[own.columns], rtol=1e-4, check_dtype=False)
@@ -140,9 +142,7 @@ def test_settings_have_the_defaults_of_the_config():
         **{
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },
-        **{
-            k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")
-        },
+        **{k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")},
         **{k: properties[k] for k in ("parameters", "preconditioner", "features_dtype")},
     }
     defaults = {n: p.default for n, p in inspect.signature(Attributor).parameters.items()}

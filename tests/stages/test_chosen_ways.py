@@ -1,4 +1,4 @@
-"""The way to gradients is chosen once; a job takes it from there where it has the same form."""
+"""A run's first job chooses the way to gradients; others of the same form take it from there."""
 
 import json
 from dataclasses import replace
@@ -9,15 +9,15 @@ import torch
 from pipeline import ON_CPU, features_spec, run_stages, scores_spec
 
 from trak_core.attribution import chosen_ways
-from trak_core.attribution.chosen_ways import chosen_way, read_ways
+from trak_core.attribution.chosen_ways import RECORD, chosen_way, ways_of_run
 from trak_core.attribution.deferred_logits import MarginsOfTokens
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import gradients_at_once, gradients_in_turn, gradients_one_by_one
-from trak_core.stages.choose_gradient_method import choose_gradient_method
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
+from trak_core.system.files import CONFIG_RECORD, write_record
 
 STUDY = """
 import torch
@@ -64,7 +64,8 @@ class Jobs:
 
     def __init__(self, folder, monkeypatch, recurrent=""):
         self.folder, self.compared = folder, []
-        self.study, self.file = folder / "study_of_ways.py", folder / "gradient_method.json"
+        self.study, self.file = folder / "study_of_ways.py", folder / RECORD
+        write_record(folder / CONFIG_RECORD, {"config": {}})
         self.study.write_text(STUDY.replace("RECURRENT", recurrent))
         torch.manual_seed(0)
         names: dict[str, Any] = {"__name__": "study"}
@@ -79,28 +80,21 @@ class Jobs:
         monkeypatch.setattr(chosen_ways, "choose_method", noted)
         self.common = {"study_file": self.study, "checkpoint": folder / "c0.pt"}
 
-    def choose(self, **changes):
-        spec = replace(features_spec("language_modelling", 6), **changes)
-        own = {name: ON_CPU[name] for name in ("device", "memory_mb", "threads")}
-        choose_gradient_method(gradient_method=self.file, spec=spec, **self.common, **own)
-        compared = list(self.compared)
-        self.compared.clear()
-        return compared
-
     def features(self, targets=None, **changes):
         """Return the bytes of the features, and what was compared."""
         more = {"split": "asked" if targets else "train", "targets": targets}
+        job = ON_CPU | {"code": changes.pop("code", "code")}
         spec = replace(features_spec("language_modelling", 6, **more), **changes)
         file = self.folder / "features.h5"
-        given = {"spec": spec, "targets": targets, "gradient_method": self.file}
-        compute_features(features=file, **given, **self.common, **ON_CPU)
+        given = {"spec": spec, "targets": targets}
+        compute_features(features=file, **given, **self.common, **job)
         compared = list(self.compared)
         self.compared.clear()
         return file.read_bytes(), compared
 
     def ways(self):
         spec = features_spec("language_modelling", 6)
-        return sorted(name for name, _ in read_ways(self.file, spec).values())
+        return sorted(name for name, _ in ways_of_run(self.folder, spec).values())
 
 
 @pytest.fixture
@@ -110,17 +104,18 @@ def jobs(tmp_path, monkeypatch):
 
 def test_jobs_take_what_was_chosen_and_write_the_same_bytes(jobs):
     asked = None, ["a", "b", "c"], ["e"]
-    alone = [jobs.features(targets) for targets in asked]
-    assert [compared for _, compared in alone] == [[5], [3], [1]]
-    assert jobs.choose() == [5, 1]
+    first = [jobs.features(targets) for targets in asked]
+    assert [compared for _, compared in first] == [[5], [], [1]]
     assert jobs.ways() == ["gradients_at_once", "gradients_in_turn"]
-    assert [jobs.features(targets) for targets in asked] == [(own, []) for own, _ in alone]
+    assert [jobs.features(targets) for targets in asked] == [(own, []) for own, _ in first]
 
 
 def test_what_was_not_compared_is_compared_by_the_job(jobs, monkeypatch):
-    jobs.choose()
-    # Of different lengths: with a mask.
+    jobs.features()
+    # Different lengths bring a mask.
     assert jobs.features(["a", "e"])[1] == [2]
+    assert jobs.features(code="other")[1] == [5]
+    assert jobs.features()[1] == []
     assert jobs.features(study_digest="other")[1] == [5]
     assert jobs.features(parameter_patterns=["head.*"])[1] == [5]
     monkeypatch.setattr(torch, "__version__", "0")
@@ -128,13 +123,13 @@ def test_what_was_not_compared_is_compared_by_the_job(jobs, monkeypatch):
 
 
 def test_logits_in_pieces_and_blocks_that_run_twice_are_compared(jobs, monkeypatch):
-    jobs.choose()
+    jobs.features()
     spec = features_spec("language_modelling", 6)
     study = Study.load(jobs.study)
     loaded = LoadedModel.of_study(study, jobs.folder / "c0.pt", spec, torch.device("cpu"))
     (samples,) = loaded.ordered(study.split("train", None))
     few, _ = loaded.few(samples)
-    ways = read_ways(jobs.file, spec)
+    ways = ways_of_run(jobs.folder, spec)
     assert chosen_way(loaded, few, ways) is gradients_at_once
     assert jobs.compared == []
     margins = MarginsOfTokens(loaded.model, loaded.output)
@@ -148,21 +143,25 @@ def test_logits_in_pieces_and_blocks_that_run_twice_are_compared(jobs, monkeypat
 
 
 def test_a_damaged_file_is_as_good_as_none(jobs):
-    jobs.choose()
+    jobs.features()
     text = jobs.file.read_text()
     for damaged in ("", "{}", text.replace("at_once", "in_turn")):
         jobs.file.write_text(damaged)
         assert jobs.features()[1] == [5]
-    record = json.loads(text)
-    assert {*record["known"]} == {"model", "ways"}
+    assert {*json.loads(text)["known"]} == {"model", "ways"}
+
+
+def test_without_a_results_folder_nothing_is_kept(jobs):
+    (jobs.folder / CONFIG_RECORD).unlink()
+    assert [jobs.features()[1], jobs.features()[1]] == [[5], [5]]
+    assert not jobs.file.exists()
 
 
 def test_other_jobs_take_it_too(jobs):
-    jobs.choose()
+    jobs.features()
     spec = features_spec("language_modelling", 6)
     path = jobs.folder / "distortion.h5"
-    given = {"gradient_method": jobs.file, "n_streams": 2, **jobs.common}
-    compute_distortion(distortion=path, spec=spec, **given, **ON_CPU)
+    compute_distortion(distortion=path, spec=spec, n_streams=2, **jobs.common, **ON_CPU)
     assert jobs.compared == []
 
 
@@ -173,9 +172,9 @@ def test_a_notice_is_in_every_log_and_scores_of_tokens_need_factors(tmp_path, mo
     """An LSTM hides samples. Plain autograd, which is faster for it, tells no tokens apart."""
     jobs = Jobs(tmp_path, monkeypatch, HIDDEN)
     reason = "cannot tell samples apart below: MkldnnRnnLayer"
-    jobs.choose()
+    assert jobs.features()[1] == [5]
     assert reason in capsys.readouterr().out
-    assert jobs.ways() == ["gradients_in_turn", "gradients_one_by_one"]
+    assert jobs.ways() == ["gradients_one_by_one"]
     assert jobs.features()[1] == []
     assert reason in capsys.readouterr().out
 
@@ -200,7 +199,6 @@ def test_a_notice_is_in_every_log_and_scores_of_tokens_need_factors(tmp_path, mo
         normal_matrices=[results / "normal_matrix/c0.h5"],
         spec=scores_spec(checkpoints, targets, projection=projection, **SETTINGS),
         study_file=jobs.study,
-        gradient_method=jobs.file,
         **ON_CPU,
     )
     assert taken == [gradients_in_turn, gradients_in_turn]

@@ -14,7 +14,6 @@ from trak_core.config.specs_from_config import specs_of, targets_digest
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.spec import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
-from trak_core.stages.choose_gradient_method import choose_gradient_method
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_scores import (
@@ -195,14 +194,6 @@ def run_config(config_file: Path) -> Path:
         specs = specs_of(config, results)
         record_config(specs.config, results)
         job = {"code": "code", "memory_mb": 500}
-        chosen = {"gradient_method": results / "gradient_method.json"}
-        if specs.is_projected:
-            choose_gradient_method(
-                checkpoint=Path(next(iter(specs.checkpoints.values())).path),
-                study_file=Path(config["study"]),
-                spec=specs.gradient_method,
-                **chosen | {key: ON_CPU[key] for key in ("device", "memory_mb", "threads")},
-            )
         for name, about in specs.checkpoints.items():
             own = results / ("features" if specs.is_projected else "gramian") / name
             matrix, stage = results / f"normal_matrix/{name}.h5", compute_features
@@ -217,7 +208,7 @@ def run_config(config_file: Path) -> Path:
                     spec=specs.features(name, split),
                     targets=specs.experiments.get(split),
                     question=question and Path(question),
-                    **ON_CPU | (chosen if specs.is_projected else {}),
+                    **ON_CPU,
                 )
             if specs.is_projected:
                 spec = specs.normal_matrix(name)

@@ -163,13 +163,9 @@ def artifacts_in(results: Path) -> dict[str, bytes]:
     return {str(p.relative_to(results)): p.read_bytes() for p in sorted(results.rglob("*.h5"))}
 
 
-def scoring(n_checkpoints: int, n_experiments: int, *, chosen: bool = False) -> dict[str, int]:
-    """Jobs of each rule that score experiments from nothing, under checkpoints that are there.
-
-    The way to gradients may be ``chosen`` already.
-    """
+def scoring(n_checkpoints: int, n_experiments: int) -> dict[str, int]:
+    """Jobs of each rule that score experiments from nothing, under checkpoints that are there."""
     return {
-        **({} if chosen else {"choose_gradient_method": 1}),
         "compute_features": n_checkpoints * (1 + n_experiments),
         "compute_normal_matrix": n_checkpoints,
         "compute_scores": n_checkpoints * n_experiments,

@@ -90,13 +90,7 @@ def test_every_stage_has_a_rule_of_its_name_and_no_rule_is_without(jobs):
 
 def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
     assert {rule for rule, job in jobs.items() if job["priority"] > 0} == {
-        *(
-            "choose_gradient_method",
-            "train_checkpoint",
-            "compute_features",
-            "compute_features_shard",
-            "join_shards",
-        ),
+        *("train_checkpoint", "compute_features", "compute_features_shard", "join_shards"),
         *("compute_normal_matrix", "compute_scores", "compute_gramian", "compute_exact_scores"),
         *("average_scores", "average_scores_shard", "average_targets", "draw_influences"),
         "write_report_first",

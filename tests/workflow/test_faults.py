@@ -276,7 +276,7 @@ def test_a_copy_by_hard_links_keeps_its_results(study, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "written to by one run at a time" in study.fail("--forceall")
     save_own_checkpoint(study, 0, scale=2)
-    assert study.run() == scoring(1, 1, chosen=True)
+    assert study.run() == scoring(1, 1)
     assert study.path("results/scores/few.h5").read_bytes() != scores
     assert {path: path.read_bytes() for path in before} == before
     assert len(before) > 12

@@ -61,11 +61,7 @@ SHOWN = {"draw_influences": 2, "write_report": 1}
 ONE_EXPERIMENT = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
 # Another damping, other targets, a checkpoint less: for real, in test_workflow_own.py.
 CHANGES = {
-    "a checkpoint added": (
-        "checkpoints.c3",
-        {"seed": 3},
-        {"train_checkpoint": 1, **scoring(1, 2, chosen=True)},
-    ),
+    "a checkpoint added": ("checkpoints.c3", {"seed": 3}, {"train_checkpoint": 1, **scoring(1, 2)}),
     "top influences": ("scoring.top", 2, {"average_scores": 2}),
     "combination": (
         "scoring",
@@ -73,7 +69,7 @@ CHANGES = {
         {"average_scores": 2},
     ),
     "an experiment added": ("experiments.new", {"targets": [1620]}, ONE_EXPERIMENT),
-    "projection": ("projection.seed", 1, scoring(3, 2, chosen=True)),
+    "projection": ("projection.seed", 1, scoring(3, 2)),
     "shards of one split": (
         "experiments.few.shards",
         2,

@@ -68,7 +68,7 @@ def train_along(folder):
         **{"train_checkpoint_flipped": 2, "train_checkpoint_flipped_2": 1},
         **{"compute_features": 14, "compute_features_flipped": 7, "compute_scores": 7},
         **{"compute_normal_matrix": 7, "compute_normal_matrix_flipped": 7},
-        **{"choose_gradient_method": 1, "compute_embeddings": 3},
+        "compute_embeddings": 3,
         **dict.fromkeys(once, 1),
     }
     return study
@@ -172,9 +172,7 @@ def test_another_time_trains_its_run_alone(study):
     planned = study.would_run()
     # a and c no longer have the same times: a rule of its own, but no job of a's.
     assert sum(n for rule, n in planned.items() if rule.startswith("train_checkpoint")) == 1
-    assert {k: n for k, n in planned.items() if not k.startswith("train")} == scoring(
-        3, 1, chosen=True
-    )
+    assert {k: n for k, n in planned.items() if not k.startswith("train")} == scoring(3, 1)
     assert study.run() == planned
     assert study.would_run() == {}
 

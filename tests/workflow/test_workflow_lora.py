@@ -106,7 +106,7 @@ def test_features_are_those_of_a_loop_over_the_model_by_peft(scored, checkpoint)
 def test_a_trainer_that_goes_on(study):
     shutil.copytree(study.path("out/checkpoint-4"), study.path("out/checkpoint-10"))
     study.path("out/checkpoint-10/trainer_state.json").write_text('{"global_step": 10}')
-    assert study.would_run() == scoring(1, 1, chosen=True)
+    assert study.would_run() == scoring(1, 1)
 
 
 def test_an_adapter_of_other_settings_is_refused_before_any_job(study):

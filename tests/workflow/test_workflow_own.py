@@ -27,7 +27,7 @@ def test_four_changes_at_once_end_where_a_fresh_start_does(own, study, tmp_path)
     del study.config["checkpoints"]["c2"]
     study.config["experiments"]["one"] = {"targets": ["patient-351"]}
     study.config["scoring"] = {"damping": 1.5}
-    planned = {**scoring(1, 2, chosen=True), "compute_features": 4, "compute_scores": 4}
+    planned = {**scoring(1, 2), "compute_features": 4, "compute_scores": 4}
     files = study.would_write()
     assert study.would_run() == planned
     assert study.run() == planned
@@ -85,12 +85,12 @@ def test_own_checkpoint_replaced_by_one_of_its_size_and_time(study):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = path.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert study.would_run() == scoring(1, 2, chosen=True)
-    assert study.run("results/scores/few.h5", "results/scores/one.h5") == scoring(1, 2, chosen=True)
+    assert study.would_run() == scoring(1, 2)
+    assert study.run("results/scores/few.h5", "results/scores/one.h5") == scoring(1, 2)
     assert study.would_run("scores") == {}
     save_own_checkpoint(study, 1)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert study.would_run() == scoring(1, 2, chosen=True)
+    assert study.would_run() == scoring(1, 2)
 
 
 def test_results_without_snakemakes_records_count_as_finished(study):
@@ -101,9 +101,9 @@ def test_results_without_snakemakes_records_count_as_finished(study):
     assert study.would_run() == {}
     for average in study.path("results/scores").glob("*.h5"):
         average.unlink()
-    assert study.would_run() == scoring(1, 2, chosen=True)
+    assert study.would_run() == scoring(1, 2)
     # Experiment by experiment, where all would take long to plan.
-    assert study.would_run("scores", "--batch", "scores=1/2") == scoring(1, 1, chosen=True)
+    assert study.would_run("scores", "--batch", "scores=1/2") == scoring(1, 1)
 
 
 def test_new_targets_need_no_training_data(study, monkeypatch):
@@ -172,20 +172,19 @@ def test_one_byte_of_a_data_file_runs_again_what_an_edit_of_the_study_does(tmp_p
     study.path("rows").mkdir()
     study.path("rows/a.csv").write_text("1,2\n")
     target = "results/features/c0/few.h5"
-    asked = {"choose_gradient_method": 1, "compute_features": 1}
-    assert study.run(target) == asked
+    assert study.run(target) == {"compute_features": 1}
     assert study.run(target, "-n") == {}
     study.path("rows/a.csv").touch()
     assert study.run(target, "-n") == {}
     study.path("rows/a.csv").write_text("1,3\n")
-    assert study.run(target, "-n") == asked
+    assert study.run(target, "-n") == {"compute_features": 1}
     study.path("rows/a.csv").write_text("1,2\n")
     file = study.path("diabetes.py")
     before = file.read_text()
     file.write_text(f"{before}\ndef describe(sample):\n    return str(sample)\n")
     assert study.run(target, "-n") == {}
     file.write_text(f"{before}\nNOBODY_SAYS_THIS = 1\n")
-    assert study.run(target, "-n") == asked
+    assert study.run(target, "-n") == {"compute_features": 1}
 
 
 def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):

@@ -21,7 +21,7 @@ from trak_core.attribution.checkpoint_scorers import (
     Scorer,
     stored_columns,
 )
-from trak_core.attribution.chosen_ways import Ways, chosen_way, read_ways
+from trak_core.attribution.chosen_ways import Ways, chosen_way, ways_of_run
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -205,11 +205,14 @@ class FittedAttributor:
 
     def _chosen(self, loaded: LoadedModel, few: Batch) -> GradientMethod:
         """Return the way to gradients, chosen once for each form of samples, or by a run."""
-        return chosen_way(loaded, few, self._ways)
+        method = chosen_way(loaded, few, self._ways)
+        for form, (name, _) in self._ways.items():  # a notice is printed once
+            self._ways[form] = name, None
+        return method
 
     @cached_property
     def _ways(self) -> Ways:
-        return read_ways(self._setup.folder / "gradient_method.json", self._spec.features)
+        return ways_of_run(self._setup.folder, self._spec.features)
 
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()

@@ -293,12 +293,6 @@ class Specs:
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
 
     @property
-    def gradient_method(self) -> FeaturesSpec:
-        """What decides the way to gradients, which is compared under the first checkpoint."""
-        features = self.all_features.under(next(iter(self.checkpoints))).of(TRAIN)
-        return replace(features, projection={"kind": "none"}, dtype="float32", preconditioner=None)
-
-    @property
     def all_flipped_features(self) -> FeaturesSpec:
         """What decides the features of models that were trained with flipped labels."""
         return replace(self.all_features, flipped=self.flipped)

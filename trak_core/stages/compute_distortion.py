@@ -9,7 +9,7 @@ import torch
 
 from trak_core.artifacts import DISTORTION, create, software
 from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples
-from trak_core.attribution.chosen_ways import chosen_way, read_ways
+from trak_core.attribution.chosen_ways import kept_way
 from trak_core.attribution.device import device_name, full_precision
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import Features, compilers, projecting_device
@@ -115,7 +115,6 @@ def compute_distortion(
     checkpoint: Path,
     study_file: Path,
     spec: FeaturesSpec,
-    gradient_method: Path | None = None,
     code: str,
     device: str,
     batch_size: int,
@@ -152,7 +151,7 @@ def compute_distortion(
     left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes
     at_once = min(batch_size, _at_once(loaded, samples, few, left_bytes))
     loaded.check_apart(few, at_once)
-    method = chosen_way(loaded, few, read_ways(gradient_method, spec))
+    method = kept_way(loaded, few, artifact=distortion, spec=spec, code=code)
     gramian, variances, features = compare_gradients(
         loaded, kept, method, projections, at_once, threads
     )

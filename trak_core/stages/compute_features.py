@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.chosen_ways import chosen_way, read_ways
+from trak_core.attribution.chosen_ways import kept_way
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.write_features import write_features
@@ -23,7 +23,6 @@ def compute_features(
     checkpoint: Path,
     study_file: Path,
     spec: FeaturesSpec,
-    gradient_method: Path | None = None,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
     selected: Sequence[Path] = (),
@@ -53,7 +52,7 @@ def compute_features(
         loaded,
         data,
         spec,
-        method_of=partial(chosen_way, ways=read_ways(gradient_method, spec)),
+        method_of=partial(kept_way, artifact=features, spec=spec, code=code),
         shard=shard,
         n_shards=n_shards,
         code=code,

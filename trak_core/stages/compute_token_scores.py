@@ -20,7 +20,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.chosen_ways import chosen_way, read_ways
+from trak_core.attribution.chosen_ways import kept_way
 from trak_core.attribution.device import device_name
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
@@ -46,7 +46,6 @@ def compute_token_scores(
     normal_matrices: Sequence[Path],
     spec: ScoresSpec,
     study_file: Path,
-    gradient_method: Path | None = None,
     question: Path | None = None,
     code: str,
     device: str,
@@ -105,8 +104,8 @@ def compute_token_scores(
             split_of(study, str(spec.experiment), target_ids, question),
         )
         pairs = list(zip(rows, columns, strict=True))
-        ways = read_ways(gradient_method, own.of_train())
-        method_of = partial(chosen_way, ways=ways, reads_terms=Shares.reads_terms)
+        known = {"artifact": token_scores, "spec": own.of_train(), "code": code}
+        method_of = partial(kept_way, reads_terms=Shares.reads_terms, **known)
         features = phi, target_phi
         given = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
         cuts.append(cut_pairs(*given, method_of))

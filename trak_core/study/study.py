@@ -27,7 +27,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,12 +152,6 @@ class Study:
                 code="study.chdir",
             )
         return cls(path, module)
-
-    def attributor(self, config: Mapping[str, Any]) -> Any:
-        """Return the ``Attributor`` of the study, by the keys of a config (``of_study``)."""
-        # By name, because an attributor imports studies.
-        module = importlib.import_module("trak_core.attribution.attributor")
-        return module.Attributor.of_study(self, config)
 
     @property
     def name(self) -> str:

@@ -1,7 +1,6 @@
 rule compute_distortion:
     input:
         checkpoint=checkpoint_input,
-        gradient_method="<results>/gradient_method.json",
     output:
         distortion="<results>/distortion/{checkpoint}.h5",
     log:

@@ -1,46 +1,6 @@
-# Features depend on its file like on any other: Snakemake doesn't look for other reasons to run a
-# job below one that runs, so that with `ancient` here features of old settings would stay. It has
-# no signature, because other weights of the first checkpoint need no features of the others again.
-rule choose_gradient_method:
-    input:
-        checkpoint=(
-            f"<results>/checkpoints/{first_checkpoint}.pt"
-            if trained
-            else own_checkpoints[first_checkpoint]
-        ),
-    output:
-        gradient_method="<results>/gradient_method.json",
-    log:
-        "<results>/logs/choose_gradient_method.log",
-    benchmark:
-        "<results>/benchmarks/choose_gradient_method.tsv"
-    # All features wait for it.
-    priority: scores_first + 2
-    conda:
-        environment
-    threads: compute["threads"]
-    resources:
-        gpu=gpu,
-        mem_mb=model_job_mb,
-        device=compute["device"],
-        memory_mb=compute["memory_mb"],
-    params:
-        code=code_of("choose_gradient_method"),
-        spec=specs.gradient_method.as_dict(),
-        study_file=config["study"],
-    message:
-        "Choosing the way to gradients"
-    script:
-        "../scripts/stage.py"
-
-
-timed("choose_gradient_method")
-
-
 rule compute_features:
     input:
         checkpoint=checkpoint_input,
-        gradient_method="<results>/gradient_method.json",
         selected=selected_targets if specs.conditions else [],
     output:
         features="<results>/features/{checkpoint}/{split}.h5",

@@ -2,7 +2,6 @@
 use rule compute_features as compute_features_flipped with:
     input:
         checkpoint="<results>/flipped/checkpoints/{checkpoint}.pt",
-        gradient_method="<results>/gradient_method.json",
     output:
         features="<results>/flipped/features/{checkpoint}.h5",
     log:

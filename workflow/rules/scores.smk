@@ -96,7 +96,6 @@ rule compute_token_scores:
         train_paths=of_checkpoints("features/{c}/train.h5"),
         targets_paths=of_checkpoints("features/{c}/{experiment}.h5"),
         normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
-        gradient_method="<results>/gradient_method.json",
     output:
         token_scores="<results>/token_scores/{experiment}.h5",
     log:

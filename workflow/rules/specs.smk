@@ -40,9 +40,6 @@ own_checkpoints = (
 )
 
 
-first_checkpoint = next(iter(specs.checkpoints))
-
-
 def checkpoint_input(wildcards):
     if trained:
         return f"{folder}/checkpoints/{wildcards.checkpoint}.pt"
