@@ -140,9 +140,7 @@ def test_settings_have_the_defaults_of_the_config():
         **{
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },
-        **{
-            k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")
-        },
+        **{k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")},
         **{k: properties[k] for k in ("parameters", "preconditioner", "features_dtype")},
     }
     defaults = {n: p.default for n, p in inspect.signature(Attributor).parameters.items()}
