@@ -97,9 +97,8 @@ def test_it_gives_the_scores_of_the_pipeline(name, tmp_path, monkeypatch):
     run = trak_core.open("results")
     assert spread_apart(run.score(targets).frame, expected) < 1e-6
     assert spread_apart(run.scores("mine").frame, expected) == 0
-    assert (
-        spread_apart(Attributor.of_study(study, config).fit().score(targets).frame, expected) < 1e-6
-    )
+    of_study = Attributor.of_study(study, config).fit()
+    assert spread_apart(of_study.score(targets).frame, expected) < 1e-6
     file = run.scores("mine")
     for table, own in ((file.targets, scores.targets), (file.train, scores.train)):
         pd.testing.assert_frame_equal(own, table[own.columns], rtol=1e-4, check_dtype=False)

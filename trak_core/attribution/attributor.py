@@ -113,7 +113,7 @@ class Attributor(FittedAttributor):
                 the projection matrix. None for the weights that the model has.
             projection: ``exact`` for inner products of whole gradients, ``gauss_newton`` for the
                 Gauss-Newton matrix of the training loss; None for a random projection.
-            kind: The kind of projection; None for the cheapest of full quality for the model's size.
+            kind: The projection's kind; None for the cheapest of full quality for the model's size.
             proj_dim: k.
             seed: Seed of the projection matrix.
             damping: lambda, relative to the mean squared norm of the training features; 2 if None,

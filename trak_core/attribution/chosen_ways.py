@@ -70,9 +70,8 @@ def kept_way(
 
 def ways_of_run(results: Path, spec: FeaturesSpec) -> Ways:
     """Return the ways that the jobs of a run have kept for a spec's model."""
-    return {
-        form: way for ways in _read(results / RECORD, spec).values() for form, way in ways.items()
-    }
+    by_code = _read(results / RECORD, spec)
+    return {form: way for ways in by_code.values() for form, way in ways.items()}
 
 
 def _read(record: Path, spec: FeaturesSpec) -> dict[str, Ways]:
