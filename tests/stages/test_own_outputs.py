@@ -23,6 +23,9 @@ from torch.nn.functional import (
     softplus,
 )
 
+from trak_core.attribution.checkpoint_scorers import MemoryPart
+from trak_core.attribution.combine_checkpoints import sample_table
+from trak_core.attribution.fitted_checkpoint import read_rows
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output, outputs_and_predictions
 from trak_core.config.read_config import check_config
@@ -39,7 +42,6 @@ from trak_core.model_outputs.about_outputs import TABLE, output_name
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.model_outputs.supervised import REGRESSION
-from trak_core.queries.question_and_answer import said_of
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
@@ -289,7 +291,12 @@ def test_a_class_that_is_predicted_stays_one():
         output = own_output(ModelOutput(value=lambda x, _: x.sum(), prediction=prediction), "f")
         models = [torch.eye(9)[[3, 1]], torch.eye(9)[[8, 1]], torch.eye(9)[[3, 2]]]
         made = [over_samples(output.prediction, x, torch.zeros(2)).numpy() for x in models]
-        return said_of(np.zeros(2), made, made)["prediction"]
+        vectors = {"train_ids": np.arange(2), "train_labels": np.zeros(2)}
+        parts = [
+            MemoryPart(read_rows(x), {**vectors, "train_outputs": x, "train_predictions": x}, 1.0)
+            for x in made
+        ]
+        return sample_table(parts, "train", 2)["prediction"]
 
     for prediction in (lambda x, _: x.argmax(), lambda x, _: x.argmax().to(torch.uint8)):
         classes = predicted(prediction)
