@@ -343,7 +343,7 @@ def test_features_that_differ_by_rounding_alone_are_refused_as_int8_too(
         noise = np.random.default_rng(len(rows)).standard_normal(rows.shape)
         return (1 - 1 / 254 + 1e-6 * noise * (rows != 0)).astype(np.float32), columns
 
-    monkeypatch.setattr("trak_core.stages.compute_features.batch_features", alike)
+    monkeypatch.setattr("trak_core.attribution.write_features.batch_features", alike)
     with refused("gradients.all_alike", "150 training samples"):
         digits.stages(tmp_path, 1, proj_dim=160, dtype="int8")
 

@@ -11,7 +11,7 @@ from pipeline import ON_CPU, features_spec
 from refused import refused
 
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, OUTPUTS, open_artifact
-from trak_core.attribution import loaded_model
+from trak_core.attribution import loaded_model, write_features
 from trak_core.attribution.batch_by_length import order_samples
 from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.errors import InputError
@@ -19,7 +19,6 @@ from trak_core.gradients import margins_in_pieces
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
-from trak_core.stages import compute_features as features_stage
 from trak_core.stages import compute_outputs as outputs_stage
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_features import compute_features
@@ -103,8 +102,8 @@ def case(request, tmp_path):
 @pytest.fixture
 def small_windows(monkeypatch):
     """Several of them in thirty texts."""
-    monkeypatch.setattr(features_stage, "_WINDOW_BYTES", 0)
-    monkeypatch.setattr(features_stage, "_LEAST_WINDOW", 7)
+    monkeypatch.setattr(write_features, "_WINDOW_BYTES", 0)
+    monkeypatch.setattr(write_features, "_LEAST_WINDOW", 7)
 
 
 def read(file):
@@ -258,7 +257,7 @@ def test_what_retrained_models_say(case):
 
 def test_memory_is_that_of_the_longest_in_a_batch(case, monkeypatch, capsys):
     """Whatever fits fits the longest, padded; of short ones more are together."""
-    seen, real = [], features_stage.LoadedModel.batch
+    seen, real = [], write_features.LoadedModel.batch
 
     def watched(self, samples, start, stop):
         batch = real(self, samples, start, stop)
@@ -266,7 +265,7 @@ def test_memory_is_that_of_the_longest_in_a_batch(case, monkeypatch, capsys):
             seen.append(tuple(batch.labels.shape))
         return batch
 
-    monkeypatch.setattr(features_stage.LoadedModel, "batch", watched)
+    monkeypatch.setattr(write_features.LoadedModel, "batch", watched)
     case.features("tight", memory_mb=1)
     out = capsys.readouterr().out
     (of_longest,) = map(int, re.findall(r"^(\d+) samples at once", out, flags=re.M))
