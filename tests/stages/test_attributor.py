@@ -301,6 +301,12 @@ def test_memory_and_batches_change_no_scores(linear):
     other._holds = False
     assert spread_apart(other.score(targets).frame, expected) < 1e-6
     assert not other._held
+    # A single one stays, and its features are read again for each call.
+    single = attributor("c0.pt").fit(train)
+    single._holds = False
+    again = [single.score(targets).frame for _ in range(2)]
+    assert again[0].equals(again[1])
+    assert not isinstance(single._held["c0"].features, np.ndarray)
 
 
 def test_an_output_of_ones_own(linear):

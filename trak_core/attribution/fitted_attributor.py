@@ -71,9 +71,10 @@ class FittedAttributor:
     def __init__(self) -> None:
         """Hold nothing in memory."""
         self._describe: Callable[[Any], str] | None = None
-        # Scorers that stay in memory, by checkpoint; whether any may.
+        # Scorers that stay in memory, by checkpoint; whether with the training samples' features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
+        self._files = ExitStack()
 
     @property
     def _spec(self) -> ScoresSpec:
@@ -243,14 +244,14 @@ class FittedAttributor:
         try:
             return compute()
         except InputError as error:
-            if error.code != "gradients.memory_limit" or not self._held:
+            if error.code != "gradients.memory_limit" or not (self._holds and self._held):
                 raise
             self._held, self._holds = {}, False
             return compute()
 
     def _beside(self, name: str) -> Compute:
         """Return what a checkpoint's gradients may take; half of the memory is for what is held."""
-        memory_mb = self._compute.memory_mb // (1 + (name in self._held))
+        memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
     def _parts(self, targets: Split, stack: ExitStack) -> list[MemoryPart]:
@@ -264,7 +265,8 @@ class FittedAttributor:
     def _scorer(self, name: str, stack: ExitStack) -> Scorer:
         """Return a checkpoint's scorer, which stays in memory if all of them fit into half of it.
 
-        ``stack`` keeps the files of others open.
+        A single checkpoint stays without its features, if these don't fit. ``stack`` keeps the
+        files of others open.
         """
         if name in self._held:
             return self._held[name]
@@ -296,10 +298,12 @@ class FittedAttributor:
                 scorer = ExactScorer(loaded, DampedGradients.read(file, own), train)
             tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
             needed = scorer.n_bytes + sum(tensor.nbytes for tensor in tensors)
-            if self._holds and len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19:
-                if isinstance(scorer, ProjectedScorer):
-                    scorer = replace(scorer, features=scorer.features[:])
+            self._holds &= len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19
+            if self._holds and isinstance(scorer, ProjectedScorer):
+                scorer = replace(scorer, features=scorer.features[:])
+            if self._holds or len(self.checkpoints) == 1:
                 self._held[name] = scorer
+                self._files = files.pop_all()
             else:
                 stack.enter_context(files.pop_all())
         return scorer
