@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from trak_core.gradients import (
     as_batch,
@@ -23,6 +22,8 @@ from trak_core.gradients.graph import SETTINGS, Layout, UnreadableGraphError
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.model_outputs.supervised import CLASSIFICATION
+
+transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 
 
 class Layers(nn.Module):
@@ -166,7 +167,9 @@ def test_a_single_sample_owns_all_whatever_the_values_are(made):
 def test_texts_of_other_lengths_and_paddings(made):
     torch.manual_seed(0)
     config = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0)).eval()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=0)
+    ).eval()
     batches = []
     for n_samples, length, padding in [(2, 6, 0), (2, 6, 2), (3, 5, 1), (2, 6, 1), (2, 4, 0)] * 2:
         ids = torch.randint(0, 20, (n_samples, length))

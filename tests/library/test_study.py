@@ -2,8 +2,9 @@
 
 import re
 from collections import UserDict
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unicodedata import normalize
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import torch
 from refused import refused
 
+from trak_core.attribution.fitted_attributor import Setup
 from trak_core.config.bind_study_arguments import with_ready_study
-from trak_core.queries.question_and_answer import asked_of
+from trak_core.queries.open_run import OpenRun
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
@@ -177,10 +179,17 @@ def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
     (tmp_path / "lists.py").write_text(
         "import torch\n\ndef encode(x, y):\n    return {'x': torch.tensor(x), 'y': y}\n"
     )
-    study, line = Study.load(tmp_path / "lists.py"), {"x": [1, 2], "y": 3}
-    assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
-    for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
-        assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)
+    line = {"x": [1, 2], "y": 3}
+
+    def asked(sample):
+        run = OpenRun(tmp_path, SimpleNamespace(in_folder=nullcontext))
+        run.study = Study.load(tmp_path / "lists.py")
+        run._setup = Setup(None, None, Split([sample], [0]))
+        return run.asked(line).sample
+
+    assert asked({"x": [4, 5], "y": 6}) is line
+    for sample in ({"x": torch.ones(2), "y": 1}, ([1, 2], 3), {"z": [1], "y": 1}):
+        assert isinstance(asked(sample)["x"], torch.Tensor)
 
 
 def test_a_study_that_a_start_wrote_is_called_as_in_the_config(tmp_path, monkeypatch):
