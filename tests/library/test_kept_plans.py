@@ -167,9 +167,8 @@ def test_a_single_sample_owns_all_whatever_the_values_are(made):
 def test_texts_of_other_lengths_and_paddings(made):
     torch.manual_seed(0)
     config = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=0)
-    ).eval()
+    about = transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(about).eval()
     batches = []
     for n_samples, length, padding in [(2, 6, 0), (2, 6, 2), (3, 5, 1), (2, 6, 1), (2, 4, 0)] * 2:
         ids = torch.randint(0, 20, (n_samples, length))

@@ -182,7 +182,7 @@ def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
     line = {"x": [1, 2], "y": 3}
 
     def asked(sample):
-        run = OpenRun(tmp_path, SimpleNamespace(in_folder=nullcontext))
+        run = OpenRun(tmp_path, SimpleNamespace(folder=tmp_path, in_folder=nullcontext))
         run.study = Study.load(tmp_path / "lists.py")
         run._setup = Setup(None, None, Split([sample], [0]))
         return run.asked(line).sample
