@@ -13,15 +13,10 @@ and h5py come in with the modules that use them.
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trak_core.attribution.attributor import Attributor as Attributor
-    from trak_core.attribution.target_scores import Scores as Scores
-    from trak_core.queries.open_run import OpenRun
+from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["Attributor", "Scores", "open"]
+__all__ = ["Attributor", "Scores", "open"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 # By name: an import statement would make every job depend on what this imports.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
@@ -33,7 +28,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'trak_core' has no attribute {name!r}")
 
 
-def open(results: str | Path = "results") -> "OpenRun":
+def open(results: str | Path = "results") -> Any:
     """Return a finished run of the pipeline as an ``Attributor``, fitted and with its scores.
 
     ``trak_core.open("results").scores("hard").top(10)`` are the strongest training samples of an
