@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["Attributor", "Scores", "open"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 # By name: an import statement would make every job depend on what this imports.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
