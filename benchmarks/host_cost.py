@@ -1,4 +1,4 @@
-"""What one pass costs beside its arithmetic: features of models so small that they have none.
+"""Time of features of models whose arithmetic costs nothing: that of Python and of torch's calls.
 
     python benchmarks/host_cost.py --csv host_cost.csv
 

@@ -79,3 +79,12 @@ def test_measuring_leaves_nothing_behind():
     assert alive == []
     with pytest.raises(TooMuchMemoryError):
         sample_memory(*what, most_bytes=needed.activation_bytes - 1)
+
+
+def test_rows_that_arrive_whole_count_as_memory():
+    """With respect to a weight that is computed from parameters."""
+    plain = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3))
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(plain[0]), plain[1])
+    batch = (torch.randn(4, 50), torch.tensor([0, 1, 2, 0]))
+    found = sample_memory(normed, select_parameters(normed, None), CLASSIFICATION, batch)
+    assert found.activation_bytes > 2 * 4 * 50 * 40

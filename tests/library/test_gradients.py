@@ -484,29 +484,6 @@ def test_parameters_without_entries(method):
     check_finite(result, range(4))
 
 
-def test_rows_that_arrive_whole_count_as_memory():
-    """With respect to a weight that is computed from parameters."""
-    plain = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3))
-    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(plain[0]), plain[1])
-    batch = (torch.randn(4, 50), torch.tensor([0, 1, 2, 0]))
-    found = sample_memory(normed, select_parameters(normed, None), CLASSIFICATION, batch)
-    assert found.activation_bytes > 2 * 4 * 50 * 40
-
-
-def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
-    model[0].requires_grad_(False)
-    batch = torch.randn(4, 3), torch.randn(4)
-    result = formed(gradients_at_once, model, batch, REGRESSION, ["0.*", "*.bias"])
-    assert list(result.gradients) == ["0.weight", "0.bias", "2.bias"]
-    model.requires_grad_(True)
-    expected = formed(gradients_one_by_one, model, batch, REGRESSION, ["0.*", "2.bias"])
-    assert_same(result.gradients, expected.gradients)
-    model.requires_grad_(False)
-    assert list(select_parameters(model, ["0.w*"])) == ["0.weight"]
-    assert [p.requires_grad for p in model.parameters()] == [True, False, False, False]
-
-
 def test_what_is_not_finite_is_named():
     gradients = {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2, 2)}
     good = PerSample(gradients, *[torch.zeros(3)] * 4)

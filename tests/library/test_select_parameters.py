@@ -7,7 +7,9 @@ import torch
 from refused import refused
 from torch import nn
 
+from trak_core.gradients import formed_gradients, gradients_at_once, gradients_one_by_one
 from trak_core.gradients.differentiable_model import select_parameters
+from trak_core.model_outputs.supervised import REGRESSION
 
 
 def test_frozen_parameters_are_left_out():
@@ -59,3 +61,21 @@ def test_shapes_that_come_with_the_first_call_are_refused(layer, names, patterns
     model = nn.Sequential(nn.Linear(2, 2), layer())
     with refused("gradients.lazy_parameter", names):
         select_parameters(model, patterns)
+
+
+def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    batch = torch.randn(4, 3), torch.randn(4)
+
+    def gradients(method, patterns):
+        parameters = select_parameters(model, patterns)
+        return formed_gradients(method, model, parameters, REGRESSION, batch).gradients
+
+    ours = gradients(gradients_at_once, ["0.*", "*.bias"])
+    assert list(ours) == ["0.weight", "0.bias", "2.bias"]
+    model.requires_grad_(True)
+    torch.testing.assert_close(ours, gradients(gradients_one_by_one, ["0.*", "2.bias"]))
+    model.requires_grad_(False)
+    assert list(select_parameters(model, ["0.w*"])) == ["0.weight"]
+    assert [p.requires_grad for p in model.parameters()] == [True, False, False, False]

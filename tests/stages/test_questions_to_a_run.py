@@ -169,7 +169,7 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
 
 
 def test_checkpoints_that_do_not_fit_are_read_for_each_call(run, reads):
-    """The same scores; also where the gradients of the targets beside them are what doesn't fit."""
+    """The scores are the same, also where it is the targets' gradients that don't fit."""
     finished = FinishedRun.of_folder(run)
     is_exact = not finished.specs.is_projected
     # Three Gramians of 342 x 342 and their factors take 8 MiB, the others' checkpoints 100 KiB.

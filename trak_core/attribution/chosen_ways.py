@@ -1,6 +1,7 @@
 """Keep the way to gradients that was chosen once for a study and its model, for all jobs."""
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,10 +84,13 @@ def _read(record: Path, spec: FeaturesSpec) -> dict[str, Ways]:
 def _form(loaded: LoadedModel, few: Batch) -> str:
     """Return all that may decide the way, except the numbers in weights and samples."""
     in_pieces = isinstance(loaded.model, MarginsOfTokens)
+    names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
+    versions = {n: str(getattr(sys.modules.get(n), "__version__", "")) for n in sorted(names)}
     inputs = [[name, tensor.ndim, str(tensor.dtype)] for name, tensor in few.tensors()]
     return json.dumps({
         **{"torch": torch.__version__, "device": device_name(loaded.device), "inputs": inputs},
         **{"alone": len(few) == 1, "in_pieces": in_pieces, "recomputes": loaded.blocks.is_on},
+        "packages": versions,
     })
 
 

@@ -1,6 +1,7 @@
 """Score targets by what is known of the training samples under all checkpoints."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ class Setup:
     study: Study | None = None
 
 
-class FittedAttributor:
+class FittedAttributor(ABC):
     """Scores for targets, once features of the training samples are there.
 
     An ``Attributor`` is one, and so is a finished run (``trak_core.open``).
@@ -165,19 +166,17 @@ class FittedAttributor:
         with self._at_work():
             return self._with_memory(lambda: self._cut(both, train_ids, targets))
 
-    # What each kind has in its own way.
-
     def _at_work(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which samples and checkpoints can be read."""
         return contextlib.nullcontext()
 
+    @abstractmethod
     def _load(self, name: str) -> LoadedModel:
         """Return the model under a checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         """Refuse a file that is of other data, settings or checkpoints."""
-        raise NotImplementedError
 
     # Files, in the layout of a run's results.
 

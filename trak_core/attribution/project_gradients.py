@@ -23,7 +23,7 @@ from trak_core.spec import ProjectionSpec, matrix_shape
 # entries alike in size to int8 costs 1e-2; one far larger than the others leaves them few steps.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
-# Parts with so many entries together are copied into one, which is cheaper than to look at each.
+# Up to this number of entries, parts are copied into one tensor, which is projected at once.
 _JOINED = 2**18
 
 

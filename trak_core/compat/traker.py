@@ -410,7 +410,7 @@ class TRAKer:
         return self.saver.current_store
 
     def _why_unusable(self, model_id: int, exp_name: str) -> str | None:
-        """Return in words why a model id's scores cannot count; None if they can."""
+        """Return why a model id's scores can't be averaged, as a text; None if they can."""
         state = self.saver.model_ids[model_id]
         if not state["is_finalized"]:
             return "its features are not finalized: call `finalize_features`"

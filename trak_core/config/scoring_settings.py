@@ -33,7 +33,7 @@ def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring, in place; return what and why, in words."""
+    """Fill in the settings of scoring that a config leaves out; return them and why, as a text."""
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     if config["projection"] == GAUSS_NEWTON:

@@ -82,9 +82,10 @@ class Plan:
     is_fixed: bool
 
     def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
-        """Return the plan of a graph with the same signature, by what stands for each node there.
+        """Return the same plan for another graph with an equal signature.
 
-        Those may be numbers, without parameters, so that the plan keeps no tensor.
+        ``like`` maps this plan's nodes to that graph's, or to their numbers; a plan of numbers,
+        without parameters, keeps no tensor alive.
         """
         crossings = {
             like[user]: [

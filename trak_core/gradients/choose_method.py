@@ -29,8 +29,8 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
-# Below so many, passes by factors, a sample each, are rarely faster than plain autograd, whose
-# gradients stay in a core's caches (RESULTS.md, "Ways to gradients").
+# With fewer parameters plain autograd, whose gradients stay in a core's caches, is rarely slower
+# than a pass by factors for each sample (RESULTS.md, "Ways to gradients").
 _LEAST_PARAMETERS = 8_000_000
 # So much larger, in units of the last place, is another kind of difference.
 _FAR = 10

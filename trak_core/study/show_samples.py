@@ -16,7 +16,7 @@ import torch
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
-# Characters of a text beside others.
+# Characters that are shown of a text among others.
 BEGINNING = 200
 # Twice the size that it is shown at, for screens of high density: 200 dots.
 _INCHES, _DPI = 1.0, 200
@@ -77,7 +77,7 @@ def show_sample(
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
     if draws and text in study.class_names():
-        text = ""  # which stands beside it
+        text = ""  # pages show the class anyway
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)
@@ -114,7 +114,7 @@ def short_text(study: Study, sample_id: Any, sample: Any) -> str:
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return what stands for each token of a sample: the study's texts for them, else numbers."""
+    """Return a text for each token of a sample: the study's, else the number of the token."""
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
     return [f"{i} " for i in token_numbers(sample, n_tokens)]
@@ -199,7 +199,7 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
 
 def _saved(figure: Any, **settings: Any) -> bytes:
     buffer = io.BytesIO()
-    # "tight" makes room for what a study writes beside its axes, and cuts empty margins.
+    # "tight" keeps what a study draws outside of its axes, and cuts empty margins.
     figure.savefig(buffer, bbox_inches="tight", pad_inches=0, **settings)
     return buffer.getvalue()
 
