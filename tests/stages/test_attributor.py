@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -321,8 +322,19 @@ def test_an_output_of_ones_own(linear):
 
     with open_artifact(fitted(squared, "own")._features("c0"), FEATURES) as file:
         assert file.spec["model_output"].endswith("squared")
+    fitted(squared, "own")
     with refused("attribution.other_folder", "study_digest"):
         fitted(lambda returned, label: returned[0], "own")
+
+    def times(factor):
+        return lambda returned, label: factor * returned[0]
+
+    fitted(times(2), "captured")
+    fitted(times(2), "captured")
+    with refused("attribution.other_folder", "study_digest"):
+        fitted(times(3), "captured")
+    with refused("attribution.other_folder", "study_digest"):
+        fitted(partial(lambda returned, label, n: n * returned[0], n=2), "captured")
     with refused("attribution.output", "'squared'"):
         Attributor(torch.nn.Linear(3, 1), "squared")
 

@@ -211,7 +211,7 @@ class Attributor(FittedAttributor):
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
                 ``split_of_data``). None for the study's, where a study made the attributor.
             folder: Keeps the files, in the layout of a run's results; a further call with the same
-                data and settings resumes. None for a temporary folder.
+                data, settings and code (see ``code_of``) resumes. None for a temporary folder.
             ids: An id a sample; 0, 1, 2, ... if None.
 
         Returns:
@@ -231,7 +231,8 @@ class Attributor(FittedAttributor):
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
             data = [train.ids, subset_digest(train, range(len(train.ids)))]
-            digest = content_digest(*data, code_of(self._model), code_of(self._output))
+            model = self._model if isinstance(self._model, nn.Module) else self._model()
+            digest = content_digest(*data, code_of(model), code_of(self._output))
         features = replace(self._spec.features, study_digest=digest)
         spec = replace(self._spec, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))

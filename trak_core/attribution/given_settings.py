@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -107,7 +108,11 @@ def device_named(given: str | torch.device, *, is_projected: bool) -> torch.devi
 
 
 def code_of(given: Any) -> list[Any]:
-    """Return what tells the code of a model or a function from other code, for a digest."""
+    """Return what tells the code of a model or a function from other code, for a digest.
+
+    It covers ``forward`` of a model's modules, a function's own code and what it has captured, not
+    other functions that these call.
+    """
     if isinstance(given, str):
         place = place_of(given)
         return [given, *([Path(place[0]).read_text(encoding="utf-8")] if place else [])]
@@ -118,11 +123,15 @@ def code_of(given: Any) -> list[Any]:
         functions = [getattr(given, field.name) for field in fields(given)]
         return [part for function in functions for part in code_of(function)]
     code = getattr(given, "__code__", None)
-    if code is None:
-        return [repr(given) if isinstance(given, int | None) else type(given).__qualname__]
-    inner = [part for const in code.co_consts for part in _code_of_constant(const)]
-    return [code.co_code.hex(), list(code.co_names), *inner]
+    if code is not None:
+        known = [cell.cell_contents for cell in given.__closure__ or ()]
+        return [*_code(code), *(part for value in known for part in code_of(value))]
+    if isinstance(given, partial):
+        return [*code_of(given.func), repr(given.args), repr(given.keywords)]
+    is_plain = not callable(given) or isinstance(given, type)
+    return [repr(given)] if is_plain else [repr(vars(given)), *code_of(type(given).__call__)]
 
 
-def _code_of_constant(constant: Any) -> list[Any]:
-    return [constant.co_code.hex()] if isinstance(constant, CodeType) else [repr(constant)]
+def _code(code: CodeType) -> list[Any]:
+    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), *constants]
