@@ -1,7 +1,7 @@
 """Read the settings that a Python program gives an ``Attributor``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -119,17 +119,18 @@ def code_of(given: Any) -> list[Any]:
     if isinstance(given, nn.Module):
         kinds = {type(module): module.extra_repr() for module in given.modules()}
         return [repr(given), *(part for kind in kinds for part in code_of(kind.forward))]
-    if isinstance(given, ModelOutput):
-        functions = [getattr(given, field.name) for field in fields(given)]
-        return [part for function in functions for part in code_of(function)]
+    if is_dataclass(given) and not isinstance(given, type):  # such as a ModelOutput
+        return [part for field in fields(given) for part in code_of(getattr(given, field.name))]
     code = getattr(given, "__code__", None)
     if code is not None:
         known = [cell.cell_contents for cell in given.__closure__ or ()]
         return [*_code(code), *(part for value in known for part in code_of(value))]
     if isinstance(given, partial):
         return [*code_of(given.func), repr(given.args), repr(given.keywords)]
-    is_plain = not callable(given) or isinstance(given, type)
-    return [repr(given)] if is_plain else [repr(vars(given)), *code_of(type(given).__call__)]
+    call = type(given).__call__ if callable(given) else None
+    if hasattr(call, "__code__"):
+        return [repr(getattr(given, "__dict__", None)), *code_of(call)]
+    return [getattr(given, "__qualname__", None) or repr(given)]
 
 
 def _code(code: CodeType) -> list[Any]:
