@@ -366,7 +366,8 @@ def test_pictures_show_in_a_notebook():
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     made = Attributor(model, "image_classification", proj_dim=16).fit((images, labels))
     shown = made.score((images[:3], labels[:3]))._repr_html_()
-    assert shown.count("<table>") == 3
+    assert shown.count("<tr>") == 1 + 3
+    assert "<b>1</b> label 1, predicted" in shown
     with refused("attribution.no_tokens"):
         made.tokens(made.score((images[:3], labels[:3])))
     assert shown.count('<img src="data:image/png') >= 9

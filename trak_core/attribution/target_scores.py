@@ -28,7 +28,7 @@ from trak_core.spec import ScoresSpec
 from trak_core.study.dataset_split import Split
 
 # Targets that a notebook shows, and training samples of either sign for each.
-_SHOWN, _EACH = 5, 4
+_SHOWN, _EACH = 5, 3
 # Returns one sample as HTML, by its id: a target where the first argument is true.
 ShowSample = Callable[[bool, Any], str]
 
@@ -222,25 +222,30 @@ class Scores:
     def _repr_html_(self) -> str:
         """Return the first targets with their strongest training samples, for Jupyter."""
         n, m = len(self.train), len(self.targets)
-        lines = [f"<p>Scores of {n} training samples for {m} targets. Unit: {self.unit}</p>"]
-        ups, downs = self.top(_EACH), self.bottom(_EACH)
-        for target in self.targets.index[:_SHOWN]:
-            lines.append("<table><tr><th>Target<th>Pushed up by<th>Pushed down by</tr><tr>")
-            said = self.targets.loc[target]
-            about = f"label {said['label']}, predicted {said['prediction']}"
-            lines.append(f"<td>{self._shown(True, target)}<br>{html.escape(about)}")
-            for table in (ups, downs):
-                own = table.loc[table["target"] == target, :]
-                cells = [
-                    f"<div>{self._shown(False, train)} {score:+.3g}</div>"
-                    for train, score in zip(own["train"], own["score"], strict=True)
-                ]
-                lines.append(f"<td>{''.join(cells)}")
-            lines.append("</tr></table>")
-        if m > _SHOWN:
-            lines.append(f"<p>{m - _SHOWN} more targets: see top() and frame.</p>")
-        return "\n".join(lines)
+        rows = ["<tr><th>Target<th>Pushed up by<th>Pushed down by</tr>"]
+        tables = self.top(_EACH), self.bottom(_EACH)
+        known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
+        for target in known:
+            said = f"label {_short(target['label'])}, predicted {_short(target['prediction'])}"
+            cells = [self._shown(True, target["id"], said)]
+            for table in tables:
+                own = table.loc[table["target"] == target["id"], :]
+                pairs = zip(own["train"], own["score"], strict=True)
+                cells.append("".join(self._shown(False, i, f"{score:+.3g}") for i, score in pairs))
+            style = '<td style="text-align: left; vertical-align: top">'
+            rows.append(f"<tr>{''.join(style + cell for cell in cells)}</tr>")
+        more = f"; {m - _SHOWN} more are in top(), bottom() and frame" if m > _SHOWN else ""
+        return (
+            f"<p>Scores of {n} training samples for {m} targets{more}. Unit: {self.unit}</p>"
+            f"<table>{''.join(rows)}</table>"
+        )
 
-    def _shown(self, is_target: bool, sample_id: Any) -> str:
-        name = f"<b>{html.escape(str(sample_id))}</b>"
-        return name if self.show is None else f"{name} {self.show(is_target, sample_id)}"
+    def _shown(self, is_target: bool, sample_id: Any, said: str) -> str:
+        """Return a sample with its id, and what is said of it."""
+        sample = "" if self.show is None else f"{self.show(is_target, sample_id)}<br>"
+        about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(said)}"
+        return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{about}</div>'
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -22,6 +22,8 @@ BEGINNING = 200
 _INCHES, _DPI = 1.0, 200
 # A larger picture is a photograph, which JPEG keeps in a fifth of the bytes.
 _PNG_BYTES = 12_000
+# How high a picture is in a notebook.
+_NOTEBOOK_PIXELS = 64
 # Printed values, and characters of a printed text.
 _N_VALUES, _CHARACTERS = 12, 240
 # Without them letters of some scripts, and emoji, stand alone that belong together.
@@ -100,7 +102,8 @@ def sample_as_html(
         shown = printed(sample) if image is None else _picture_of(image)
     if isinstance(shown, str):
         return html.escape(shown)
-    return f'<img src="{shown.src}" alt="{html.escape(shown.text)}"> {html.escape(shown.text)}'
+    text = html.escape(shown.text)
+    return f'<img src="{shown.src}" alt="" style="height: {_NOTEBOOK_PIXELS}px"> {text}'
 
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
