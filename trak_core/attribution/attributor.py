@@ -5,7 +5,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -220,7 +219,7 @@ class Attributor(FittedAttributor):
         Raises:
             InputError: If the folder has features of other data or settings.
         """
-        self._held, self._holds, self._files = {}, True, ExitStack()
+        self._held, self._holds = {}, True
         study = self._setup.study
         if study is not None and train_data is None:
             train = study.split(TRAIN, None)

@@ -1,6 +1,7 @@
 """Score targets by what is known of the training samples under all checkpoints."""
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -75,7 +76,6 @@ class FittedAttributor(ABC):
         # Scorers that stay in memory, by checkpoint; whether with the training samples' features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
-        self._files = ExitStack()
 
     @property
     def _spec(self) -> ScoresSpec:
@@ -302,9 +302,12 @@ class FittedAttributor(ABC):
                 scorer = replace(scorer, features=scorer.features[:])
             if self._holds or len(self.checkpoints) == 1:
                 self._held[name] = scorer
-                self._files = files.pop_all()
-            else:
-                stack.enter_context(files.pop_all())
+            if not self._holds:
+                kept = files.pop_all()
+                if name in self._held:  # its features are read for each call
+                    weakref.finalize(self, kept.close)
+                else:
+                    stack.enter_context(kept)
         return scorer
 
     def _shows(self, targets: Split) -> Callable[[bool, Any], str]:

@@ -159,7 +159,8 @@ class OpenRun(FittedAttributor):
                 if str(target_id) in ids:
                     row = ids.index(str(target_id))
                     own_id = split.ids[row]
-                    (fields,) = columns_of(self.study, name, [own_id], question).to_dict("records")
+                    columns = columns_of(self.study, name, [own_id], question)
+                    fields = {field: values.tolist()[0] for field, values in columns.items()}
                     with users_code(f"reading sample {own_id}"):
                         return Asked(own_id, split.samples[row], fields)
                 shown += ids[:2]
