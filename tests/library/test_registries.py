@@ -130,7 +130,8 @@ def test_each_output_is_one_and_its_row_says_what_it_is(name):
 
 def test_jobs_depend_on_the_code_of_each_output():
     """Imports within the table's functions count: an output's module is no secret to a digest."""
-    closure = dependency_digests._closure(("trak_core", "attribution", "sample_outputs"), [REPOSITORY])
+    module = ("trak_core", "attribution", "sample_outputs")
+    closure = dependency_digests._closure(module, [REPOSITORY])
     modules = {path.stem for path in (PACKAGE / "model_outputs").glob("[a-z]*.py")}
     assert modules <= {name[-1] for name in closure}
 
