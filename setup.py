@@ -20,7 +20,7 @@ class BuildWithWorkflow(build_py):
         shutil.rmtree(folder, ignore_errors=True)
         unused = shutil.ignore_patterns("__pycache__", "*.pyi")
         shutil.copytree(ROOT / "workflow", folder, ignore=unused)
-        for profile in ("slurm", "slurm-gpu"):
+        for profile in ("local", "slurm", "slurm-gpu"):
             shutil.copytree(ROOT / profile, folder / "profiles" / profile)
 
 

@@ -203,17 +203,14 @@ def _run_again(folder: Path) -> tuple[float, float]:
 
 # `trak run`, whose jobs are forks of a process that has imported what they need, or Snakemake with
 # jobs that begin anew.
-_ANEW = (
-    "import trak_core.system.fork_client as f; f.can_fork = lambda: False; "
-    "from snakemake.cli import main; main()"
-)
+_ANEW = [sys.executable, "-m", "snakemake"]
 
 
 def _facts(folder: Path, rounds: int) -> list[Row]:
     """Return what one more question costs to the planted facts' run, which is finished first."""
     shutil.copytree(_REPOSITORY / "config", folder / "config", dirs_exist_ok=True)
     facts = yaml.safe_load((folder / "config/facts.yaml").read_text(encoding="utf-8"))
-    anew = [sys.executable, "-c", _ANEW, f"--snakefile={_REPOSITORY / 'Snakefile'}"]
+    anew = [*_ANEW, f"--snakefile={_REPOSITORY / 'Snakefile'}"]
     _commanded(folder, _TRAK, "run", "config/facts.yaml", "scores", "--cores=2")
     taken: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):

@@ -2,7 +2,7 @@
 
     python benchmarks/rules.py config/smoke.yaml
 
-runs a study twice by the repository's Snakefile, its jobs as forks and (`--no-hooks`) each by
+runs a study twice by the repository's Snakefile, its jobs as forks (`--profile local`) and each by
 itself, one at a time, and prints for each rule the medians of Snakemake's own seconds; those of a
 bare interpreter that imports the rule's stage, and nothing of the study; and of one that loads the
 study. What is left of a job started by itself is its work. The study's file and tables are found
@@ -74,8 +74,8 @@ def main() -> None:
     config = parser.parse_args().config
     print(environment("cpu", ("torch", "numpy", "numba", "snakemake")))
     with tempfile.TemporaryDirectory() as name:
-        forked, of_forks = _run(config, Path(name) / "forked")
-        alone, by_itself = _run(config, Path(name) / "alone", "--no-hooks")
+        forked, of_forks = _run(config, Path(name) / "forked", f"--profile={_REPOSITORY / 'local'}")
+        alone, by_itself = _run(config, Path(name) / "alone")
     study = yaml.safe_load(Path(config).read_text(encoding="utf-8"))["study"]
     bare = _process("pass")
     loaded = _process(f"{_LOAD}Study.load(Path(sys.argv[1]))", study) - _process(_LOAD)

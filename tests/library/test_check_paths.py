@@ -2,14 +2,12 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 from refused import refused
 from snakemake_interface_executor_plugins.utils import format_cli_value
 
-from trak_core.config.cross_checks import check_given, check_paths
-from trak_core.system.script_forks import quote_executable
+from trak_core.config.cross_checks import check_given, check_paths, check_python_path
 
 CONFIG = {
     "study": "study.py",
@@ -79,14 +77,9 @@ def test_values_that_snakemake_quotes_badly_are_refused(text, sign, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_python_whose_path_a_shell_cuts_is_quoted_or_refused(monkeypatch):
+def test_a_python_whose_path_a_shell_cuts_runs_forks_alone():
     """Snakemake writes it into lines of shell as it is."""
-    monkeypatch.setattr(sys, "executable", "/opt/my env/python")
     with refused("config.python_path", "Found /opt/my env/python"):
-        quote_executable(is_local=False)
-    quote_executable(is_local=True)
-    assert sys.executable == "/opt/my env/python"
-    assert f"{sys.executable} -c pass" == "'/opt/my env/python' -c pass"
-    monkeypatch.setattr(sys, "executable", "/opt/env/python")
-    quote_executable(is_local=False)
-    assert type(sys.executable) is str
+        check_python_path("/opt/my env/python", "local")
+    check_python_path("/opt/my env/python", "forks")
+    check_python_path("/opt/env/python", "slurm")

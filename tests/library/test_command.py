@@ -137,30 +137,39 @@ def test_jobs_of_this_machine_are_shown_briefly(tmp_path, monkeypatch):
     assert not any("--logger=trak" in words[4:] for words in called)
 
 
-def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypatch):
+def test_imports_begin_before_snakemake_where_there_are_jobs_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    begun = []
-    monkeypatch.setattr("trak_core.command.run.start_early", begun.append)
-    monkeypatch.setattr("os.execv", lambda *_: None)
+    monkeypatch.setattr("trak_core.command.run._can_fork", lambda: True)
+    called = []
+    monkeypatch.setattr("os.execv", lambda _, words: called.append(words))
     config, record = tmp_path / "mine.yaml", tmp_path / "made" / "config.json"
-    config.write_text("results: made")
-    run("mine.yaml", [])
+
+    def begins(*words):
+        """Whether imports begin at once, which needs jobs that are forks."""
+        run("mine.yaml", words)
+        is_early = "start()" in called[-1][3]
+        assert not is_early or "--executor=forks" in called[-1]
+        return is_early
+
+    config.write_text("{results: made, study: mine.py}")
+    (tmp_path / "mine.py").write_text("import xml.dom")
+    assert begins("scores")
+    assert called[-1][-3] == "--forks-preload=trak_core.system.job:import_stages(),xml.dom"
     record.parent.mkdir()
     record.touch()
-    run("mine.yaml", [])
+    assert not begins()
+    assert "--executor=forks" in called[-1]
     os.utime(record, (1, 1))
+    assert begins()
     for words in (["--profile=slurm"], ["--executor", "slurm"]):
-        run("mine.yaml", words)
+        assert not begins(*words)
+        assert "--executor=forks" not in called[-1]
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SNAKEMAKE_PROFILE", "slurm")
-        run("mine.yaml", [])
-    assert begun == []  # a first run, nothing to do, jobs that run elsewhere
-    run("mine.yaml", ["scores"])
-    assert begun == [["trak_core.stages.preflight_study"]]
+        assert not begins()
     config.write_text("]")
     with refused("config.no_yaml", "mine.yaml, line 1", "']'"):
         run("mine.yaml", [])
-    assert len(begun) == 1
 
 
 def test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line(tmp_path):

@@ -249,12 +249,12 @@ def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
     assert len(lines) == 4
 
 
-@pytest.mark.parametrize("stage", ["train_checkpoint", "retrain"])
-def test_what_an_optimizer_imports_is_there_when_a_training_is_forked(stage):
+@pytest.mark.parametrize("key", ["training", "evaluation"])
+def test_what_an_optimizer_imports_is_there_when_a_training_is_forked(key):
     code = (
         "import pkgutil, sys; import torch\n"
-        "from trak_core.system.job import imports_of\n"
-        f"for name in imports_of([{stage!r}]):\n    pkgutil.resolve_name(name)\n"
+        "from trak_core.command.run import preloaded\n"
+        f"for name in preloaded({{{key!r}: {{}}}})[1:]:\n    pkgutil.resolve_name(name)\n"
         "before = set(sys.modules)\n"
         "torch.optim.AdamW([torch.ones(2, requires_grad=True)]).step()\n"
         "print(*(name for name in set(sys.modules) - before if name.startswith('torch._d')))\n"

@@ -1,5 +1,6 @@
 """A study to spoil, and its refusal: in this process, or the one error that Snakemake ends with."""
 
+import multiprocessing
 import re
 import sys
 from functools import cache
@@ -60,8 +61,9 @@ def check(workspace, config):
     workspace.path("study.yaml").write_bytes(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace.folder)
-        # The process that looks at the study.
+        # The process that looks at the study is a fork of this program's.
         patch.setattr(sys, "executable", forked_python())
+        multiprocessing.set_executable(forked_python())
         check_unique_keys(Path("study.yaml"))
         values = yaml.safe_load(text)
         check_config(values, _schema())

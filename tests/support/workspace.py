@@ -13,12 +13,10 @@ from typing import Any
 import patience
 import pytest
 import yaml
-from forked_python import PRELOADED, write_program
-
-from trak_core.system.fork_client import serve_forks
+from forked_python import start_server
 
 REPOSITORY = Path(__file__).parents[2]
-_CODE = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
+_CODE = ("Snakefile", "workflow", "trak_core", "profiles", "local", "slurm", "slurm-gpu")
 
 
 _ending = contextlib.ExitStack()  # closed when a worker's tests are over
@@ -32,11 +30,9 @@ def forked_python() -> str:
         patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}")
         # torch makes a folder where its `_dynamo` is imported, as peft does: not in some test's.
         patch.setenv("TMPDIR", str(folder))
-        started = serve_forks((*PRELOADED, "forked_python"))
-    assert started is not None, "the fork server does not listen"
-    name, server = started
+        program, server = start_server(folder)
     _ending.enter_context(server)  # the end of its standard input ends it
-    return str(write_program(folder, name))
+    return str(program)
 
 
 def stop_forked_python() -> None:

@@ -112,12 +112,9 @@ def test_every_job_has_the_environment_that_the_config_names(jobs):
 
 
 COMPILER = """
-import pkgutil, sys
-from trak_core.system.job import imports_of
-for name in imports_of(["compute_features"]):
-    found = pkgutil.resolve_name(name.removesuffix("()"))
-    if name.endswith("()"):
-        found()
+import sys
+from trak_core.system.job import import_stages
+import_stages()
 import torch
 from trak_core.projection.project import project
 from trak_core.spec import ProjectionSpec

@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,26 @@ import yaml
 
 from trak_core.errors import InputError
 from trak_core.system.files import CONFIG_RECORD
-from trak_core.system.fork_client import name_library, start_early
+from trak_core.system.job import name_library
 
 _PACKAGE = Path(__file__).parents[1]
 # Options by which a call says itself how much may run at a time.
 _SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
-_CLUSTERS = ("slurm", "slurm-gpu")
+_PROFILES = ("local", "slurm", "slurm-gpu")
 # `python -m snakemake`, where Ctrl-C shows no traceback: its imports take a second.
 _SNAKEMAKE = """
 import sys
 from trak_core.system.job import stop_before_jobs
 stop_before_jobs()
+{first}
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
+"""
+# Imports of jobs begin before those of Snakemake.
+_START_FORKS = """
+from snakemake_executor_plugin_forks.server import set_preload, start
+set_preload({preload})
+start()
 """
 _CALL = "main()"
 # Snakemake would look for a package of the plugin's name, and not find one that may be edited.
@@ -42,6 +50,12 @@ _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 _TEMPORARY_BYTES = 64_000
 
 
+# What every job may import, what an optimizer imports, and what studies of texts do.
+_STAGES = "trak_core.system.job:import_stages()"
+_OPTIMIZERS = "torch._dynamo"
+_OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
+
+
 def workflow_folder() -> Path:
     """Return the folder of the workflow's Snakefile: in the wheel, or in the checkout."""
     in_wheel = _PACKAGE / "workflow"
@@ -49,8 +63,8 @@ def workflow_folder() -> Path:
 
 
 def _profile(name: str) -> str:
-    """Return the path of a cluster's profile, where the user's own folder has none of its name."""
-    if name not in _CLUSTERS or Path(name).is_dir():
+    """Return the path of a profile of ours, where the user's own folder has none of its name."""
+    if name not in _PROFILES or Path(name).is_dir():
         return name
     in_wheel = workflow_folder() / "profiles" / name
     return str(in_wheel if in_wheel.is_dir() else workflow_folder().parent / name)
@@ -161,12 +175,34 @@ def _read(config: Path) -> Any:
 
 
 def _is_new(config: Path, said: Any) -> bool:
-    """Whether there will be jobs to do: the config is younger than the last start's."""
+    """Whether there will be jobs to do: the config is younger than the last start, or the first."""
     try:
-        results = Path(said.get("results", "results"))
-        return config.stat().st_mtime > (results / CONFIG_RECORD).stat().st_mtime
+        record = Path(said.get("results", "results")) / CONFIG_RECORD
+        return not record.exists() or config.stat().st_mtime > record.stat().st_mtime
     except (OSError, ValueError, TypeError, AttributeError):
         return False
+
+
+def _can_fork() -> bool:
+    """Return whether jobs are forks: on Linux, where no job can use a GPU."""
+    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
+
+def preloaded(said: Any) -> list[str]:
+    """Return what the process that forks for a config's jobs imports."""
+    said = said if isinstance(said, dict) else {}
+    study = str(said.get("study"))
+    names = [_STAGES]
+    if {"training", "evaluation"} & said.keys():
+        names.append(_OPTIMIZERS)
+    with suppress(Exception):  # the start says what is wrong with the study
+        if study.endswith(".py"):
+            from trak_core.dependency_digests import study_imports
+
+            names += study_imports(Path(study))
+        elif study in {"language_model", "text_classification"}:
+            names += [f"trak_core.ready_made.{study}", *_OF_TEXTS]
+    return names
 
 
 def run(config: str, arguments: Sequence[str]) -> None:
@@ -179,18 +215,21 @@ def run(config: str, arguments: Sequence[str]) -> None:
             code="command.no_snakemake",
         )
     said = _read(Path(config))
-    command = snakemake_command(config, arguments)
+    is_here = not _is_elsewhere(arguments)
+    preload = preloaded(said) if is_here and _can_fork() else []
+    # Late: a start that has nothing to do needs no imports.
+    forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
+    command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
     check_folders(arguments)
-    is_here = not _is_elsewhere(arguments)
-    if is_here and _is_new(Path(config), said):
-        start_early(["trak_core.stages.preflight_study"])  # what every study needs
+    is_early = preload and _is_new(Path(config), said)
+    first = _START_FORKS.format(preload=preload) if is_early else ""
     name_library()
     # Until the next Python can hear it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         # A module of the user's folder must not stand for an installed one, hence -P.
-        code = _SNAKEMAKE + (_CALL_BRIEFLY if is_here else _CALL)
+        code = _SNAKEMAKE.format(first=first) + (_CALL_BRIEFLY if is_here else _CALL)
         # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
         os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])
     finally:

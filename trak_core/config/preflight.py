@@ -1,38 +1,36 @@
 """Before any job, refuse missing files, a study that fails, misfit checkpoints, too little memory.
 
-A process of its own reads the study and its checkpoints: a fork of the one that will fork for jobs,
-where there is one. Its answer stays in the results folder under keys of all that it read, so that a
-further start costs nothing.
+A process of its own reads the study and its checkpoints: a fork of the process that will fork for
+jobs, where there is one. Its answer stays in the results folder under keys of all that it read, so
+that a further start costs nothing.
 """
 
 import hashlib
 import json
 import os
-import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from snakemake_executor_plugin_forks.server import Fork
 from trak_core.config.bind_study_arguments import builder_of
 from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.config.specs_from_config import Specs
-from trak_core.dependency_digests import may_change_imports, study_digest, study_imports
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.checkpoint_signatures import checkpoint_signatures
 from trak_core.system.files import code_digests, read_record, write_record
-from trak_core.system.fork_client import Fork, start_fork_server
-from trak_core.system.job import imports_of, stage_module
 
 _RECORD = "study.json"
 _STAGE = "trak_core.stages.preflight_study"
+_SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
 # What the record keeps of the model: entries to differentiate, and size of all that it holds.
 _MODEL = ("n_params", "model_bytes")
 # Clocks of this machine and of a file server differ by so much without harm.
@@ -40,17 +38,16 @@ _SKEW_SECONDS = 2
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
-def run_preflight(specs: Specs, results: Path, *, is_stored: bool, forks: bool = False) -> None:
+def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
-    Files that are ``is_stored`` lie in a store, which Snakemake reads. With ``forks`` the server
-    that forks for jobs is started, if there is something to read.
+    Files that are ``is_stored`` lie in a store, which Snakemake reads.
     """
     _check_files(specs, is_stored)
     record = results / _RECORD
     known = read_record(record)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
-    facts = _facts(specs, results, known, checkpoints, forks=forks)
+    facts = _facts(specs, results, known, checkpoints)
     _check_sizes(specs, facts)
     if facts != known:
         write_record(record, facts, must=False)
@@ -64,25 +61,6 @@ def model_bytes(results: Path) -> int:
 def renamed_checkpoints(results: Path) -> list[str]:
     """Return the checkpoints whose weights transformers renames, which takes memory."""
     return read_record(results / _RECORD).get("renamed", [])
-
-
-def study_imports_of(specs: Specs, results: Path) -> list[str]:
-    """Return what a job that loads the study imports before it does anything else.
-
-    It ends with what an earlier preflight saw this very code import when it came to it.
-    """
-    imports = study_imports(Path(specs.config["study"]))
-    code = [path for path in specs.files if path.suffix == ".py"]
-    if not imports or any(may_change_imports(path) for path in code):
-        return []
-    record = read_record(results / _RECORD)
-    is_of_study = record.get("imports_of") == _code_digest(specs)
-    return imports + (record.get("imports", []) if is_of_study else [])
-
-
-def _code_digest(specs: Specs) -> str:
-    """Return the hash of the study's code, without its data."""
-    return study_digest(Path(specs.config["study"]))
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
@@ -190,20 +168,10 @@ def _request(specs: Specs) -> dict[str, Any]:
 
 
 def _facts(
-    specs: Specs,
-    results: Path,
-    known: dict[str, Any],
-    checkpoints: Mapping[str, list[str | None]],
-    *,
-    forks: bool,
+    specs: Specs, results: Path, known: dict[str, Any], checkpoints: Mapping[str, list[str | None]]
 ) -> dict[str, Any]:
     """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
     request, shards = _request(specs), specs.shards
-    imports = [_STAGE, *study_imports_of(specs, results)]
-    if forks and not known:
-        # First, because its imports take longer than this process needs to digest the code.
-        start_fork_server(imports)
-        _digest_stages(specs, results)
     code = [*(specs.digests["whole"], specs.output_digest), code_digests(results).of(_STAGE)]
     keys = {
         split: _key([
@@ -220,7 +188,7 @@ def _facts(
         for path, parts in checkpoints.items()
     }
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
-    model, read = {key: known.get(key) for key in (*_MODEL, "imports", "imports_of")}, {}
+    model, read = {key: known.get(key) for key in _MODEL}, {}
     renamed = {path for path in known.get("renamed", []) if path in fitting} - {*changed}
     if new or changed:
         request |= {
@@ -231,17 +199,9 @@ def _facts(
             "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
-        server = start_fork_server(imports) if forks else None
-        if server is not None:
-            start_fork_server(_imports_of_scoring(specs))
         minutes = specs.config["compute"].get("minutes")
-        sizes = _preflight_in_a_process(request, minutes, server, imports, builder_of(specs.config))
+        sizes = _preflight_in_a_process(request, minutes, builder_of(specs.config))
         model = {key: sizes[key] for key in _MODEL}
-        # A fork knows only what was imported beyond the server's.
-        new = [name for name in sizes["imports"] if name not in imports]
-        more = [*imports[1:], *new] if server else sizes["imports"]
-        model["imports"] = list(dict.fromkeys(more))
-        model["imports_of"] = _code_digest(specs)
         renamed |= {*sizes["renamed"]}
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
@@ -251,26 +211,6 @@ def _facts(
         "checkpoints": fitting,
         "renamed": sorted(renamed),
     }
-
-
-def _stages_of_scoring(specs: Specs) -> tuple[str, ...]:
-    if specs.is_projected:
-        return "compute_features", "compute_scores", "average_scores"
-    return "compute_gramian", "compute_exact_scores", "average_scores"
-
-
-def _imports_of_scoring(specs: Specs) -> list[str]:
-    """Return what the server imports while its first fork reads the study and Snakemake plans.
-
-    The names come in small parts, because the server says how a fork ended only between two.
-    """
-    return ["numba", *imports_of(_stages_of_scoring(specs))]
-
-
-def _digest_stages(specs: Specs, results: Path) -> None:
-    """Digest the stages of every config now; the rules' params take them from what is kept."""
-    for stage in (*_stages_of_scoring(specs), "draw_influences", "write_report"):
-        code_digests(results).of(stage_module(stage))
 
 
 def _is_large(checkpoint: Path) -> bool:
@@ -288,34 +228,29 @@ def _key(decisive: list[Any]) -> str:
 
 
 def _preflight_in_a_process(
-    request: Mapping[str, Any],
-    most: float | None,
-    server: str | None,
-    imports: Sequence[str],
-    builder: str,
+    request: Mapping[str, Any], most: float | None, builder: str
 ) -> dict[str, Any]:
     """Return the study's sizes, as ``preflight_study`` has them, within so many minutes.
 
-    A fork of a ``server`` that has imported ``imports`` does it, or else a process that is started.
     A refusal names what builds the model as the config does.
     """
-    # Not pipes: a process that the study leaves behind would hold them open.
-    with (
-        tempfile.TemporaryFile("w+") as asked,
-        tempfile.TemporaryFile("w+") as answer,
-        tempfile.TemporaryFile("w+") as said,
-    ):
-        json.dump(request, asked)
-        asked.flush()
-        streams = asked, answer, said
-        status = None if server is None else _status_of_fork(server, imports, streams, most)
-        if status is None:
-            answer.truncate(0)
-            said.truncate(0)
-            status = _status_of_process(streams, most)
-        for file in (answer, said):
-            file.seek(0)
-        sizes, told = answer.read(), said.read()
+    # Files, not pipes: a process that the study leaves behind would hold these open.
+    with tempfile.TemporaryDirectory() as name:
+        asked, answer, said = (Path(name, file) for file in ("asked", "answer", "said"))
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        # No module of the user's folder may stand for one of ours, nor those beside the script.
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        fork = Fork(_SCRIPT, [str(asked), str(answer), str(said)], environment)
+        try:
+            status = _waited(fork, most)
+        except BaseException:
+            fork.kill()
+            raise
+        texts = [
+            file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+            for file in (answer, said)
+        ]
+    sizes, told = texts
     if status or not sizes:
         raise InputError(
             told.strip()
@@ -333,62 +268,15 @@ def _preflight_in_a_process(
     return reply
 
 
-def _status_of_fork(
-    server: str, imports: Sequence[str], streams: Sequence[IO[str]], most: float | None
-) -> int | None:
-    """Return how a fork of a server ended that reads a request; None if there was none."""
-    asked = {
-        "folder": str(Path.cwd()),
-        "paths": _module_paths(),
-        "call": [f"{_STAGE}:answer", None],
-        "arguments": [_STAGE],
-        "imports": imports,  # a server that was there before has others
-    }
-    streams[0].seek(0)
-    with Fork(server, asked, [file.fileno() for file in streams], seconds=60) as fork:
-        return _waited(fork.status, most)
-
-
-def _module_paths() -> list[str]:
-    """Return where a process that was started here would look for modules.
-
-    What Snakemake, or its program, has put before Python's own folders is not among it.
-    """
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    python = str(Path(os.__file__).parent)
-    own = sys.path.index(python) if python in sys.path else 0
-    return [*(str(Path(path).absolute()) for path in given), *sys.path[own:]]
-
-
-def _status_of_process(streams: Sequence[IO[str]], most: float | None) -> int | None:
-    """Return how a process ended that reads a request."""
-    for file in streams:
-        file.seek(0)
-    process = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
-        [sys.executable, "-m", _STAGE],
-        # A module of the user's folder must not stand for one of ours.
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-        stdin=streams[0],
-        stdout=streams[1],
-        stderr=streams[2],
-    )
-    try:
-        return _waited(process.wait, most)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-
-
-def _waited(wait: Callable[[float], int | None], most: float | None) -> int | None:
-    """Return what ``wait`` returns at the end, and say once a minute that it isn't over."""
+def _waited(fork: Fork, most: float | None) -> int:
+    """Return the status that a process ends with, and say once a minute that it isn't over."""
     minutes = 0.0
     while True:
         step = 1.0 if most is None else min(1.0, most - minutes)
-        try:
-            return wait(60 * step)
-        except (TimeoutError, subprocess.TimeoutExpired):
-            minutes += step
+        status = fork.wait(60 * step)
+        if status is not None:
+            return status
+        minutes += step
         if most is not None and minutes >= most:
             raise InputError(
                 f"The preflight must end within compute.minutes, {most:g}. It took longer: a "

@@ -1,7 +1,7 @@
 """Check a study before any job: functions, model, ids, labels, targets, checkpoints.
 
-As a program it reads a request in JSON from standard input and answers in JSON, so that neither
-torch nor the study's code is loaded into Snakemake, which keeps the answer (``config.preflight``).
+As a script it reads a request in JSON from a file and answers in JSON, so that neither torch nor
+the study's code is loaded into Snakemake, which keeps the answer (``config.preflight``).
 """
 
 import inspect
@@ -46,7 +46,6 @@ from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
 from trak_core.study.study import Study
-from trak_core.system.fork_client import libraries_since
 from trak_core.system.job import quiet_libraries, run_to_the_end
 
 _CPU = torch.device("cpu")
@@ -392,22 +391,22 @@ def preflight_study(
     return {**sizes, "n_samples": n_samples, "renamed": renamed}
 
 
-def answer(_: None = None) -> None:
-    """Answer one request on standard input: with sizes, or with what was refused and why."""
-    before = set(sys.modules)
-    # The study's own prints go where notices go: the answer is alone on standard output.
-    out = os.dup(1)
-    os.dup2(2, 1)
+def answer(asked: str, reply_to: str, said: str) -> None:
+    """Answer the request in one file into another: with sizes, or with what was refused and why.
+
+    All that is printed goes to the file ``said``.
+    """
+    log = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     quiet_libraries()
-    request = json.load(sys.stdin)
+    request = json.loads(Path(asked).read_text(encoding="utf-8"))
     try:
-        sizes = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
-        reply = sizes | {"imports": libraries_since(before)}
+        reply = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
     except InputError as error:
         reply = {"refused": str(error)}
-    with os.fdopen(out, "w") as file:
-        json.dump(reply, file)
+    Path(reply_to).write_text(json.dumps(reply), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    run_to_the_end(answer)
+    run_to_the_end(lambda: answer(*sys.argv[1:]))

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import logging
 import os
+import pkgutil
 import signal
 import site
 import sys
@@ -18,11 +19,11 @@ import sysconfig
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
 
@@ -57,6 +58,17 @@ def return_freed() -> None:
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 _FUTURE_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 _OURS = str(Path(__file__).parents[1])
+
+
+def name_library() -> None:
+    """Have processes that this one starts import the trak_core that it has imported.
+
+    They find an installed one without help.
+    """
+    library = str(Path(__file__).parents[2])
+    others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    if library not in sysconfig.get_paths().values() and others[:1] != [library]:
+        os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
 
 
 def is_installed(filename: str) -> bool:
@@ -189,53 +201,42 @@ def _watch(minutes: float, terminal: int, ended: threading.Event) -> None:
         os._exit(1)
 
 
-def _wait_for_threads() -> None:
-    """Wait as Python does for threads that work has left, but not for ever."""
+def run_to_the_end(work: Callable[[], None]) -> None:
+    """Do a process's last work; the process ends even if the work left threads running.
 
-    def give_up(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
+    They have some seconds to end, after which the process says on standard error which did not.
+    """
+    status = 1
 
-    if os.name == "posix":
-        signal.signal(signal.SIGALRM, give_up)
-        signal.setitimer(signal.ITIMER_REAL, _THREADS_SECONDS)
-    try:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    except TimeoutError:
-        main = threading.main_thread()
-        left = [t.name for t in threading.enumerate() if t is not main and not t.daemon]
+    def end_without_threads() -> None:
+        main, current = threading.main_thread(), threading.current_thread()
+        others = (t for t in threading.enumerate() if t not in {main, current} and not t.daemon)
+        left = [thread.name for thread in others]
+        if not left:  # what still runs is the end of the process
+            return
         print(
             f"Threads were left running, and are not waited for after {_THREADS_SECONDS:.0f} s: "
             f"{', '.join(left)}. Join each thread, or make it a daemon.",
             file=sys.stderr,
         )
-    finally:
-        end_insisting()
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 255)
 
-
-def run_to_the_end(work: Callable[[], None]) -> NoReturn:
-    """Do a process's work, and end the process with the status that Python would give it.
-
-    It ends though the work left threads running, and says so on standard error. Modules are not
-    taken apart, which takes long.
-    """
-    status = 0
     try:
         work()
+        status = 0
     except SystemExit as end:
-        end_insisting()
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if not isinstance(end.code, int | None):
-            print(end.code, file=sys.stderr)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    with contextlib.suppress(BaseException):
-        _wait_for_threads()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status & 255)
+        raise
+    finally:
+        end_insisting()
+        timer = threading.Timer(_THREADS_SECONDS, end_without_threads)
+        timer.daemon = True
+        timer.start()
 
 
 def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
@@ -285,16 +286,6 @@ def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: b
         raise SystemExit(128 + signal.SIGINT)
 
     signal.signal(signal.SIGINT, end)
-
-
-def cancel_timers() -> None:
-    """Have a Snakemake that is done not wait for the second after which it looks for more jobs."""
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            # A method of a builtin type is of no module.
-            module = getattr(thread.function, "__module__", None) or ""
-            if module.startswith("snakemake."):
-                thread.cancel()
 
 
 MORE_MEMORY = (
@@ -386,22 +377,9 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
-# What stages import only when they come to it.
-_TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
-_OPTIMIZERS = ("torch._dynamo",)  # which the first one of a process imports: a second's work
-_KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
-_LATER = {
-    "average_scores": _TABLES,
-    "compute_exact_scores": _TABLES,
-    "compute_features": _KERNELS,
-    "compute_self_influence": _TABLES,
-    "draw_influences": (*_TABLES, *_FIGURES),
-    "retrain": ("pandas", *_OPTIMIZERS),
-    "select_targets": _TABLES,
-    "show_list": _FIGURES,
-    "train_checkpoint": _OPTIMIZERS,
-    "write_report": (*_TABLES, *_FIGURES),
-}
+# What jobs import only when they come to it, and a function that imports more.
+_LATER = ("pandas", "tables", "matplotlib.backends.backend_agg")
+_LOAD_COMPILER = "trak_core.projection.cpu.project:load_compiler"
 
 
 # Stages that lie in the module of another, because the two do one thing in several ways.
@@ -430,7 +408,7 @@ def stage_of(name: str) -> Callable[..., None]:
 
 
 def _specs() -> tuple[type[Any], ...]:
-    """Return the kinds of specs; a process that waits for its fork imports none."""
+    """Return the kinds of specs."""
     from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 
     return FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec
@@ -452,7 +430,7 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return what Snakemake's object of a script says of a job, ready for JSON.
+    """Return what Snakemake's object of a script says of a job.
 
     ``own`` holds the names of the rule's own files and params among all that is ``named``.
     """
@@ -465,25 +443,30 @@ def describe_job(job: Any) -> dict[str, Any]:
     return {"rule": job.rule, "log": job.log[0], "minutes": minutes, "named": named, "own": own}
 
 
-def imports_of(stages: Iterable[str]) -> list[str]:
-    """Return the modules that jobs of some stages import, those that they come to later too.
+def import_stages() -> None:
+    """Import what jobs of all stages import, those that they come to later too.
 
-    A name that ends with ``()`` is that of a function to call.
+    The process that forks for jobs calls this (``trak_core.command.run``).
     """
-    named = list(stages)
-    later = [module for stage in named for module in _LATER.get(stage, ())]
-    return list(dict.fromkeys([*map(stage_module, named), *later]))
+    quiet_libraries()
+    stages = Path(__file__).parents[1] / "stages"
+    for file in stages.glob("[a-z]*.py"):
+        importlib.import_module(f"trak_core.stages.{file.stem}")
+    for name in _LATER:
+        importlib.import_module(name)
+    pkgutil.resolve_name(_LOAD_COMPILER)()
 
 
-def imports_of_job(job: Mapping[str, Any]) -> list[str]:
-    """Return the same of one job, from ``describe_job``."""
-    return imports_of([job["named"]["code"].split()[0]])
+def run_script(job: Any) -> None:
+    """Run a job from Snakemake's object of its script, with all that it prints in its log."""
 
+    def work() -> None:
+        described = describe_job(job)
+        with logged_to(described["log"], described["minutes"]):
+            run(described)
 
-def run_logged(job: Mapping[str, Any]) -> None:
-    """Run a job, from ``describe_job``, with all that it prints in its log."""
-    with logged_to(job["log"], job["minutes"]):
-        run(job)
+    stop_cleanly()
+    run_to_the_end(work)
 
 
 def run(job: Mapping[str, Any]) -> None:

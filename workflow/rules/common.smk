@@ -8,11 +8,10 @@ from functools import cache
 from html import unescape
 from pathlib import Path
 
-from snakemake.benchmark import benchmarked
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
-from trak_core.config.cross_checks import check_given, check_paths
+from trak_core.config.cross_checks import check_given, check_paths, check_python_path
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
     check_sources,
@@ -20,7 +19,6 @@ from trak_core.config.preflight import (
     refuse_future,
     renamed_checkpoints,
     run_preflight,
-    study_imports_of,
 )
 from trak_core.config.read_config import has_record, record_config
 from trak_core.config.results_owner import changed_in_copy, earlier_configs
@@ -35,7 +33,6 @@ from trak_core.config.read_config import (
 from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stat_signature
-from trak_core.system.job import imports_of, stage_module
 from trak_core.system.checkpoint_signatures import checkpoint_signatures
 from trak_core.system.files import (
     check_results,
@@ -43,15 +40,7 @@ from trak_core.system.files import (
     hold_results,
     lock_tables_where_possible,
 )
-from trak_core.system.fork_client import (
-    can_fork,
-    name_library,
-    offer_forks,
-    start_fork_server,
-    take_over_early,
-)
-from trak_core.system.job import cancel_timers, explain_interrupts
-from trak_core.system.script_forks import by_forks, quote_executable
+from trak_core.system.job import explain_interrupts, name_library, stage_module
 
 # Jobs are processes of their own. They import the trak_core that this file imports.
 name_library()
@@ -81,13 +70,9 @@ def explained():
         )
 
 
-# A module of another workflow has no start of its own, at which jobs are told of the server.
+# A module of another workflow has no start of its own.
 is_module = config is not workflow.modifier_stack[0].globals["config"]
-forks = (
-    workflow.is_main_process and workflow.local_exec and not is_module and can_fork()
-)
 if workflow.is_main_process:
-    take_over_early(forks=forks)
     # Python's end would look for cycles among all that Snakemake has imported.
     atexit.register(gc.freeze)
     # Jobs stay: to look among them for garbage as often as usual takes an eighth of planning.
@@ -119,14 +104,10 @@ with explained():
     lock_tables_where_possible(Path() if stored else results)
     specs = specs_of(config, results)
     shared = workflow.storage_settings.shared_fs_usage
-    nodes_have_python = SharedFSUsage.SOFTWARE_DEPLOYMENT in shared
-    quote_executable(is_local=workflow.local_exec or not nodes_have_python)
     if workflow.is_main_process:
-        if not workflow.local_exec:
-            check_given(workflow.config_settings.config_args or [])
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
-        run_preflight(specs, results, is_stored=stored, forks=forks)
+        run_preflight(specs, results, is_stored=stored)
         changed = [] if stored else changed_in_copy(config, results)
         if changed:
             logger.warning(
@@ -162,15 +143,8 @@ wildcard_constraints:
     shard=r"\d+",
 
 
-if forks:
-    # What rules call for their `script`.
-    script = by_forks(script, benchmarked)
-stages_run = set()
-
-
 def code_of(stage):
     """The stage, by which its job is run, and a hash of the code that it reaches."""
-    stages_run.add(stage)
     return f"{stage} {code_digests(results).of(stage_module(stage))}"
 
 

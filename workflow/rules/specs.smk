@@ -210,16 +210,6 @@ def name_results():
             logger.warning(f"The report warns: {unescape(titles)}.")
 
 
-def start_jobs_server():
-    """Have a process ready that forks for jobs, with what the stages of this run import."""
-    rules_run = {job.rule.name for job in workflow.dag.needrun_jobs()}
-    stages = [
-        s for s in stages_run if any(f"{r}_".startswith(f"{s}_") for r in rules_run)
-    ]
-    study = study_imports_of(specs, results)
-    offer_forks(start_fork_server([*study, *imports_of(sorted(stages))]))
-
-
 def removals_of(baseline):
     """Models without what a baseline names, a file for each group, if it is asked for."""
     return [

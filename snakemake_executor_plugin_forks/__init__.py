@@ -1,0 +1,6 @@
+"""A Snakemake executor that runs Python scripts in forks of a process with their imports done."""
+
+from snakemake.executors.local import common_settings as common_settings  # jobs are local jobs
+
+from snakemake_executor_plugin_forks.executor import Executor as Executor
+from snakemake_executor_plugin_forks.executor import ExecutorSettings as ExecutorSettings

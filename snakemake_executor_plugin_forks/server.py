@@ -1,0 +1,207 @@
+"""Run Python scripts in forks of one process that has imported what they need.
+
+The process is the forkserver of Python's ``multiprocessing``. A script gets the environment, folder
+and streams that it would have in a Python of its own. Where a fork could differ, it becomes a new
+Python by ``exec``: if an import left threads running or CUDA in use, or if variables that libraries
+read when they are imported have other values than in the server.
+"""
+
+import atexit
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import pkgutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What Snakemake sets to the threads of a job. Libraries read it when they are imported.
+_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM", "NUMEXPR_NUM")
+THREADS = [f"{library}_THREADS" for library in _LIBRARIES]
+TEMPORARY = ["TMPDIR", "TMP", "TEMPDIR", "TEMP"]
+# pandas imports pyarrow if it is installed, whose allocator would start a thread.
+NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# No library reads these when it is imported; Snakemake's plugin for S3 sets the last two.
+_NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
+_NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
+_TOLD = "SNAKEMAKE_FORKS_SERVER"  # modules to import and the environment of scripts, for the server
+_PR_SET_PDEATHSIG = 1
+_TASKS = Path("/proc/self/task")
+
+_context = multiprocessing.get_context("forkserver")
+# multiprocessing's own list of processes is not safe with threads.
+_lock = threading.Lock()
+_modules: list[str] = []
+_is_started = False
+# In the server and its forks: the environment that imports saw; None where forks are unsafe.
+_seen: dict[str, str] | None = None
+_paths: list[str] = []
+
+
+def set_preload(modules: Sequence[str]) -> None:
+    """Set what the server imports before anything else.
+
+    A name is that of a module, or of what a module has (``package.module.Class``). A function whose
+    name ends with ``()`` is called.
+    """
+    _modules[:] = modules
+
+
+def start() -> None:
+    """Start the server, which imports while this process goes on; call it in the main thread.
+
+    Without effect if it was started before. It and its forks end with this process.
+    """
+    global _is_started
+    with _lock:
+        if _is_started:
+            return
+        _is_started = True
+        environment = dict(os.environ)
+        scripts = environment | dict.fromkeys(THREADS, "1")
+        told = {_TOLD: json.dumps([_modules, scripts]), "PYTHONSAFEPATH": "1"}
+        forkserver.set_forkserver_preload([f"{__package__}.preload"])
+        resource_tracker.ensure_running()  # which would let SIGINT through below
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        os.environ.update(scripts | NO_ARROW_THREAD | told)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def serve() -> None:
+    """Import what the server was told to; ``multiprocessing`` calls this in its server."""
+    global _seen
+    # Ctrl-C is for scripts and who waits for them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _end_with_parent()
+    if _TOLD not in os.environ:  # multiprocessing has replaced a server that was killed
+        return
+    modules, environment = json.loads(os.environ[_TOLD])
+    os.environ.clear()
+    os.environ.update(environment | NO_ARROW_THREAD)
+    _paths[:] = sys.path
+    terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)
+    gc.disable()  # imports leave next to nothing to collect, and it takes a sixth of their time
+    for name in modules:
+        with suppress(Exception):  # a script that needs it says why it fails
+            attribute = pkgutil.resolve_name(name.removesuffix("()"))
+            if name.endswith("()"):
+                attribute()
+    gc.enable()
+    gc.freeze()  # else forks would copy what a collection looks at
+    sys.stderr.flush()
+    os.dup2(terminal, 2)
+    os.close(terminal)
+    os.close(silence)
+    torch = sys.modules.get("torch")
+    uses_cuda = torch is not None and torch.cuda.is_initialized()
+    is_alone = sys.platform == "linux" and len([*_TASKS.iterdir()]) == 1
+    _seen = _read_at_import(environment) if is_alone and not uses_cuda else None
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in environment.keys() - _NEVER_READ}
+
+
+def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Do in a fork what ``python script arguments`` does."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _seen != _read_at_import(environment):
+        command = [sys.executable, script, *arguments]
+        # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
+        os.execve(sys.executable, command, environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.argv = [script, *arguments]
+    folder = [] if environment.get("PYTHONSAFEPATH") else [str(Path(script).parent)]
+    sys.path[:] = folder + _paths
+    if "numpy" in sys.modules:  # else scripts that set no seed would draw the same numbers
+        sys.modules["numpy"].random.seed()
+    main: Any = ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    code = compile(Path(script).read_bytes(), script, "exec")
+    # ruff: ignore[exec-builtin] -- the user's own script
+    sys.exit(status_of(lambda: exec(code, vars(main))))
+
+
+def status_of(program: Callable[[], None]) -> int:
+    """Return the exit status of a program, which gets the end that Python gives one."""
+    status = 0
+    try:
+        program()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next  # which Python would not show
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        status = 1
+    # What multiprocessing leaves out, or does too late.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    return status & 255
+
+
+class Fork:
+    """A Python script that runs in a fork.
+
+    Args:
+        script: Its path.
+        arguments: What it finds in ``sys.argv`` after that.
+        environment: All its variables.
+    """
+
+    def __init__(
+        self, script: Path, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        start()
+        given = str(script), list(arguments), dict(environment)
+        self._process = _context.Process(target=_run, args=given)
+        main = vars(sys.modules["__main__"])
+        with _lock:
+            file = main.pop("__file__", None)  # else the fork would run that first
+            try:
+                self._process.start()
+            finally:
+                main |= {} if file is None else {"__file__": file}
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Return its status, as ``subprocess`` gives it; None if it still runs after that time."""
+        if not connection.wait([self._process.sentinel], seconds):
+            return None
+        with _lock:
+            return self._process.exitcode
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self.wait()
