@@ -53,8 +53,12 @@ class Executor(LocalExecutor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        start()
         PythonScript.execute_script = execute_script
+
+    def run_job(self, job: Any) -> None:
+        """Run a job; the first one starts the server, where it has not been started."""
+        start()
+        super().run_job(job)
 
 
 def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:

@@ -45,6 +45,7 @@ _is_started = False
 # In the server and its forks: the environment that imports saw; None where forks are unsafe.
 _seen: dict[str, str] | None = None
 _paths: list[str] = []
+_server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
@@ -68,7 +69,7 @@ def start() -> None:
         _is_started = True
         environment = dict(os.environ)
         scripts = environment | dict.fromkeys(THREADS, "1")
-        told = {_TOLD: json.dumps([_modules, scripts]), "PYTHONSAFEPATH": "1"}
+        told = {_TOLD: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
         forkserver.set_forkserver_preload([f"{__package__}.preload"])
         resource_tracker.ensure_running()  # which would let SIGINT through below
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -81,21 +82,27 @@ def start() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(process: int) -> None:
+    """End when the parent does; at once if this ``process`` has ended by now."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        os._exit(1)
 
 
 def serve() -> None:
     """Import what the server was told to; ``multiprocessing`` calls this in its server."""
-    global _seen
+    global _seen, _server
+    _server = os.getpid()
     # Ctrl-C is for scripts and who waits for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    _end_with_parent()
     if _TOLD not in os.environ:  # multiprocessing has replaced a server that was killed
         return
-    modules, environment = json.loads(os.environ[_TOLD])
+    modules, environment, caller = json.loads(os.environ[_TOLD])
+    _end_with_parent(caller)
     os.environ.clear()
     os.environ.update(environment | NO_ARROW_THREAD)
     _paths[:] = sys.path
@@ -125,7 +132,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Do in a fork what ``python script arguments`` does."""
-    _end_with_parent()
+    _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if _seen != _read_at_import(environment):
         command = [sys.executable, script, *arguments]
@@ -166,7 +173,6 @@ def status_of(program: Callable[[], None]) -> int:
     # What multiprocessing leaves out, or does too late.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
     return status & 255
 
 

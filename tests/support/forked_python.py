@@ -130,7 +130,11 @@ def _look_after(connection: socket.socket) -> None:
         connection.close()
         _take_files(files, numbers)
         os.setpgid(0, 0)
-        os._exit(status_of(lambda: run(*asked)))
+        status = status_of(lambda: run(*asked))
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+        os._exit(status)
     for file in files:
         os.close(file)
     with contextlib.suppress(OSError):

@@ -95,7 +95,7 @@ def refuse(workspace, config):
 def message(output):
     """Return the text of the one error, and make sure that it is all there is, and the end."""
     for trace in ("Traceback", "Job stats", "jobid", '.smk", line'):
-        assert trace not in output
+        assert trace not in output, output
     _, *errors = re.split(r"^Error: ", output, flags=re.M)
     assert len(errors) == 1, output
     return " ".join(errors[0].split())
