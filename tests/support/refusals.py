@@ -12,6 +12,7 @@ import yaml
 from own_checkpoints import network
 from workspace import REPOSITORY, Workspace, forked_python
 
+from snakemake_executor_plugin_forks.server import start
 from trak_core.config.cross_checks import check_paths
 from trak_core.config.preflight import run_preflight
 from trak_core.config.read_config import check_config, check_unique_keys, with_defaults
@@ -60,10 +61,12 @@ def check(workspace, config):
     text = as_text(config)
     workspace.path("study.yaml").write_bytes(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(workspace.folder)
-        # The process that looks at the study is a fork of this program's.
+        # The process that looks at the study is a fork of this program's; not of the folder's,
+        # where tests may end all processes.
         patch.setattr(sys, "executable", forked_python())
         multiprocessing.set_executable(forked_python())
+        start()
+        patch.chdir(workspace.folder)
         check_unique_keys(Path("study.yaml"))
         values = yaml.safe_load(text)
         check_config(values, _schema())

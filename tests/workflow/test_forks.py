@@ -114,7 +114,7 @@ def test_where_a_fork_could_differ_a_script_has_its_own_python(given, folder):
 
 
 # Lines that tell runs apart.
-OF_THE_RUN = re.compile(r" *(Workflow ID|Command|PID)")
+OF_THE_RUN = re.compile(r" *(Workflow ID|Command|PID|resources)")
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('of mine')", "exit('of mine')", "exit(3)"])
