@@ -84,6 +84,7 @@ def test_tags_are_told_apart_and_fit_the_counter():
     tags = [kind.tag for kind in KINDS]
     assert len(set(tags)) == len(tags)
     assert all(0 <= tag < 2**8 for tag in tags)
+    assert 2 not in tags, "features of version 0.2.0 were made with it"
     assert [kind for kind in ProjectionKind if kind not in KINDS] == [ProjectionKind.IDENTITY]
 
 

@@ -1,15 +1,14 @@
 """Predict how far a projection keeps norms and inner products, and measure it; NumPy only.
 
 Every kind of projection is unbiased. Most keep some of the coordinates exactly where they are
-alone: a single one (``rademacher``, ``sjlt``: its entries square to one number), or each block of
+alone: a single one (``rademacher``: its entries square to one number), or each block of
 proj_dim consecutive ones (``hadamard``: orthogonal within a block). Errors come from pairs of
 different blocks b, and over the choice of the matrix
 
     Var <Rx, Ry> = (|x|^2 |y|^2 + <x, y>^2 - sum_b (|x_b|^2 |y_b|^2 + <x_b, y_b>^2)) / k,
 
 where ``normal`` has nothing to take off. Source: Achlioptas, JCSS 2003, for ``rademacher``; the
-same sum over pairs for the others, with the buckets of independent stripes for ``sjlt`` and with
-the blocks' own signs for ``hadamard``.
+same sum over pairs for ``hadamard``, with the blocks' own signs.
 
 A row of ``tensor_sketch`` has one entry, +-1, so that errors come from pairs of coordinates that
 share a column. A parameter's coordinates (i, j) and (k, l) share one if bucket0[i] - bucket0[k] =
