@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from trak_core.errors import InputError
 
@@ -16,8 +16,6 @@ class Kind:
 
     Attributes:
         tag: Its number in the counter of random words, its own forever; None if nothing is random.
-        keeps: What stays without error where it is alone in a gradient: single coordinates, whole
-            blocks of proj_dim coordinates, or nothing. Predicted distortion follows from it.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be one.
         of_matrices: Whether entries follow from rows and columns of each parameter as a matrix, so
@@ -25,7 +23,6 @@ class Kind:
     """
 
     tag: int | None
-    keeps: Literal["nothing", "coordinates", "blocks"]
     nested: bool = False
     power_of_two: bool = False
     of_matrices: bool = False
@@ -36,11 +33,11 @@ class ProjectionKind(StrEnum):
 
     about: Kind
 
-    RADEMACHER = "rademacher", Kind(tag=0, keeps="coordinates", nested=True)
-    NORMAL = "normal", Kind(tag=1, keeps="nothing", nested=True)
-    HADAMARD = "hadamard", Kind(tag=3, keeps="blocks", power_of_two=True)
-    TENSOR_SKETCH = "tensor_sketch", Kind(tag=4, keeps="coordinates", of_matrices=True)
-    IDENTITY = "identity", Kind(tag=None, keeps="blocks")
+    RADEMACHER = "rademacher", Kind(tag=0, nested=True)
+    NORMAL = "normal", Kind(tag=1, nested=True)
+    HADAMARD = "hadamard", Kind(tag=3, power_of_two=True)
+    TENSOR_SKETCH = "tensor_sketch", Kind(tag=4, of_matrices=True)
+    IDENTITY = "identity", Kind(tag=None)
 
     def __new__(cls, name: str, about: Kind) -> Self:
         """Make a kind that is its name, with its row beside it."""
@@ -166,14 +163,6 @@ class ProjectionSpec:
     def is_nested(self) -> bool:
         """Whether the first k columns of a wider matrix are the k-column matrix."""
         return self.kind.about.nested
-
-    @property
-    def lossless_block(self) -> int | None:
-        """How many consecutive coordinates are kept without error where they are alone, or None.
-
-        Blocks begin at multiples of this number.
-        """
-        return {"nothing": None, "coordinates": 1, "blocks": self.proj_dim}[self.kind.about.keeps]
 
     @property
     def scale(self) -> float:

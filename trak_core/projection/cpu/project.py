@@ -89,8 +89,9 @@ _KERNELS = {
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the coordinates of a slice; a kind of blocks has whole ones in it."""
-    return max(_KERNELS[spec.kind].length, spec.lossless_block or 1)
+    """Return the coordinates of a slice, which has whole blocks of ``hadamard`` in it."""
+    length = _KERNELS[spec.kind].length
+    return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:

@@ -184,7 +184,7 @@ class Sides(NamedTuple):
         return self.buckets[own], self.signs[own]
 
 
-@lru_cache(maxsize=16)  # streams of a distortion, or checkpoints of one process
+@lru_cache(maxsize=16)  # checkpoints of one process
 def sides_of(spec: ProjectionSpec) -> Sides:
     """Return buckets and signs of all sides (``reference.py``)."""
     assert spec.shapes is not None
