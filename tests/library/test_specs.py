@@ -78,7 +78,6 @@ def all_specs(specs):
         "features": specs.features("c0", "few"),
         "train": specs.features("c0", "train"),
         "normal_matrix": specs.normal_matrix("c0"),
-        "distortion": specs.distortion("c0"),
         "embeddings": specs.embeddings.under("c0"),
         "checkpoint_scores": specs.checkpoint_scores("few", "c0"),
         "scores": specs.scores("few"),
@@ -225,7 +224,7 @@ def test_no_field_of_scores_hides_one_of_features():
 # What a change decides, of the jobs above.
 MATRICES = {"normal_matrix", "flipped_normal_matrix"}
 STORED = {"features", "train", "flipped_features", *MATRICES}
-FEATURES = {"distortion", "embeddings", *STORED}
+FEATURES = {"embeddings", *STORED}
 AVERAGES = {"scores", "self_influence", "flipped"}
 SCORES = {"checkpoint_scores", *AVERAGES}
 OF_FLIPPED = {"flipped", "flipped_features", "flipped_normal_matrix"}
@@ -245,7 +244,7 @@ RETRAINED = {"random_subsets", "random_removals", "top_removals"}
         ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
         ({"scoring__normalize": True}, SCORES | MATRICES),
         ({"features_dtype": "int8"}, {*STORED, *SCORES}),
-        ({"projection__seed": 1}, {"distortion", *STORED, *SCORES}),
+        ({"projection__seed": 1}, {*STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),

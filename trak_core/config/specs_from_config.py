@@ -182,7 +182,7 @@ class Specs:
     @property
     def reported_first(self) -> dict[str, Any]:
         """What of that decides scores: how they are measured is in the last report."""
-        measured = {"evaluation", "distortion"} & set(self.reported)
+        measured = {"evaluation"} & set(self.reported)
         return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
 
     @property
@@ -301,10 +301,6 @@ class Specs:
     def flipped(self) -> dict[str, Any]:
         """How labels are flipped."""
         return {**self.evaluation["flipped"], "seed": _SEED}
-
-    def distortion(self, checkpoint: str) -> FeaturesSpec:
-        """Return what decides one checkpoint's distortion; how features are stored does not."""
-        return replace(self.features(checkpoint, TRAIN), dtype="float64")
 
     @property
     def embeddings(self) -> FeaturesSpec:

@@ -11,7 +11,6 @@ from trak_core.report.describe_samples import EACH, find_examples, targets_of_me
 from trak_core.report.read_results import (
     File,
     Results,
-    read_distortion,
     read_experiment,
     read_flipped,
     read_matrix,
@@ -58,7 +57,6 @@ def write_report(
     report: Path,
     scores: Sequence[Path],
     normal_matrices: Sequence[Path],
-    distortion: Sequence[Path],
     evaluations: Sequence[Path],
     removals: Sequence[Path],
     flipped: Sequence[Path],
@@ -71,7 +69,7 @@ def write_report(
     """Read what a study left, and write the report; the same artifacts give the same page.
 
     ``scores``, ``evaluations``, ``removals`` and ``groups`` have a file an experiment,
-    ``normal_matrices`` and ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence``
+    ``normal_matrices`` a file a checkpoint, ``flipped`` and ``self_influence``
     one at most, ``proofs`` a file a list; what the config doesn't measure is empty. ``config`` is
     the part of it that decides numbers.
 
@@ -105,7 +103,6 @@ def write_report(
         self_influence=[read_self_influence(path, folder) for path in self_influence],
         groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
         proofs={path.stem: read_measured(path, folder, PROOF) for path in proofs},
-        distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)
     names = study.class_names()

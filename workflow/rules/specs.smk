@@ -71,10 +71,6 @@ def features_spec_flipped(wildcards):
     return specs.all_flipped_features.under(wildcards.checkpoint).of("train").as_dict()
 
 
-def distortion_spec(wildcards):
-    return specs.distortion(wildcards.checkpoint).as_dict()
-
-
 def embeddings_spec(wildcards):
     return specs.embeddings.under(wildcards.checkpoint).as_dict()
 
@@ -153,7 +149,6 @@ def timed(job, /, **names):
 
 # The files that a config wants beside scores: none for what it leaves out.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
-distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [
     f"{folder}/removals/{specs.evaluation[key]['experiment']}.h5"
@@ -169,7 +164,7 @@ known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [
-    *(distortion_files + evaluation_files + removals_files),
+    *(evaluation_files + removals_files),
     *(flipped_files + self_influence_files + proof_files),
 ]
 
