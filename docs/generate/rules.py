@@ -27,7 +27,6 @@ PARAMS = {
     "experiment": "`lists.{list}.experiment`",
     "early": "`at` of checkpoints",
     "embeddings_spec": "what decides the embeddings",
-    "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",
     "group_by": "`groups`",
     "groups": "the targets that share a job",

@@ -43,7 +43,6 @@ EVALUATION = {
     "subsets": {"count": 60, "seeds": 2, "seed": 7, "fraction": 0.5, "same_seeds": False},
     "baselines": ["random"],
     "sweep": {"damping": [0.5], "loss_weight_power": [1], "proj_dim": [16]},
-    "flipped": {"fraction": 0.1},
     "removals": {"experiment": "few", "targets": 2, "n_removed": [4]},
 }
 
@@ -87,13 +86,7 @@ def all_specs(specs):
     if "subsets" in specs.evaluation:
         found["random_subsets"] = specs.random_subsets
     if "removals" in specs.evaluation:
-        found |= {
-            "random_removals": specs.random_removals,
-            "top_removals": specs.top_removals,
-            "flipped": specs.found_flipped,
-            "flipped_normal_matrix": specs.found_flipped.under("c0").of_normal_matrix(),
-            "flipped_features": specs.all_flipped_features.under("c0").of("train"),
-        }
+        found |= {"random_removals": specs.random_removals, "top_removals": specs.top_removals}
     return found
 
 
@@ -223,12 +216,10 @@ def test_no_field_of_scores_hides_one_of_features():
 
 
 # What a change decides, of the jobs above.
-MATRICES = {"normal_matrix", "flipped_normal_matrix"}
-STORED = {"features", "train", "flipped_features", *MATRICES}
+STORED = {"features", "train", "normal_matrix"}
 FEATURES = {"distortion", "embeddings", *STORED}
-AVERAGES = {"scores", "self_influence", "flipped"}
+AVERAGES = {"scores", "self_influence"}
 SCORES = {"checkpoint_scores", *AVERAGES}
-OF_FLIPPED = {"flipped", "flipped_features", "flipped_normal_matrix"}
 RETRAINED = {"random_subsets", "random_removals", "top_removals"}
 
 
@@ -239,18 +230,17 @@ RETRAINED = {"random_subsets", "random_removals", "top_removals"}
         ({"compute__shards": 1}, set()),
         ({"scoring__top": 3}, set()),
         ({"scoring__combine": "average_of_products"}, AVERAGES),
-        ({"scoring__combine": "unit_average"}, SCORES | MATRICES),
+        ({"scoring__combine": "unit_average"}, SCORES | {"normal_matrix"}),
         ({"scoring__loss_weight_power": 1}, AVERAGES),
         ({"scoring__damping": 1}, SCORES),
-        ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
-        ({"scoring__normalize": True}, SCORES | MATRICES),
+        ({"scoring__weighting": "curvature"}, SCORES | {"normal_matrix"}),
+        ({"scoring__normalize": True}, SCORES | {"normal_matrix"}),
         ({"features_dtype": "int8"}, {*STORED, *SCORES}),
         ({"projection__seed": 1}, {"distortion", *STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),
         ({"training": {"steps": 6}}, RETRAINED),
-        ({"evaluation__flipped__fraction": 0.2}, OF_FLIPPED),
         ({"evaluation__subsets__seeds": 3}, {"random_subsets"}),
         ({"evaluation__subsets__count": 9}, set()),
         ({"evaluation__subsets__fraction": 0.9}, {"random_subsets"}),

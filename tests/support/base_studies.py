@@ -34,7 +34,6 @@ EVALUATION = {
     "baselines": ["random", "same_class", "gradient_dot", "embedding_cosine"],
     "sweep": {"damping": [1], "proj_dim": [16]},
     "self_influence": True,
-    "flipped": {"fraction": 0.1},
     "removals": {"experiment": "few", "targets": 6, "baselines": ["embedding_cosine"]},
     "lists": {"drop": {"fractions": [0.05], "seeds": 2}},
 }
@@ -80,10 +79,6 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "compute_embeddings": 2,
         "evaluate_scores": 1,
         "compute_self_influence": 1,
-        "train_checkpoint_flipped": 2,
-        "compute_features_flipped": 2,
-        "compute_normal_matrix_flipped": 2,
-        "find_flipped": 1,
         "retrain_without_random": 1,
         "retrain_without_top": 2,
         "retrain_without_baseline": 2,

@@ -43,7 +43,6 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
     for name, tables in {
         "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],
         "self_influence.h5": ["train"],
-        "flipped.h5": ["train", "detection"],
         "removals/few.h5": ["summary", "targets"],
     }.items():
         heading = name.replace("few", "{experiment}")
@@ -90,10 +89,6 @@ def test_snakemakes_own_report_carries_pages_and_figures(study):
         assert carried[name] == (study.path("results") / folder / name).read_bytes(), name
 
 
-FLIPPED = {
-    f"{rule}_flipped": 2
-    for rule in ("train_checkpoint", "compute_features", "compute_normal_matrix")
-}
 CHANGES = {
     "nothing": ({}, {}),
     # 25-26 becomes 25-49.
@@ -102,7 +97,6 @@ CHANGES = {
         {"retrain_subsets": 2, "evaluate_scores": 1},
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
-    "other flips": ({"flipped": {"fraction": 0.2}}, {**FLIPPED, "find_flipped": 1}),
     "other removals": (
         {"removals": EVALUATION["removals"] | {"n_removed": [10]}},
         {
@@ -181,7 +175,7 @@ BAD = {
     "top_k": ({"scoring.keep": "top_k"}, "config.incomplete_scores", "top_k"),
     "no classes": (
         {"model_output": "regression"},
-        *("config.no_classes", "evaluation.flipped", "regression"),
+        *("config.no_classes", "same_class", "regression"),
     ),
     "exact": ({"projection": "exact"}, "config.evaluation_of_features", "evaluation.sweep"),
     "columns of another kind": ({"projection.kind": "sjlt"}, *COLUMNS, 16, "sjlt"),
@@ -222,7 +216,7 @@ def test_any_part_will_do_alone():
 def test_the_default_study_is_measured():
     for name in ("config", "smoke"):
         config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
-        assert {"subsets", "sweep", "flipped", "removals"} <= set(config["evaluation"])
+        assert {"subsets", "sweep", "removals"} <= set(config["evaluation"])
 
 
 def test_models_without_other_samples_are_refused(study):

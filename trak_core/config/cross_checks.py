@@ -20,7 +20,7 @@ from trak_core.spec import (
 )
 from trak_core.spec.target_filter import MOST_TARGETS, Condition
 
-_FEATURES_ONLY = ("sweep", "self_influence", "flipped")
+_FEATURES_ONLY = ("sweep", "self_influence")
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
@@ -293,7 +293,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "without `data`. Found none.",
             code="config.no_own_targets",
         )
-    trained = [key for key in ("subsets", "flipped", "removals", "lists") if key in evaluation]
+    trained = [key for key in ("subsets", "removals", "lists") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
@@ -307,13 +307,12 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"{config['scoring']['keep']}.",
             code="config.incomplete_scores",
         )
-    if (lds and "same_class" in evaluation["baselines"]) or "flipped" in evaluation:
-        key = "flipped" if "flipped" in evaluation else "baselines: same_class"
+    if lds and "same_class" in evaluation["baselines"]:
         classes = [name for name, row in TABLE.items() if row.labels_are_classes]
         output = output_name(config["model_output"])
         if output not in classes:
             raise InputError(
-                f"evaluation.{key} needs labels that are classes, with model_output "
+                "evaluation.baselines: same_class needs labels that are classes, with model_output "
                 f"{' or '.join(classes)}. Found {output}. Leave it out.",
                 code="config.no_classes",
             )
@@ -366,12 +365,6 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
             f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
             f"samples. Found {max(n_removed)}.",
             code="config.too_many_removed",
-        )
-    flipped = round(evaluation.get("flipped", {}).get("fraction", 0) * n_train)
-    if flipped and flipped == n_train:
-        raise InputError(
-            "evaluation.flipped.fraction must leave some labels as they are. Found "
-            f"{evaluation['flipped']['fraction']}, all of {n_train}."
         )
     if "removals" in evaluation:
         m = n_targets[evaluation["removals"]["experiment"]]

@@ -292,16 +292,6 @@ class Specs:
         """Return what decides one file of features, or one Gramian."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
 
-    @property
-    def all_flipped_features(self) -> FeaturesSpec:
-        """What decides the features of models that were trained with flipped labels."""
-        return replace(self.all_features, flipped=self.flipped)
-
-    @property
-    def flipped(self) -> dict[str, Any]:
-        """How labels are flipped."""
-        return {**self.evaluation["flipped"], "seed": _SEED}
-
     def distortion(self, checkpoint: str) -> FeaturesSpec:
         """Return what decides one checkpoint's distortion; how features are stored does not."""
         return replace(self.features(checkpoint, TRAIN), dtype="float64")
@@ -353,11 +343,6 @@ class Specs:
     def self_influence(self) -> ScoresSpec:
         """What decides self-influences, and the scores of every experiment."""
         return scores_spec(self.config, self.all_features, self.runs)
-
-    @property
-    def found_flipped(self) -> ScoresSpec:
-        """What decides the self-influences of samples with flipped labels."""
-        return replace(self.self_influence, features=self.all_flipped_features)
 
     @property
     def measured(self) -> list[str]:

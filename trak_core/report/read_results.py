@@ -14,7 +14,6 @@ import pandas as pd
 from trak_core.artifacts import (
     DISTORTION,
     EVALUATION,
-    FLIPPED,
     GROUPS,
     NORMAL_MATRIX,
     PROOF,
@@ -78,7 +77,7 @@ class Results:
 
     ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
     ``removals`` and ``groups`` by experiment, ``proofs`` by list, ``matrices`` and ``distortions``
-    one a checkpoint, ``flipped`` and ``self_influence`` one at most.
+    one a checkpoint, ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -87,7 +86,6 @@ class Results:
     timings: pd.DataFrame
     evaluations: Mapping[str, File] = field(default_factory=dict)
     removals: Mapping[str, File] = field(default_factory=dict)
-    flipped: Sequence[File] = ()
     self_influence: Sequence[File] = ()
     distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
@@ -96,7 +94,7 @@ class Results:
     @property
     def awaits_evaluation(self) -> bool:
         """Whether the config has an evaluation that is not there yet."""
-        measured = (self.evaluations, self.removals, self.flipped, self.self_influence, self.proofs)
+        measured = (self.evaluations, self.removals, self.self_influence, self.proofs)
         return bool(self.config.get("evaluation")) and not any(measured)
 
     @property
@@ -122,7 +120,7 @@ class Results:
     @property
     def files(self) -> list[File]:
         """Every file that the report stands on."""
-        measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
+        measured = (*self.evaluations.values(), *self.removals.values())
         others = (*self.groups.values(), *self.proofs.values())
         scored = (*self.experiments, *self.matrices)
         return [*scored, *measured, *self.self_influence, *self.distortions, *others]
@@ -382,13 +380,6 @@ def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
             )
         numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
         return _file(file, results, tables, **numbers)
-
-
-def read_flipped(path: Path, results: Path) -> File:
-    """Return how well wrong labels were found, and their number ``n_flipped``."""
-    with open_artifact(path, FLIPPED) as file:
-        n_flipped = int(file.table("train")["flipped"].to_numpy().sum())
-        return _file(file, results, {"detection": file.table("detection")}, n_flipped=n_flipped)
 
 
 def read_self_influence(path: Path, results: Path) -> File:

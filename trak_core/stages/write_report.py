@@ -13,7 +13,6 @@ from trak_core.report.read_results import (
     Results,
     read_distortion,
     read_experiment,
-    read_flipped,
     read_matrix,
     read_measured,
     read_self_influence,
@@ -61,7 +60,6 @@ def write_report(
     distortion: Sequence[Path],
     evaluations: Sequence[Path],
     removals: Sequence[Path],
-    flipped: Sequence[Path],
     self_influence: Sequence[Path],
     groups: Sequence[Path] = (),
     proofs: Sequence[Path] = (),
@@ -71,9 +69,9 @@ def write_report(
     """Read what a study left, and write the report; the same artifacts give the same page.
 
     ``scores``, ``evaluations``, ``removals`` and ``groups`` have a file an experiment,
-    ``normal_matrices`` and ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence``
-    one at most, ``proofs`` a file a list; what the config doesn't measure is empty. ``config`` is
-    the part of it that decides numbers.
+    ``normal_matrices`` and ``distortion`` a file a checkpoint, ``self_influence`` one at most,
+    ``proofs`` a file a list; what the config doesn't measure is empty. ``config`` is the part of
+    it that decides numbers.
 
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
@@ -101,7 +99,6 @@ def write_report(
         timings=read_timings(folder / "benchmarks", folder / "logs", known),
         evaluations={path.stem: read_measured(path, folder, EVALUATION) for path in evaluations},
         removals=measured,
-        flipped=[read_flipped(path, folder) for path in flipped],
         self_influence=[read_self_influence(path, folder) for path in self_influence],
         groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
         proofs={path.stem: read_measured(path, folder, PROOF) for path in proofs},

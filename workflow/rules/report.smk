@@ -12,7 +12,6 @@ rule write_report:
         distortion=distortion_files,
         evaluations=evaluation_files,
         removals=removals_files,
-        flipped=flipped_files,
         self_influence=self_influence_files,
         proofs=proof_files,
     output:
@@ -47,7 +46,6 @@ if measured_files:
             distortion=[],
             evaluations=[],
             removals=[],
-            flipped=[],
             self_influence=[],
             proofs=[],
         output:

@@ -67,10 +67,6 @@ def features_spec(wildcards):
     return features_spec_of(wildcards.checkpoint, wildcards.split)
 
 
-def features_spec_flipped(wildcards):
-    return specs.all_flipped_features.under(wildcards.checkpoint).of("train").as_dict()
-
-
 def distortion_spec(wildcards):
     return specs.distortion(wildcards.checkpoint).as_dict()
 
@@ -159,7 +155,6 @@ removals_files = [
     f"{folder}/removals/{specs.evaluation[key]['experiment']}.h5"
     for key in {"removals"} & set(specs.evaluation)
 ]
-flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
@@ -170,7 +165,7 @@ known_self_influence = self_influence_files or (
 )
 measured_files = [
     *(distortion_files + evaluation_files + removals_files),
-    *(flipped_files + self_influence_files + proof_files),
+    *(self_influence_files + proof_files),
 ]
 
 
