@@ -397,7 +397,7 @@ def test_check_same_names_what_differs(tmp_path):
 
 KEPT = Path(__file__).parents[1] / "data/artifacts"
 # Kinds that no later version makes.
-GONE = {"find_flipped"}
+GONE = {"find_flipped", "prove_list"}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ FILES = {
     "TOKEN_SCORES": "token_scores/mine.h5",
     "OUTPUTS": "outputs/c0.h5",
     "TARGETS": "targets/mine.h5",
-    "PROOF": "proof/drop.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -67,7 +66,7 @@ def write_evaluations(results):
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
     kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "REMOVALS")
-    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES", "PROOF")
+    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES")
     for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
         with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
             for key in kind.keys:

@@ -68,7 +68,7 @@ def test_the_report_has_every_rule_that_ran(evaluated):
     page = Page(evaluated.path("results/report.html").read_text())
     # A first report's time is there from a run with measurements that were still to come.
     rules = set(jobs) - {"write_report", "write_report_first"}
-    assert {"retrain_without_baseline", "evaluate_scores", "draw_influences"} <= rules
+    assert {"retrain_removals", "evaluate_scores", "draw_influences"} <= rules
     for rule in rules:
         assert page.row(rule)[0] == str(jobs.count(rule))
 
@@ -99,10 +99,7 @@ CHANGES = {
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
     "other removals": (
         {"removals": EVALUATION["removals"] | {"n_removed": [10]}},
-        {
-            **{"retrain_without_random": 1, "retrain_without_top": 2},
-            **{"retrain_without_baseline": 2, "compare_removals": 1},
-        },
+        {"retrain_removals": 5, "compare_removals": 1},
     ),
 }
 
@@ -118,8 +115,9 @@ def test_damping_reruns_no_retraining_of_halves(study):
     study.config["scoring"]["damping"] = 1
     counts = study.would_run("all")
     assert counts["evaluate_scores"] == counts["compute_self_influence"] == 1
-    assert counts["retrain_without_top"] == 2
-    assert not {"retrain_subsets", "retrain_without_random", "compute_embeddings"} & set(counts)
+    # By the scores, and by the list that is made of them.
+    assert counts["retrain_removals"] == 4
+    assert not {"retrain_subsets", "compute_embeddings"} & set(counts)
 
 
 def test_without_an_evaluation_nothing_of_it_runs(study):
@@ -195,11 +193,11 @@ def test_evaluations_that_cannot_be(name):
 
 
 def test_evaluations_of_more_than_there_is():
-    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
-        check_sizes({"removals": {"n_removed": [9, 150]}}, 150, {"few": 3})
-    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
-        check_sizes({"removals": {"n_removed": [0.999]}}, 150, {"few": 3})
     removals = {"experiment": "few", "targets": 4, "n_removed": [1]}
+    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
+        check_sizes({"removals": removals | {"n_removed": [9, 150]}}, 150, {"few": 3})
+    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
+        check_sizes({"removals": removals | {"n_removed": [0.999]}}, 150, {"few": 3})
     with refused("config.subset_size", 0.006, "0 of 150"):
         check_sizes({"subsets": {"fraction": 0.006}}, 150, {"few": 3})
     with refused("config.too_few_targets", 4, 3):
@@ -223,7 +221,7 @@ def test_models_without_other_samples_are_refused(study):
     """A file that Snakemake thinks is right, made for other removals."""
     study.config["evaluation"]["removals"]["n_removed"] = [10]
     output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
-    assert re.search(r"random\.h5: files .* today's config.*rule retrain_without_random", output)
+    assert re.search(r"top/0\.h5: files .* today's config.*rule retrain_removals", output)
 
 
 def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
@@ -231,7 +229,7 @@ def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
     results = tmp_path / "results"
     shutil.copytree(evaluated.path("results"), results)
     # A leftover of other settings.
-    shutil.copy(results / "retrained/random.h5", results / "retrained/0-99.h5")
+    shutil.copy(results / "retrained/random/0.h5", results / "retrained/0-99.h5")
     program = REPOSITORY / "benchmarks/trak_formula.py"
     command = (forked_python(), program, results, "few", "--dims")
     piped = partial(subprocess.run, capture_output=True, text=True)

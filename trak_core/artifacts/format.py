@@ -95,14 +95,13 @@ TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-PROOF = ArtifactKind("trak-evaluation", ("summary", "models"), "prove_list")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
     SCORES_SHARD,
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
     TOKEN_SCORES,
-    *(EVALUATION, REMOVALS, PROOF),
+    *(EVALUATION, REMOVALS),
 )
 
 

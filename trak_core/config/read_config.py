@@ -366,7 +366,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         near = [name for names in matches for name in names]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
-    if error.validator == "required":
+    if error.validator in ("required", "dependentRequired"):
         return f"{where}: {error.message}."
     # The paragraphs after the first are for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
@@ -455,5 +455,7 @@ def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
     Equivalent to ``snakemake.utils.validate(config, schema)``, which changes the config in place.
     """
     filled = deepcopy(dict(config))
-    _Filler(schema).validate(filled)
+    # Only to fill it in: a default may not stand where what it belongs to is missing.
+    for _ in _Filler(schema).iter_errors(filled):
+        pass
     return filled

@@ -265,8 +265,8 @@ class RetrainedSpec:
     """What decides models that are retrained on parts of the training data.
 
     Attributes:
-        subsets: Which parts: ``random``, ``random removals`` (and everything), ``top removals``,
-            ``top by`` a baseline, or ``list`` (everything, by a list, and at random).
+        subsets: Which parts: ``random``, ``without random`` samples (and everything), ``without
+            top`` ones by scores or by a baseline, or ``list`` (everything, by a list, at random).
         arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
         model_output: Name of the model output f, which is kept of every target.
         seeds: Trainings on each subset.

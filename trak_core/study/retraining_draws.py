@@ -4,8 +4,6 @@ Everything here is a function of its arguments alone, so that jobs draw alike wh
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,16 +19,6 @@ def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray
 def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:
     """Return which training samples stay when ``n_removed`` random ones go, shape (n,), bool."""
     return ~_chosen(n_train, n_removed, [1, seed, n_removed, draw])
-
-
-def random_removals(n_removed: Sequence[int], draws: int) -> list[tuple[int, int]]:
-    """Return size and draw of every random removal; their models follow those with everything."""
-    return [(size, draw) for size in n_removed for draw in range(draws)]
-
-
-def top_removals(targets: Sequence[Any], n_removed: Sequence[int]) -> list[tuple[Any, int]]:
-    """Return target and size of every removal of a target's most helpful samples."""
-    return [(target, size) for target in targets for size in n_removed]
 
 
 def sizes_of(

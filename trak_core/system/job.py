@@ -413,7 +413,6 @@ _LIES_WITH = {
     "compute_normal_matrix": "compute_scores",
     "compute_self_influence": "compute_scores",
     "find_duplicates": "write_list",
-    "prove_list": "compare_removals",
     "show_list": "draw_influences",
 }
 

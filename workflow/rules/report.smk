@@ -13,7 +13,6 @@ rule write_report:
         evaluations=evaluation_files,
         removals=removals_files,
         self_influence=self_influence_files,
-        proofs=proof_files,
     output:
         report=report("<results>/report.html", category="report"),
     log:
@@ -47,7 +46,6 @@ if measured_files:
             evaluations=[],
             removals=[],
             self_influence=[],
-            proofs=[],
         output:
             report="<results>/first_report.html",
         log:
