@@ -28,6 +28,7 @@ FULL = {
     "experiments": {"few": TRAINED["experiments"]["few"]},
     "scoring": {"keep": "full"},
     "projection": {"kind": "rademacher", "proj_dim": 32},
+    "lists": {"drop": {"experiment": "few"}},
     "evaluation": EVALUATION,
 }
 
@@ -159,7 +160,7 @@ BAD = {
         *("config.no_truth", "evaluation.sweep"),
     ),
     "unknown experiment": ({"evaluation.experiments": ["many"]}, *UNKNOWN),
-    "unknown removals experiment": ({"evaluation.removals": {"experiment": "many"}}, *UNKNOWN),
+    "unknown removals experiment": ({"evaluation.removals.experiment": "many"}, *UNKNOWN),
     "a question": (
         {"experiments.asked": {"data": "asked.tsv"}, "evaluation.experiments": ["asked"]},
         *("config.evaluated_question", "asked"),

@@ -366,7 +366,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         near = [name for names in matches for name in names]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
-    if error.validator in ("required", "dependentRequired"):
+    if error.validator == "required":
         return f"{where}: {error.message}."
     # The paragraphs after the first are for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
