@@ -68,11 +68,10 @@ def run(name, folder, monkeypatch):
 
 
 @pytest.mark.gate
-def test_wrong_labels_in_a_folder_of_images(tmp_path, monkeypatch):
+def test_wrong_labels_among_pictures(tmp_path, monkeypatch):
     printed = run("images.ipynb", tmp_path, monkeypatch)
     (found,) = re.findall(r"of the first 40, (\d+) are wrong", printed)
     assert int(found) >= 30
-    assert (tmp_path / "results-pictures/lists/suspects.csv").exists()
 
 
 @pytest.mark.gate

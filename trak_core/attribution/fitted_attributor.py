@@ -157,7 +157,12 @@ class FittedAttributor(ABC):
             to its score.
         """
         self._check_projected("Scores by tokens")
-        assert scores.samples is not None
+        if scores.samples is None:
+            raise InputError(
+                "Scores must come from `score` of this process to be cut by tokens. Found some "
+                "without their targets' samples, as after unpickling.",
+                code="attribution.no_tokens",
+            )
         both = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
         both = both.rename(columns={"target": "target_id", "train": "train_id"})
         train_ids = [*dict.fromkeys(both["train_id"].tolist())]
@@ -222,6 +227,10 @@ class FittedAttributor(ABC):
     # Scores.
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
+        if keep not in {"full", "top_k"}:
+            raise InputError(
+                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
+            )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
         with ExitStack() as stack, self._at_work():
             bar = progress_bar("score", len(self.checkpoints) * n_steps)
