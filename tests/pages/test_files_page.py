@@ -72,9 +72,8 @@ def check_file(path, section):
 
 def section_of(name):
     """Return what the page says of a file; some are of the form of others."""
-    name = re.sub(r"^flipped/features/(.*)\.h5", r"features/\1/train.h5", name)
-    name = re.sub(r"^flipped/normal", "normal", name)
-    name = re.sub(r"^retrained/(random|[\w/]+/\d+)\.h5", "retrained/0-1.h5", name)
+    name = re.sub(r"^retrained/\w+/\d+\.h5", "retrained/0-1.h5", name)
+    name = re.sub(r"^removals/lists/", "removals/", name)
     for pattern, section in SECTIONS:
         if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(pattern)), name):
             return pattern, section

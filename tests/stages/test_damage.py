@@ -50,13 +50,11 @@ FILES = {
     "SELF_INFLUENCE": "self_influence.h5",
     "ANSWERS": "answers/mine.h5",
     "EVALUATION": "evaluation/mine.h5",
-    "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
     "GROUPS": "groups/mine.h5",
     "TOKEN_SCORES": "token_scores/mine.h5",
     "OUTPUTS": "outputs/c0.h5",
     "TARGETS": "targets/mine.h5",
-    "PROOF": "proof/drop.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -65,8 +63,8 @@ def write_evaluations(results):
     """Files of the frames and tables that an evaluation's stages write, of any numbers."""
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
-    kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS")
-    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES", "PROOF")
+    kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "REMOVALS")
+    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES")
     for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
         with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
             for key in kind.keys:

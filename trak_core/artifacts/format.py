@@ -93,16 +93,14 @@ GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_token_scores")
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
-FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-PROOF = ArtifactKind("trak-evaluation", ("summary", "models"), "prove_list")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES),
     SCORES_SHARD,
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
     TOKEN_SCORES,
-    *(EVALUATION, FLIPPED, REMOVALS, PROOF),
+    *(EVALUATION, REMOVALS),
 )
 
 

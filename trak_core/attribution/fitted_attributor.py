@@ -137,7 +137,7 @@ class FittedAttributor(ABC):
         n_steps = len(self.checkpoints) * len(self._train.ids)
         bar = progress_bar("self-influence", n_steps)
         with self._at_work(), bar as counted, counted.counting():
-            columns, *_ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
+            columns, _ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:

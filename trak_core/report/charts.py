@@ -36,7 +36,13 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "trak",
 }
 _BLUE, _ORANGE, _GREEN, _GREY, _RED = "#0b5394", "#b45f06", "#1b7837", "#666666", "#b2182b"
-_REMOVED = {"top": _BLUE, "embedding_cosine": _ORANGE, "bm25": _GREEN, "random": _GREY}
+_REMOVED = {
+    "top": _BLUE,
+    "list": _BLUE,
+    "embedding_cosine": _ORANGE,
+    "bm25": _GREEN,
+    "random": _GREY,
+}
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
 # Swept settings: column, title of the curve, label of its axis.
 _SWEPT = (
@@ -48,7 +54,12 @@ _SWEPT = (
 TARGETS_IN_FIGURE = 6
 _ABOVE, _WITHIN = (18, 2), (17, 9)
 # What retrained models are asked.
-_MEASURES = {"accuracy": "Accuracy", "target_loss": "Loss", "output": "Model output"}
+_MEASURES = {
+    "change": "Change of the model output",
+    "accuracy": "Accuracy",
+    "target_loss": "Loss",
+    "output": "Model output",
+}
 # A chart's groups, and likewise what fits beside one.
 _GROUPS, _NAME = 25, (22, 1)
 
@@ -205,53 +216,34 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
     )
 
 
-def removals_chart(summary: pd.DataFrame, labels: Mapping[str, str]) -> Chart:
-    """Return how far outputs fall without the most helpful samples, beside random ones.
+def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
+    """Return what models make of targets without chosen samples, or on them, beside random ones.
 
-    ``labels`` say in words what ``top``, ``random`` and baselines removed.
+    ``labels`` say in words what subsets are, and what was done with them: ``treated``. An empty
+    list has no charts.
     """
-    lines = [
-        _with_interval(labels[removed], rows, "n_removed", "change", color)
-        for removed, color in _REMOVED.items()
-        if len(rows := part_with(summary, removed=removed))
-    ]
-    x = summary["n_removed"].unique().tolist()
-    return _line_chart(
-        "Change of the model output",
-        lines,
-        x_label="training examples removed",
-        y_label="change of f",
-        log_x=len(x) > 1,
-        x_ticks=x,
-    )
-
-
-def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
-    """Return accuracy and loss, or f, of models retrained by a list and by random samples.
-
-    ``labels`` say in words what ``list``, ``random`` and ``everything`` are. An empty list has no
-    charts.
-    """
-    summary, charts = proof.tables["summary"], []
-    if "list" not in set(summary["subset"]):
-        return charts
-    shown = [m for m in ("accuracy", "target_loss") if m in set(summary["measure"])] or ["output"]
-    for measure in shown:
-        rows = part_with(summary, measure=measure)
+    summary, charts = removals.tables["summary"], []
+    measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
+    for measure in measures or ["output"]:
+        rows = part_with(summary, measure=measure).sort_values("n", kind="stable")
         lines = [
-            _with_interval(labels[subset], part_with(rows, subset=subset), "n", "mean", color)
-            for subset, color in (("list", _BLUE), ("random", _GREY))
+            _with_interval(labels[subset], own, "n", "mean", color)
+            for subset, color in _REMOVED.items()
+            if len(own := part_with(rows, subset=subset))
         ]
-        x = sorted(lines[0].x)
-        (whole,) = part_with(rows, subset="everything")["mean"]
-        ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
-        lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
+        if not lines:
+            continue
+        x = lines[0].x
+        for whole in part_with(rows, subset="everything")["mean"]:
+            ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
+            lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
         charts.append(
             _line_chart(
                 _MEASURES[measure],
                 lines,
                 x_label=f"training examples {labels['treated']}",
                 y_label=_MEASURES[measure].lower(),
+                log_x=len(x) > 1,
                 x_ticks=x,
             )
         )

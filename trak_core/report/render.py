@@ -271,7 +271,7 @@ def _environment() -> Environment:
     )
     # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
     functions = (
-        *(charts.lds_charts, charts.removals_chart, charts.group_charts, charts.proof_charts),
+        *(charts.lds_charts, charts.removal_charts, charts.group_charts),
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )

@@ -122,7 +122,6 @@ class FeaturesSpec:
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second
             moments; None for gradients as they are.
-        flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
         split: ``train``, or the name of an experiment.
         targets_digest: Hash of the experiment's target ids; None for the training samples.
         state_dicts: Which of a checkpoint's weights are taken, by its id, where the config says so;
@@ -135,7 +134,6 @@ class FeaturesSpec:
     dtype: str
     study_digest: str
     preconditioner: str | None = None
-    flipped: Mapping[str, Any] | None = None
     checkpoint: str | None = None
     split: str | None = None
     targets_digest: str | None = None
@@ -267,8 +265,8 @@ class RetrainedSpec:
     """What decides models that are retrained on parts of the training data.
 
     Attributes:
-        subsets: Which parts: ``random``, ``random removals`` (and everything), ``top removals``,
-            ``top by`` a baseline, or ``list`` (everything, by a list, and at random).
+        subsets: Which parts: ``random``, ``without random`` samples (and everything), ``without
+            top`` ones by scores or by a baseline, or ``list`` (everything, by a list, at random).
         arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
         model_output: Name of the model output f, which is kept of every target.
         seeds: Trainings on each subset.

@@ -11,9 +11,7 @@ rule write_report:
         groups=group_files,
         evaluations=evaluation_files,
         removals=removals_files,
-        flipped=flipped_files,
         self_influence=self_influence_files,
-        proofs=proof_files,
     output:
         report=report("<results>/report.html", category="report"),
     log:
@@ -45,9 +43,7 @@ if measured_files:
             groups=group_files,
             evaluations=[],
             removals=[],
-            flipped=[],
             self_influence=[],
-            proofs=[],
         output:
             report="<results>/first_report.html",
         log:
