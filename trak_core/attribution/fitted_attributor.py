@@ -182,6 +182,7 @@ class FittedAttributor(ABC):
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         """Refuse a file that is of other data, settings or checkpoints."""
+        raise NotImplementedError
 
     # Files, in the layout of a run's results.
 
