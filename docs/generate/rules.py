@@ -62,7 +62,7 @@ def _configs() -> dict[str, dict[str, Any]]:
     return {
         "projected": smoke
         | {"experiments": smoke["experiments"] | described}
-        | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
+        | {"groups": ["label"], "compute": {"shards": 2}}
         | {"answers": {"tokens": True}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")} | select},
         "exact": exact | {"projection": "exact"},

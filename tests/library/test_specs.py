@@ -77,7 +77,6 @@ def all_specs(specs):
         "features": specs.features("c0", "few"),
         "train": specs.features("c0", "train"),
         "normal_matrix": specs.normal_matrix("c0"),
-        "distortion": specs.distortion("c0"),
         "embeddings": specs.embeddings.under("c0"),
         "checkpoint_scores": specs.checkpoint_scores("few", "c0"),
         "scores": specs.scores("few"),
@@ -217,7 +216,7 @@ def test_no_field_of_scores_hides_one_of_features():
 
 # What a change decides, of the jobs above.
 STORED = {"features", "train", "normal_matrix"}
-FEATURES = {"distortion", "embeddings", *STORED}
+FEATURES = {"embeddings", *STORED}
 AVERAGES = {"scores", "self_influence"}
 SCORES = {"checkpoint_scores", *AVERAGES}
 RETRAINED = {"random_subsets", "random", "top"}
@@ -236,7 +235,7 @@ RETRAINED = {"random_subsets", "random", "top"}
         ({"scoring__weighting": "curvature"}, SCORES | {"normal_matrix"}),
         ({"scoring__normalize": True}, SCORES | {"normal_matrix"}),
         ({"features_dtype": "int8"}, {*STORED, *SCORES}),
-        ({"projection__seed": 1}, {"distortion", *STORED, *SCORES}),
+        ({"projection__seed": 1}, {*STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),

@@ -30,7 +30,6 @@ from reported import (
 
 import trak_core.report
 from trak_core.artifacts import (
-    DISTORTION,
     EVALUATION,
     GROUPS,
     REMOVALS,
@@ -68,10 +67,10 @@ def test_texts_of_users_show_as_they_are(page, results):
 
 
 def test_a_first_report_says_what_is_still_measured(results, page):
-    asked = {"evaluation": {"subsets": {"count": 20, "seeds": 2}}, "distortion": {}}
+    asked = {"evaluation": {"subsets": {"count": 20, "seeds": 2}}}
     first = page_of(results, asked=asked)
     assert first.text.count("follows in report.html") == 3
-    for words in ("The first report,", "It is not measured yet.", "These errors are not measured"):
+    for words in ("The first report,", "It is not measured yet."):
         assert words in first.text
         assert words not in page.text
     assert "has no evaluation:" not in first.text
@@ -104,7 +103,7 @@ def test_printed_samples_stand_apart_from_labels(page):
 
 
 def test_what_a_user_can_add_is_said(page):
-    additions = ("has no evaluation:", "train()", "evaluation.ground_truth", "distortion: {}")
+    additions = ("has no evaluation:", "train()", "evaluation.ground_truth")
     for text in (*additions, "It was not measured.", "draw(axes, sample)", "describe(sample)"):
         assert text in page.text
 
@@ -231,16 +230,7 @@ def measured(results):
             ),
         ),
     }
-    path = results / "distortion/c0.h5"
-    with create(path, DISTORTION, {"checkpoint": {"id": "c0"}}, {}, n_streams=4) as writer:
-        errors = [[0.25, 0.01, 0.24], [0.125, 0.02, 0.13]]
-        measures = ["squared_norm", "inner_product"]
-        columns = ["measured", "standard_error", "predicted"]
-        writer.matrix("agreement", measures, columns)[:] = errors
-        for key in set(DISTORTION.keys) - {"agreement", "sample_ids"}:
-            writer.matrix(key, range(2), range(2))[:] = 1
-        writer.vector("sample_ids", np.arange(2))
-    return page_of(results, distortion=[path], **{name: [file] for name, file in files.items()})
+    return page_of(results, **{name: [file] for name, file in files.items()})
 
 
 def test_measurements_stand_in_tables(measured):
@@ -254,11 +244,6 @@ def test_measurements_stand_in_tables(measured):
         f"change of f, {BEYOND}": ["5", "-3.25", "-4.25", "-2.25"],
         f"another class predicted, {BEYOND}": ["5", "-0.0625"],
         "row-11": ["11", "1.5", "1.57"],
-        "c0": [
-            "25.00 % \N{PLUS-MINUS SIGN} 1.00 %",
-            "24.00 %",
-            "12.50 % \N{PLUS-MINUS SIGN} 2.00 %",
-        ],
     }.items():
         row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
         assert row[: len(cells)] == cells
@@ -274,9 +259,6 @@ def test_curves_are_drawn_and_described(measured):
         "More checkpoints: LDS against checkpoints averaged",
         "Damping: LDS against damping, in mean squared feature norms",
         "Change of the model output: change of the model output against training examples removed",
-        "Squared lengths: relative error, % against checkpoint, in the table's order",
-        "Inner products, relative to both lengths: relative error, % against checkpoint, "
-        "in the table's order",
     }
     for source in charts.values():
         svg = base64.b64decode(source.partition(",")[2]).decode()

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from report_page import Page
-from reported import DESCRIBE, DRAW, HOSTILE, file, lds, page_of, results_of, study_with
+from reported import DESCRIBE, DRAW, HOSTILE, lds, page_of, results_of, study_with
 
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.report.charts import group_charts, influences_figure
@@ -340,14 +340,6 @@ def test_a_saturated_study_is_told_its_power():
     answers = results_of(saturated=0.9).experiments[0]
     attributes = {name: v for name, v in answers.attributes.items() if name != "saturated"}
     assert score_warnings(replace(answers, attributes=attributes)) == []  # not known of a question
-
-
-@pytest.mark.parametrize(("measured", "warned"), [(0.11, False), (0.2, True), (0.05, False)])
-def test_a_projection_that_distorts_too_much(measured, warned):
-    columns = ["measured", "standard_error", "predicted"]
-    agreement = pd.DataFrame([[0.1, 0.01, 0.1], [measured, 0.01, 0.1]], columns=columns)
-    distortion = file({"checkpoint": {"id": "c0"}}, {"agreement": agreement})
-    assert bool(titles(distortions=[distortion])) is warned
 
 
 UNTOLD = "Too few subsets were trained on to tell how much of that the scores reach."

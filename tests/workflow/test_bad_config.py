@@ -110,7 +110,7 @@ REFUSALS = {
             "'normalise'",
             "mean normalize",
         ),
-        "distortion of so many": (at("distortion.samples", 343), "distortion", "'samples'"),
+        "a key that is gone": (at("distortion", {}), "'distortion'"),
         "a target that is no id": (
             at("experiments.mine.targets", [3.5]),
             *("experiments.mine.targets.0", "an integer or text", 3.5),
@@ -154,7 +154,6 @@ REFUSALS = {
         ),
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
         "second moments in no matrix": (ADAM | NEWTON, "adam", "`projection: gauss_newton`"),
-        "distortion of divided gradients": (ADAM | {"distortion": {}}, "adam", "`distortion`"),
     },
     "config.list_experiment": {
         "a list of one of several experiments": (
@@ -242,7 +241,6 @@ REFUSALS = {
         "exact scores in shards": (EXACT | {"compute": {"shards": 2}}, 2, "compute.shards"),
         "exact targets in shards": (EXACT_SHARDS, 3, "experiments.mine.shards"),
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
-        "distortion of nothing": (EXACT | {"distortion": {}}, "Found distortion"),
         "tokens of nothing": (EXACT | {"answers": {"tokens": True}}, "answers.tokens"),
         "a matrix of no loss": (NEWTON | {"model_output": "loss"}, "Found loss"),
         "a norm that no matrix gives": (

@@ -60,7 +60,6 @@ def jobs(tmp_path_factory):
     everything |= {
         "study": str(REPOSITORY / "config/digits.py"),
         "compute": {"shards": 2},
-        "distortion": {},
         "groups": ["label"],
         "answers": {"tokens": True},
         "experiments": everything["experiments"]

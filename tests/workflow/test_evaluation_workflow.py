@@ -177,7 +177,7 @@ BAD = {
         *("config.no_classes", "same_class", "regression"),
     ),
     "exact": ({"projection": "exact"}, "config.evaluation_of_features", "evaluation.sweep"),
-    "columns of another kind": ({"projection.kind": "sjlt"}, *COLUMNS, 16, "sjlt"),
+    "columns of another kind": ({"projection.kind": "hadamard"}, *COLUMNS, 16, "hadamard"),
     "too many columns": ({"evaluation.sweep": {"proj_dim": [33]}}, *COLUMNS, 33, "with rademacher"),
 }
 

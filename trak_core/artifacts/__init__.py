@@ -19,7 +19,6 @@ from trak_core.artifacts.check_consistency import (
 from trak_core.artifacts.format import (
     ANSWERS,
     CHECKPOINT_SCORES,
-    DISTORTION,
     EMBEDDINGS,
     EVALUATION,
     EXACT_SCORES,
@@ -46,7 +45,7 @@ from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, 
 from trak_core.artifacts.write import Writer, create, software
 
 __all__ = ["check_made_for", "check_retrained", "check_same", "check_splits", "check_together"]
-__all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS"]
+__all__ += ["ANSWERS", "CHECKPOINT_SCORES", "EMBEDDINGS"]
 __all__ += ["EVALUATION", "EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "GRAMIAN"]
 __all__ += ["OUTPUTS", "TARGETS", "TOKEN_SCORES", "selected_ids"]
 __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]

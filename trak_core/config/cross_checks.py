@@ -38,7 +38,6 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
         *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
-        ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
         (cuts, "there are no features to cut scores by", "answers.tokens"),
     ]
     if way == GAUSS_NEWTON:
@@ -64,7 +63,6 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
     rules = [
         ("training" in config, "checkpoints must bring their optimizer's state", "`training`"),
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
-        ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
     _refuse("config.preconditioner", setting, rules, "Leave either out.")

@@ -182,7 +182,7 @@ class Specs:
     @property
     def reported_first(self) -> dict[str, Any]:
         """What of that decides scores: how they are measured is in the last report."""
-        measured = {"evaluation", "distortion"} & set(self.reported)
+        measured = {"evaluation"} & set(self.reported)
         return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
 
     @property
@@ -281,10 +281,6 @@ class Specs:
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
         """Return what decides one file of features, or one Gramian."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
-
-    def distortion(self, checkpoint: str) -> FeaturesSpec:
-        """Return what decides one checkpoint's distortion; how features are stored does not."""
-        return replace(self.features(checkpoint, TRAIN), dtype="float64")
 
     @property
     def embeddings(self) -> FeaturesSpec:

@@ -68,7 +68,7 @@ _GROUPS, _NAME = 25, (22, 1)
 class Line:
     """Points that belong together, with intervals from ``low`` to ``high`` if they have any.
 
-    A ``dashed`` line is a reference, without marks. Points that are not ``joined`` stand alone.
+    A ``dashed`` line is a reference, without marks.
     """
 
     label: str
@@ -78,7 +78,6 @@ class Line:
     high: Sequence[float] | None = None
     color: str = _BLUE
     dashed: bool = False
-    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class Chart:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    together = line.joined and len(line.x) > 1
+    together = len(line.x) > 1
     if line.low is not None and line.high is not None:
         if together:
             axes.fill_between(
@@ -246,36 +245,6 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
                 y_label=_MEASURES[measure].lower(),
                 log_x=len(x) > 1,
                 x_ticks=x,
-            )
-        )
-    return charts
-
-
-def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
-    """Return measured errors beside theory's, of lengths and of inner products."""
-    titles = {
-        "squared_norm": "Squared lengths",
-        "inner_product": "Inner products, relative to both lengths",
-    }
-    x = range(1, len(distortions) + 1)
-    charts = []
-    for kind, title in titles.items():
-        errors = pd.DataFrame([file.tables["agreement"].loc[kind] for file in distortions])
-        measured, bars = 100 * errors["measured"], 200 * errors["standard_error"]
-        low, high = (measured - bars).tolist(), (measured + bars).tolist()
-        label = "measured, two standard errors either way"
-        lines = [
-            Line(label, x, measured.tolist(), low, high, joined=False),
-            Line("theory", x, (100 * errors["predicted"]).tolist(), color=_ORANGE, dashed=True),
-        ]
-        charts.append(
-            _line_chart(
-                title,
-                lines,
-                x_label="checkpoint, in the table's order",
-                y_label="relative error, %",
-                x_ticks=x,
-                most_ticks=12,
             )
         )
     return charts

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import (
-    DISTORTION,
     EVALUATION,
     GROUPS,
     NORMAL_MATRIX,
@@ -75,8 +74,8 @@ class Results:
     """All that the report is made from; what was not measured is empty.
 
     ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations`` and
-    ``groups`` by experiment, ``removals`` of an experiment and of lists, ``matrices`` and
-    ``distortions`` one a checkpoint, ``self_influence`` one at most.
+    ``groups`` by experiment, ``removals`` of an experiment and of lists, ``matrices`` one a
+    checkpoint, ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -86,7 +85,6 @@ class Results:
     evaluations: Mapping[str, File] = field(default_factory=dict)
     removals: Sequence[File] = ()
     self_influence: Sequence[File] = ()
-    distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
 
     @property
@@ -94,11 +92,6 @@ class Results:
         """Whether the config has an evaluation that is not there yet."""
         measured = (self.evaluations, self.removals, self.self_influence)
         return bool(self.config.get("evaluation")) and not any(measured)
-
-    @property
-    def awaits_distortion(self) -> bool:
-        """Whether the config has distortions that are not there yet."""
-        return "distortion" in self.config and not self.distortions
 
     @property
     def spec(self) -> Mapping[str, Any]:
@@ -120,7 +113,7 @@ class Results:
         """Every file that the report stands on."""
         measured = (*self.evaluations.values(), *self.removals, *self.self_influence)
         scored = (*self.experiments, *self.matrices)
-        return [*scored, *measured, *self.distortions, *self.groups.values()]
+        return [*scored, *measured, *self.groups.values()]
 
 
 def _file(
@@ -333,22 +326,6 @@ def condition_number(matrix: File, damping: float) -> float:
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
     # At most what float64 can tell.
     return largest / max(smallest, largest * 2.0**-52)
-
-
-def read_distortion(path: Path, results: Path) -> File:
-    """Return what a checkpoint's projection does to lengths and inner products.
-
-    Returns:
-        Table ``agreement``: relative errors, root mean square, ``squared_norm`` and
-        ``inner_product`` by row; ``measured``, its ``standard_error`` over projection matrices, and
-        ``predicted`` by theory, by column. Attributes ``n_samples`` and ``n_streams`` compared.
-    """
-    with open_artifact(path, DISTORTION) as file:
-        labels = file.index("agreement"), file.columns("agreement")
-        agreement = pd.DataFrame(file.matrix("agreement")[:].astype(float), *labels)
-        n_samples, n_streams = len(file.vector("sample_ids")), file.attribute("n_streams")
-        tables = {"agreement": agreement}
-        return _file(file, results, tables, n_samples=n_samples, n_streams=n_streams)
 
 
 # What the report shows of files as they are: tables, and single numbers.

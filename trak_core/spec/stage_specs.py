@@ -108,7 +108,7 @@ def ordered(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesSpec:
-    """What decides the numbers of features, or of a Gramian, a distortion or embeddings.
+    """What decides the numbers of features, or of a Gramian or embeddings.
 
     It is a param of the rule, is written into the file, and is compared where files are combined.
     Without checkpoint and split it holds for all of them.
@@ -309,13 +309,10 @@ def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def projection_of(
-    spec: FeaturesSpec, shapes: Sequence[Sequence[int]], offset: int = 0
-) -> ProjectionSpec:
+def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients; ``usual_kind`` if the spec has no kind.
 
-    The shapes are of the parameters that are differentiated, in order. The ``offset`` is added to
-    the checkpoint's own stream, for matrices beside its own.
+    The shapes are of the parameters that are differentiated, in order.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
@@ -328,7 +325,7 @@ def projection_of(
     return ProjectionSpec(
         **given,
         n_params=n_params,
-        stream=(stream_of(spec.checkpoint) + offset) % 2**32,
+        stream=stream_of(spec.checkpoint),
         shapes=matrices if of_matrices else None,
     )
 

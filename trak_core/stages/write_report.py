@@ -11,7 +11,6 @@ from trak_core.report.describe_samples import EACH, find_examples, targets_of_me
 from trak_core.report.read_results import (
     File,
     Results,
-    read_distortion,
     read_experiment,
     read_matrix,
     read_measured,
@@ -57,7 +56,6 @@ def write_report(
     report: Path,
     scores: Sequence[Path],
     normal_matrices: Sequence[Path],
-    distortion: Sequence[Path],
     evaluations: Sequence[Path],
     removals: Sequence[Path],
     self_influence: Sequence[Path],
@@ -68,9 +66,9 @@ def write_report(
     """Read what a study left, and write the report; the same artifacts give the same page.
 
     ``scores``, ``evaluations`` and ``groups`` have a file an experiment, ``removals`` one for an
-    experiment and for each list, ``normal_matrices`` and ``distortion`` a file a checkpoint,
-    ``self_influence`` one at most; what the config doesn't measure is empty. ``config`` is the part
-    of it that decides numbers.
+    experiment and for each list, ``normal_matrices`` a file a checkpoint, ``self_influence`` one at
+    most; what the config doesn't measure is empty. ``config`` is the part of it that decides
+    numbers.
 
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
@@ -100,7 +98,6 @@ def write_report(
         removals=measured,
         self_influence=[read_self_influence(path, folder) for path in self_influence],
         groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
-        distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)
     names = study.class_names()

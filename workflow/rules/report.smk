@@ -9,7 +9,6 @@ rule write_report:
             of_checkpoints("normal_matrix/{c}.h5") if specs.is_projected else []
         ),
         groups=group_files,
-        distortion=distortion_files,
         evaluations=evaluation_files,
         removals=removals_files,
         self_influence=self_influence_files,
@@ -42,7 +41,6 @@ if measured_files:
             scores=rules.write_report.input.scores,
             normal_matrices=rules.write_report.input.normal_matrices,
             groups=group_files,
-            distortion=[],
             evaluations=[],
             removals=[],
             self_influence=[],

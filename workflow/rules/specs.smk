@@ -67,10 +67,6 @@ def features_spec(wildcards):
     return features_spec_of(wildcards.checkpoint, wildcards.split)
 
 
-def distortion_spec(wildcards):
-    return specs.distortion(wildcards.checkpoint).as_dict()
-
-
 def embeddings_spec(wildcards):
     return specs.embeddings.under(wildcards.checkpoint).as_dict()
 
@@ -149,7 +145,6 @@ def timed(job, /, **names):
 
 # The files that a config wants beside scores: none for what it leaves out.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
-distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
@@ -159,9 +154,7 @@ self_influence_files = [f"{folder}/self_influence.h5"] * bool(
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
-measured_files = [
-    *(distortion_files + evaluation_files + removals_files + self_influence_files)
-]
+measured_files = [*(evaluation_files + removals_files + self_influence_files)]
 
 
 def name_results():
