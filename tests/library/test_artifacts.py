@@ -396,8 +396,6 @@ def test_check_same_names_what_differs(tmp_path):
 
 
 KEPT = Path(__file__).parents[1] / "data/artifacts"
-# Kinds that no later version makes.
-GONE = {"find_flipped", "prove_list"}
 
 
 @pytest.mark.parametrize(
@@ -423,7 +421,7 @@ def test_files_of_every_release_are_read_forever(archive, tmp_path):
     """One of each kind; their seals say that every number is the one that was written."""
     with tarfile.open(archive) as kept:
         kept.extractall(tmp_path, filter="data")
-    for path in (path for path in tmp_path.iterdir() if path.stem not in GONE):
+    for path in tmp_path.iterdir():
         kind = verify(path)
         assert kind.rule == path.stem
         with h5py.File(path) as file:

@@ -49,7 +49,7 @@ def compare_removals(
     """Write what models retrained without chosen samples, or on them, make of targets.
 
     ``naming`` has the ``naming`` of each job that retrained, by what chose its samples: a list
-    alone; or ``random``, ``top`` (the scores) and baselines. ``retrained`` has their files in this
+    alone; or ``top`` (the scores), ``random`` and baselines. ``retrained`` has their files in this
     order, made for ``spec`` except for the name of the subsets. In ``named_by`` is the list, or
     what a baseline compares. ``scores`` are those of the experiment whose targets count.
     ``docs/reference/evaluation-files.md`` describes the tables.
@@ -178,8 +178,8 @@ def removal_tables(
     """Return ``summary``, means over trainings and targets, and ``targets``, over trainings alone.
 
     ``values`` has, by subset and measure, shape (sizes, draws, trainings, m); ``everything`` has
-    one size, 0. The first subset after it is compared with the others. What is subtracted belongs
-    to models of one seed, so that what a seed does cancels.
+    one size, 0. The first other subset is compared with the rest. What is subtracted belongs to
+    models of one seed, so that what a seed does cancels.
     """
     summary, targets = [], []
     for measure in dict.fromkeys(name for own in values.values() for name in own):
