@@ -182,9 +182,9 @@ def ours(
     """Return features from one backward pass if the model takes it, or by another method."""
     batch = case.batch if batch is None else batch
     method = method or (gradients_in_turn if case.name in LSTMS else gradients_at_once)
-    sums = Features.zeros(case.parameters, [case.spec(kind)], len(batch), threads=1)
+    sums = Features.zeros(case.parameters, case.spec(kind), len(batch), threads=1)
     method(case.model, case.parameters, case.output, batch, sums)
-    return sums.scaled()[0]
+    return sums.scaled()
 
 
 class Nobody:

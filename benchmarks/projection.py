@@ -63,7 +63,7 @@ def check(kind: str, proj_dim: int, device: str, dtype: torch.dtype) -> None:
     spec = spec_of(kind, 700, proj_dim)
     expected = gradients.double().cpu().numpy() @ projection_matrix(spec)
     error = np.abs(project(gradients, spec).cpu().numpy() - expected).max()
-    if not error <= (1e-5 if kind in {"normal", "sjlt"} else 0) * np.abs(expected).max():
+    if not error <= (1e-5 if kind == "normal" else 0) * np.abs(expected).max():
         sys.exit(f"{kind} on {device} in {dtype} is wrong by {error:.3g}: not timed")
 
 
@@ -178,7 +178,7 @@ class Bench:
 
     def against_dense(self) -> Iterator[Row]:
         """The structured kinds beside our own dense kernel."""
-        for kind, target in (("hadamard", 20), ("sjlt", None), ("normal", None)):
+        for kind, target in (("hadamard", 20), ("normal", None)):
             for n_samples in (8, 32):
                 rows = self.gradients(n_samples, 2**18, torch.float32)
                 dense = spec_of("rademacher", 2**18, 4096)
@@ -193,7 +193,7 @@ class Bench:
 
     def against_one_thread(self) -> Iterator[Row]:
         """Two threads beside one."""
-        for kind in ("rademacher", "normal", "hadamard", "sjlt"):
+        for kind in ("rademacher", "normal", "hadamard"):
             rows = self.gradients(8, 2**20, torch.float32)
             spec = spec_of(kind, 2**20, 2048)
             yield self.row(

@@ -137,9 +137,9 @@ def features(of: Trained, kind: str, proj_dim: int, seed: int) -> np.ndarray:
     )
     rows = []
     for batch in of.batches():
-        sums = Features.zeros(of.parameters, [spec], len(batch), threads=1)
+        sums = Features.zeros(of.parameters, spec, len(batch), threads=1)
         gradients_at_once(of.model, of.parameters, of.output, batch, sums)
-        rows.append(sums.scaled()[0].numpy())
+        rows.append(sums.scaled().numpy())
     return np.concatenate(rows)
 
 

@@ -49,9 +49,9 @@ def main() -> None:
     )
 
     def features(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        sums = Features.zeros(parameters, [spec], BATCH, 1)
+        sums = Features.zeros(parameters, spec, BATCH, 1)
         method(model, parameters, output, batch, sums)
-        return sums.rows[0]
+        return sums.rows
 
     def shares(batch: dict[str, torch.Tensor], directions: Directions) -> torch.Tensor:
         n_directions = len(directions.vectors)

@@ -34,12 +34,12 @@ import numpy as np
 import pandas as pd
 import torch
 from machine import environment, write_csv
+from sklearn.metrics import roc_auc_score
 from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
 from trak_core.config.specs_from_config import specs_of
 from trak_core.evaluation.intervals import mean_interval
-from trak_core.evaluation.lds import auc
 from trak_core.lists.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
@@ -228,6 +228,10 @@ def _rankings(folder: Path, study: ModuleType) -> Draw:
     return Draw(study.is_wrong, scores)
 
 
+def _auc(scores: np.ndarray, is_wrong: np.ndarray) -> float:
+    return float(roc_auc_score(is_wrong, scores))
+
+
 def _precision(scores: np.ndarray, is_wrong: np.ndarray) -> float:
     first = np.argsort(-scores, kind="stable")[: int(is_wrong.sum())]
     return float(is_wrong[first].mean())
@@ -236,7 +240,7 @@ def _precision(scores: np.ndarray, is_wrong: np.ndarray) -> float:
 def _rows(draws: list[Draw]) -> list[Row]:
     """Compare every ranking with `suspects`, by the same bootstrap draws."""
     names = list(draws[0].scores)
-    measures: list[Callable[[np.ndarray, np.ndarray], float]] = [auc, _precision]
+    measures: list[Callable[[np.ndarray, np.ndarray], float]] = [_auc, _precision]
     whole = np.array([
         [[m(one.scores[name], one.is_wrong) for one in draws] for name in names] for m in measures
     ]).mean(axis=2)
@@ -388,7 +392,7 @@ def main() -> None:
             study = _study(folder, number)
             draws.append(_rankings(folder, study))
             one = draws[-1]
-            aucs = {name: round(auc(s, one.is_wrong), 4) for name, s in one.scores.items()}
+            aucs = {name: round(_auc(s, one.is_wrong), 4) for name, s in one.scores.items()}
             print(f"draw {number}: {one.is_wrong.sum()} wrong labels, AUC {aucs}")
             if number == 0:
                 for table in ("groups", "differences"):

@@ -27,13 +27,12 @@ PARAMS = {
     "experiment": "`lists.{list}.experiment`",
     "early": "`at` of checkpoints",
     "embeddings_spec": "what decides the embeddings",
-    "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",
     "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "mean_of": "the experiment's `mean` and `minus`",
-    "naming": "what names samples: targets and scores, or `evaluation.lists.{list}.fractions`",
+    "naming": "what names samples: targets and scores, or `evaluation.removals.{list}.fractions`",
     "output_words": "the words of a `model_output` of your own",
     "pool": "`lists.select.pool`",
     "pool_spec": "what decides the pool's features",
@@ -57,14 +56,13 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
-    smoke["evaluation"]["lists"] = ["suspects"]
-    smoke["evaluation"]["removals"]["baselines"] = ["embedding_cosine"]
+    smoke["evaluation"]["removals"] |= {"baselines": ["embedding_cosine"], "suspects": {}}
     select = {"select": {"experiment": "mix", "pool": "pool.py"}}
     described = {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}}
     return {
         "projected": smoke
         | {"experiments": smoke["experiments"] | described}
-        | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
+        | {"groups": ["label"], "compute": {"shards": 2}}
         | {"answers": {"tokens": True}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")} | select},
         "exact": exact | {"projection": "exact"},

@@ -16,7 +16,6 @@ from damage_worker import seal
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
     FEATURES,
-    FLIPPED,
     NORMAL_MATRIX,
     SCORES,
     SELF_INFLUENCE,
@@ -437,8 +436,8 @@ def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
     rows = {"train_id": ["a", "b", "ü"], "flipped": [True, False, True], "score": [0.5, -1.0, 2.0]}
     expected = pd.DataFrame({**rows, "rank": [2, 3, 1]})
     kept, new = KEPT.parent / "tables_of_pandas_3.h5", tmp_path / "new.h5"
-    with create(new, FLIPPED, {}, {}) as file:
-        for name in FLIPPED.keys:
+    with create(new, SELF_INFLUENCE, {}, {}) as file:
+        for name in ("train", "detection"):
             file.table(name, expected, ["train_id", "rank"])
     for path in (kept, new):
         found = pd.read_hdf(path, key)

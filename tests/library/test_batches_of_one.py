@@ -245,10 +245,10 @@ def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
     batch = as_batch({"input_ids": tokens, "labels": tokens}, LANGUAGE_MODELLING)
     features, most = [], []
     for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one):
-        sums = Features.zeros(parameters, [spec], 1, threads=1)
+        sums = Features.zeros(parameters, spec, 1, threads=1)
         with Storages(model) as storages:
             method(model, parameters, LANGUAGE_MODELLING, batch, sums)
-        features.append(sums.scaled()[0])
+        features.append(sums.scaled())
         most.append(storages.most)
     smallest = 200 * 200 * 4
     assert max(most[:2]) < smallest / 4 < smallest <= most[2]

@@ -125,7 +125,6 @@ LIGHT = [
             (f"trak_core.config.{name}", HEAVY)
             for name in ("cross_checks", "specs_from_config", "preflight")
         ),
-        ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.attribution.solve", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.compute_scores", {"torch", "numba", "pandas"}),
         ("trak_core.stages.join_shards", {"torch", "numba", "pandas"}),

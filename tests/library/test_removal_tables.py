@@ -1,4 +1,4 @@
-"""What retrained models say of a list, beside plain loops."""
+"""What retrained models say of chosen samples, beside plain loops."""
 
 import numpy as np
 import pandas as pd
@@ -8,8 +8,18 @@ from scipy.stats import binom
 
 from trak_core.lists.lists import best_in_turn
 from trak_core.model_outputs.about_outputs import TABLE, about_output
-from trak_core.stages.compare_removals import measures, proof_tables
+from trak_core.stages.compare_removals import measures, removal_tables
 from trak_core.study.retraining_draws import sizes_of
+
+
+def tables(values, sizes):
+    """Of a list: the values have shape (draws, 1 + 2 S, m), as a job of each draw trains."""
+    by_subset = {}
+    for measure, numbers in values.items():
+        whole, own, random = np.split(numbers.swapaxes(0, 1)[:, None], [1, 1 + len(sizes)])
+        for subset, part in {"everything": whole, "list": own, "random": random}.items():
+            by_subset.setdefault(subset, {})[measure] = part
+    return removal_tables(by_subset, sizes, range(numbers.shape[-1]))
 
 
 def test_losses_are_those_of_torch():
@@ -41,7 +51,7 @@ def test_sizes_are_parts_that_leave_one():
     assert sizes_of([0.05, 0.1], n_train=10, n_listed=0) == []
 
 
-def test_a_list_that_is_a_part_is_proved_with_its_last_sample():
+def test_a_list_that_is_a_part_is_taken_with_its_last_sample():
     train = pd.DataFrame({"id": range(21), "help": 1.0, "harm": 0.0})
     top = pd.DataFrame({"target_id": [0], "rank": [1], "train_id": [3], "score": [1.0]})
     n_listed = len(best_in_turn(train, top, 0.2))
@@ -55,35 +65,35 @@ def test_what_a_seed_does_cancels_in_the_difference():
     seeds = np.array([-4.0, 0.0, 7.0])[:, None, None]
     values = np.zeros((3, 5, 2)) + seeds
     values[:, 2] += 1  # the list's second size
-    summary, models = proof_tables({"output": values}, [10, 20])
+    summary, targets = tables({"output": values}, [10, 20])
     rows = {(row.subset, row.n): row for row in summary.itertuples()}
     assert set(rows) == {
         ("everything", 0),
-        *((subset, n) for subset in ("list", "random", "difference") for n in (10, 20)),
+        *((subset, n) for subset in ("list", "random", "list less random") for n in (10, 20)),
     }
-    assert (rows["difference", 10].low, rows["difference", 10].high) == (0, 0)
-    assert (rows["difference", 20].low, rows["difference", 20].high) == (1, 1)
+    assert (rows["list less random", 10].low, rows["list less random", 10].high) == (0, 0)
+    assert (rows["list less random", 20].low, rows["list less random", 20].high) == (1, 1)
     assert rows["list", 20].mean == pytest.approx(2)
     assert rows["list", 20].low < -2
-    one = models.query("subset == 'list' and n == 20")
-    assert one["mean"].tolist() == [-3, 1, 8]
+    assert targets.query("subset == 'list' and n == 20")["mean"].tolist() == [2, 2]
+    assert "list less random" not in set(targets["subset"])
 
 
 def test_models_that_agree_are_not_certain_of_other_targets():
     """Of n targets none differs: with the part that the interval ends at, that is so in 5 %."""
     values = np.ones((3, 3, 40))
     values[:, 1, :] = 0  # the list
-    summary, _ = proof_tables({"accuracy": values, "output": values}, [5])
+    summary, _ = tables({"accuracy": values, "output": values}, [5])
     rows = {row.subset: row for row in summary.query("measure == 'accuracy'").itertuples()}
     for subset in ("everything", "random"):
         assert rows[subset].high == 1
         assert binom.pmf(40, 40, rows[subset].low) == pytest.approx(0.05)
     assert rows["list"].low == 0
     assert binom.pmf(0, 40, rows["list"].high) == pytest.approx(0.05)
-    assert rows["difference"].low == -1
-    assert binom.pmf(40, 40, -rows["difference"].high) == pytest.approx(0.05)
-    same, _ = proof_tables({"accuracy": np.ones((3, 3, 40))}, [5])
-    (less,) = same.query("subset == 'difference'").itertuples()
+    assert rows["list less random"].low == -1
+    assert binom.pmf(40, 40, -rows["list less random"].high) == pytest.approx(0.05)
+    same, _ = tables({"accuracy": np.ones((3, 3, 40))}, [5])
+    (less,) = same.query("subset == 'list less random'").itertuples()
     assert less.mean == 0
     assert less.high == -less.low == pytest.approx(1 - rows["random"].low)
     assert set(summary.query("measure == 'output' and subset == 'list'")["high"]) == {0}
@@ -94,7 +104,7 @@ def test_one_wrong_prediction_makes_no_interval_shorter():
     for n_wrong in (0, 1, 5):
         values = np.ones((5, 3, 50))
         values[:n_wrong, :, 7] = 0
-        summary, _ = proof_tables({"accuracy": values}, [5])
+        summary, _ = tables({"accuracy": values}, [5])
         (row,) = summary.query("subset == 'everything'").itertuples()
         widths.append(row.high - row.low)
     assert widths == sorted(widths)
@@ -105,9 +115,9 @@ def test_intervals_stay_where_a_measure_can_be():
     accuracies = np.array([1.0, 0.99, 1.0, 0.9])[:, None, None] * np.ones((4, 3, 30))
     accuracies[:, 2] -= 0.01 * np.arange(4)[:, None]
     values = {"accuracy": accuracies, "target_loss": 1 - accuracies, "output": accuracies - 1}
-    summary, _ = proof_tables(values, [5])
+    summary, _ = tables(values, [5])
     rows = {(row.measure, row.subset): row for row in summary.itertuples()}
     assert rows["accuracy", "everything"].high == 1
     assert rows["target_loss", "everything"].low == 0
     assert rows["output", "everything"].high > 0
-    assert rows["target_loss", "difference"].low < 0
+    assert rows["target_loss", "list less random"].low < 0

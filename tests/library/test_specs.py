@@ -43,8 +43,7 @@ EVALUATION = {
     "subsets": {"count": 60, "seeds": 2, "seed": 7, "fraction": 0.5, "same_seeds": False},
     "baselines": ["random"],
     "sweep": {"damping": [0.5], "loss_weight_power": [1], "proj_dim": [16]},
-    "flipped": {"fraction": 0.1},
-    "removals": {"experiment": "few", "targets": 2, "n_removed": [4]},
+    "removals": {"experiment": "few", "targets": 2, "n_removed": [4], "baselines": []},
 }
 
 
@@ -78,7 +77,6 @@ def all_specs(specs):
         "features": specs.features("c0", "few"),
         "train": specs.features("c0", "train"),
         "normal_matrix": specs.normal_matrix("c0"),
-        "distortion": specs.distortion("c0"),
         "embeddings": specs.embeddings.under("c0"),
         "checkpoint_scores": specs.checkpoint_scores("few", "c0"),
         "scores": specs.scores("few"),
@@ -87,13 +85,7 @@ def all_specs(specs):
     if "subsets" in specs.evaluation:
         found["random_subsets"] = specs.random_subsets
     if "removals" in specs.evaluation:
-        found |= {
-            "random_removals": specs.random_removals,
-            "top_removals": specs.top_removals,
-            "flipped": specs.found_flipped,
-            "flipped_normal_matrix": specs.found_flipped.under("c0").of_normal_matrix(),
-            "flipped_features": specs.all_flipped_features.under("c0").of("train"),
-        }
+        found |= {by: specs.removals_spec(by) for by in ("random", "top")}
     return found
 
 
@@ -223,13 +215,11 @@ def test_no_field_of_scores_hides_one_of_features():
 
 
 # What a change decides, of the jobs above.
-MATRICES = {"normal_matrix", "flipped_normal_matrix"}
-STORED = {"features", "train", "flipped_features", *MATRICES}
-FEATURES = {"distortion", "embeddings", *STORED}
-AVERAGES = {"scores", "self_influence", "flipped"}
+STORED = {"features", "train", "normal_matrix"}
+FEATURES = {"embeddings", *STORED}
+AVERAGES = {"scores", "self_influence"}
 SCORES = {"checkpoint_scores", *AVERAGES}
-OF_FLIPPED = {"flipped", "flipped_features", "flipped_normal_matrix"}
-RETRAINED = {"random_subsets", "random_removals", "top_removals"}
+RETRAINED = {"random_subsets", "random", "top"}
 
 
 @pytest.mark.parametrize(
@@ -239,23 +229,22 @@ RETRAINED = {"random_subsets", "random_removals", "top_removals"}
         ({"compute__shards": 1}, set()),
         ({"scoring__top": 3}, set()),
         ({"scoring__combine": "average_of_products"}, AVERAGES),
-        ({"scoring__combine": "unit_average"}, SCORES | MATRICES),
+        ({"scoring__combine": "unit_average"}, SCORES | {"normal_matrix"}),
         ({"scoring__loss_weight_power": 1}, AVERAGES),
         ({"scoring__damping": 1}, SCORES),
-        ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
-        ({"scoring__normalize": True}, SCORES | MATRICES),
+        ({"scoring__weighting": "curvature"}, SCORES | {"normal_matrix"}),
+        ({"scoring__normalize": True}, SCORES | {"normal_matrix"}),
         ({"features_dtype": "int8"}, {*STORED, *SCORES}),
-        ({"projection__seed": 1}, {"distortion", *STORED, *SCORES}),
+        ({"projection__seed": 1}, {*STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),
         ({"training": {"steps": 6}}, RETRAINED),
-        ({"evaluation__flipped__fraction": 0.2}, OF_FLIPPED),
         ({"evaluation__subsets__seeds": 3}, {"random_subsets"}),
         ({"evaluation__subsets__count": 9}, set()),
         ({"evaluation__subsets__fraction": 0.9}, {"random_subsets"}),
         ({"evaluation__subsets__same_seeds": True}, {"random_subsets"}),
-        ({"evaluation__removals__n_removed": [4, 8]}, {"random_removals", "top_removals"}),
+        ({"evaluation__removals__n_removed": [4, 8]}, {"random", "top"}),
     ],
 )
 def test_what_a_change_of_the_config_decides(made, change, decided):
@@ -350,11 +339,21 @@ def test_a_run_is_trained_once_for_all_of_its_times(made):
 def test_jobs_of_retraining(made):
     specs = made(evaluation=EVALUATION)
     assert specs.subset_groups() == [(0, 24), (25, 49), (50, 59)]
-    assert specs.removal_groups() == [[3, 1]]
+    of_scores = {"scores_spec": specs.scores("few").as_dict(), "target_ids": [3, 1]}
+    assert specs.removal_jobs == {"top": [of_scores], "random": [{}]}
+    assert [*specs.removals] == ["few"]
     assert specs.random_subsets.seed == 7
     assert specs.random_subsets.run_seeds is None
     assert specs.random_subsets == replace(specs.random_subsets, arguments={"steps": 5})
-    assert replace(specs.random_removals, subsets="top removals", draws=0) == specs.top_removals
+    removals = {"drop": {"seeds": 2}, "select": {"experiment": "one", "seeds": 2}}
+    lists = {"drop": {"experiment": "few"}, "select": {"experiment": "few"}}
+    specs = made(evaluation={"removals": removals}, lists=lists)
+    assert specs.removals["lists/drop"]["experiment"] == "few"
+    assert specs.removals["lists/select"]["experiment"] == "one"
+    drop = {"kind": "drop", "fractions": [0.05, 0.1, 0.2]}
+    assert specs.removal_jobs["drop"] == [drop | {"draw": draw} for draw in range(2)]
+    assert specs.removal_jobs["select"][1]["fractions"] == [0.0125, 0.025, 0.05]
+    assert specs.removals_spec("drop").subsets == "list"
 
 
 def test_the_very_training_is_that_of_the_first_runs(made):

@@ -15,7 +15,7 @@ from refused import refused
 from trak_core.attribution.fitted_attributor import Setup
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.queries.open_run import OpenRun
-from trak_core.study.dataset_split import Split
+from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.study import Study
 
 REASON = re.compile(r"(?<=entry 0: |for ids: ).+")  # torch's own words
@@ -29,6 +29,20 @@ def test_tuples_stay_tuples():
     x, y = batch((torch.zeros(3), 1), (torch.ones(3), 2))
     assert torch.equal(x, torch.tensor([[0.0] * 3, [1.0] * 3]))
     assert torch.equal(y, torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    "kind", [int, np.int64, np.uint8, np.array, torch.tensor, lambda x: np.array(x, np.int16)]
+)
+@pytest.mark.parametrize("make", [lambda x, y: (x, y), lambda x, y: {"x": x, "labels": y}])
+def test_another_label_is_of_the_type_of_its_own(kind, make):
+    before = make(torch.ones(2), kind(1))
+    after = with_label(before, 2)
+    a, b = (x["labels"] if isinstance(x, dict) else x[-1] for x in (before, after))
+    assert b == 2
+    assert type(a) is type(b)
+    assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
+    assert np.shape(a) == np.shape(b) == ()
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])

@@ -173,7 +173,7 @@ class WithBias(nn.Module):
         return {"logits": self.head(x + self.norm(x.mean(1))[:, None])}
 
 
-@pytest.mark.parametrize("kind", ["sjlt", "tensor_sketch"])
+@pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
 @pytest.mark.parametrize("make", [llama, WithBias])
 def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     torch.manual_seed(0)
@@ -235,7 +235,7 @@ def test_ranks_of_routed_tokens_are_no_places():
     texts = torch.randint(1, N_WORDS, (2, N_TOKENS))
     texts[1, :3] = 0
     n_params = sum(p.numel() for p in parameters.values())
-    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    spec = ProjectionSpec(kind="rademacher", n_params=n_params, proj_dim=32, seed=1, stream=2)
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
     directions = Directions(parameters, spec, torch.randn(1, 32))
     shares = Shares.zeros(parameters, directions, pairs, N_TOKENS)
@@ -251,7 +251,7 @@ def test_a_sample_without_pairs_has_no_shares():
     model, output = llama().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
     n_params = sum(p.numel() for p in parameters.values())
-    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    spec = ProjectionSpec(kind="rademacher", n_params=n_params, proj_dim=32, seed=1, stream=2)
     none = torch.tensor([], dtype=torch.long)
     directions = Directions(parameters, spec, torch.randn(1, 32))
     shares = Shares.zeros(parameters, directions, Pairs(none, none), N_TOKENS)
@@ -265,7 +265,7 @@ def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     """Layers of one size are held as far as they fit, not all or none."""
     monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
-    spec = ProjectionSpec(kind="sjlt", n_params=100, proj_dim=32, seed=1, stream=2)
+    spec = ProjectionSpec(kind="rademacher", n_params=100, proj_dim=32, seed=1, stream=2)
     directions = Directions(parameters, spec, torch.randn(2, 32))
     held = [directions.held(parameter) for parameter in parameters.values()]
     # Five biases of four entries, and one matrix of sixteen, for two vectors.

@@ -43,7 +43,7 @@ def test_lanes_of_a_check_are_those_of_make():
 
 def test_names_of_rules_tests_and_commands_are_true():
     rules = "".join(path.read_text() for path in (REPOSITORY / "workflow/rules").glob("*.smk"))
-    assert "use rule compute_features as compute_features_flipped" in rules
+    assert "use rule compute_scores as compute_scores_pool" in rules
     assert "def test_lists" in (REPOSITORY / "tests/library/test_artifacts.py").read_text()
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)", PAGE):

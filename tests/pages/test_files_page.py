@@ -11,7 +11,6 @@ from linear_study import SPEC, with_two_checkpoints
 from pipeline import ON_CPU, run_exact_stages, run_stages
 from workspace import REPOSITORY
 
-from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.stages.select_targets import select_targets
@@ -73,9 +72,8 @@ def check_file(path, section):
 
 def section_of(name):
     """Return what the page says of a file; some are of the form of others."""
-    name = re.sub(r"^flipped/features/(.*)\.h5", r"features/\1/train.h5", name)
-    name = re.sub(r"^flipped/normal", "normal", name)
-    name = re.sub(r"^retrained/(random|[\w/]+/\d+)\.h5", "retrained/0-1.h5", name)
+    name = re.sub(r"^retrained/\w+/\d+\.h5", "retrained/0-1.h5", name)
+    name = re.sub(r"^removals/lists/", "removals/", name)
     for pattern, section in SECTIONS:
         if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(pattern)), name):
             return pattern, section
@@ -97,7 +95,6 @@ def test_files_of_an_evaluated_study(evaluated):
     seen = check_run(evaluated.path("results"))
     assert {pattern.split("/")[0] for pattern in patterns - seen} == {
         "gramian",
-        "distortion",
         "outputs",
         "targets",
         "token_scores",
@@ -105,22 +102,13 @@ def test_files_of_an_evaluated_study(evaluated):
 
 
 def test_files_that_other_settings_leave(tmp_path):
-    """Exact scores, top influences alone, unit averages, and what the projection does."""
+    """Exact scores, top influences alone, unit averages."""
     study, checkpoints, _ = given = with_two_checkpoints(tmp_path)
     kept, unit, exact = (tmp_path / name for name in ("top", "unit", "exact"))
     run_stages(kept, *given, model_output="regression", proj_dim=8, keep="top_k")
     other = {"combine": "unit_average", "dtype": "int8"}
     run_stages(unit, *given, model_output="regression", proj_dim=8, **other)
     run_exact_stages(exact, *given, model_output="regression")
-    compute_distortion(
-        distortion=unit / "distortion/c0.h5",
-        checkpoint=checkpoints["c0"],
-        study_file=study,
-        spec=SPEC.under("c0").of_train(),
-        most_samples=10,
-        n_streams=2,
-        **ON_CPU,
-    )
     spec = replace(SPEC.features, projection={"kind": "none"}, split="all")
     outputs = unit / "outputs/c0.h5"
     compute_outputs(
@@ -155,7 +143,7 @@ def test_files_that_other_settings_leave(tmp_path):
     )
     # No text has tokens here.
     assert set(pd.read_hdf(kept / "token_scores/mine.h5", "tokens")["token"]) == {-1}
-    in_unit = {"distortion/{checkpoint}.h5", "outputs/{checkpoint}.h5", "targets/{experiment}.h5"}
+    in_unit = {"outputs/{checkpoint}.h5", "targets/{experiment}.h5"}
     assert in_unit <= check_run(unit)
     assert "gramian/{checkpoint}/{split}.h5" in check_run(exact)
     assert {"scores/{experiment}.h5", "token_scores/{experiment}.h5"} <= check_run(kept)

@@ -44,12 +44,12 @@ def test_the_tutorial(tmp_path, monkeypatch):
 
 def check_lists(study):
     """The page's configs are valid, each for a study that has what the page says it needs."""
-    lists, proof, pool = (yaml.safe_load(text) for info, text in blocks(LISTS) if info == "yaml")
+    lists, removals, pool = (yaml.safe_load(text) for info, text in blocks(LISTS) if info == "yaml")
     save_weights(study.path("c0.pt"))
     experiments = {name: {"targets": "all"} for name in ("held-out", "test")}
     check(study, {**lists, "experiments": experiments})
     trains = yaml.safe_load(dict(blocks(TRUST))["yaml trust.yaml"])
-    check(study, {**trains, **proof, "experiments": experiments, "results": "results-proof"})
+    check(study, {**trains, **removals, "experiments": experiments, "results": "results-removals"})
     source = study.path("diabetes.py")
     source.write_text(f"{source.read_text()}\n\ndef encode(row):\n    return x[row], y[row]\n")
     study.path(pool["lists"]["select"]["pool"]).write_text('{"row": 3}\n{"row": 5}\n')

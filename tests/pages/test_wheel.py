@@ -55,9 +55,8 @@ print(*project(np.float32([[1, 2, 3]]), spec)[0], code_digest({STAGE!r}))
 NET = """
 from torch import nn
 
-class Net(nn.Sequential):
-    def __init__(self, width=32):
-        super().__init__(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 1))
+def net():
+    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
 """
 PROFILE = """
 from trak_core.command.run import snakemake_command
@@ -155,7 +154,7 @@ def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
     torch.save(network().state_dict(), tmp_path / "c0.pt")
     (own := tmp_path / "own").mkdir()
     shutil.copy2(tmp_path / "c0.pt", own)
-    (own / "net.py").write_text(NET)
+    (own / "nets.py").write_text(NET)
     study = runpy.run_path(str(tmp_path / "diabetes.py"))
     rows = pd.DataFrame(study["x"].numpy()).assign(label=study["y"].numpy())
     rows[:342].to_csv(own / "train.csv", index=False)

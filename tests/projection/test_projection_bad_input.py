@@ -74,10 +74,7 @@ def test_rows_that_are_not_finite_are_named(kind):
         ({"seed": 2**64}, "range", ["seed", 2**64]),
         ({"stream": 2**32}, "range", ["stream", 2**32]),
         ({"version": 2}, "range", ["version", 2]),
-        ({"stripes": 2}, "kind_without_stripes", ["stripes 2", "kind rademacher"]),
         ({"proj_dim": 6, "kind": "hadamard"}, "power_of_two", ["hadamard", 6]),
-        ({"proj_dim": 6, "kind": "sjlt"}, "stripes", ["stripes 4", "proj_dim 6"]),
-        ({"stripes": 0, "kind": "sjlt"}, "stripes", ["stripes 0", "proj_dim 2"]),
         ({"kind": "tensor_sketch"}, "no_shapes", ["tensor_sketch"]),
         ({"kind": "tensor_sketch", "shapes": [(2, 3)]}, "shapes", ["6 entries", "n_params 5"]),
         (

@@ -1,4 +1,4 @@
-"""The matrix as random numbers: distortion, moments, streams."""
+"""The matrix as random numbers: errors of norms and inner products, moments, streams."""
 
 from dataclasses import replace
 
@@ -6,10 +6,51 @@ import numpy as np
 import pytest
 from projections import KINDS, spec_of
 
-from trak_core.evaluation.distortion import inner_products, product_variances
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of
+
+
+def of_pairs(x, y):
+    """Sum (x_a y_b + x_b y_a)^2 over all pairs of different coordinates a, b of the last axis."""
+    squares = (x**2).sum(-1) * (y**2).sum(-1) + (x * y).sum(-1) ** 2
+    return squares - 2 * ((x * y) ** 2).sum(-1)
+
+
+def variance(x, y, spec):
+    """Var <Rx, Ry> over the choice of the matrix, for the scaled R of a kind; in float64.
+
+    Errors come from pairs of coordinates. Those of one block of ``hadamard`` make none, because its
+    rows are orthogonal; entries of ``normal`` have squares that vary, too. Source: Achlioptas, JCSS
+    2003, for ``rademacher``.
+
+    A row of ``tensor_sketch`` has one entry, so that errors come from pairs that share a column.
+    Coordinates of two parameters do once in k. Those of one parameter's row never do where their
+    buckets are of one run of k indices; of different runs all rows' coordinates do together, once
+    in k; and so do columns. All others do once in k - 1, or in k with sides longer than k.
+    """
+    k, shapes = spec.proj_dim, spec.shapes
+    total = of_pairs(x, y)
+    if spec.kind == "normal":
+        total += 2 * ((x * y) ** 2).sum()
+    elif spec.kind == "hadamard":
+        starts = range(0, len(x), k)
+        total -= sum(of_pairs(x[start : start + k], y[start : start + k]) for start in starts)
+    elif spec.kind == "tensor_sketch":
+        ends = np.cumsum([n0 * n1 for n0, n1 in shapes])[:-1]
+        for shape, *own in zip(shapes, np.split(x, ends), np.split(y, ends), strict=True):
+            a, b = (part.reshape(shape) for part in own)
+            sides = [(a, b), (a.T, b.T)]
+            others = of_pairs(*own) - sum(of_pairs(*side).sum() for side in sides)
+            often = k / (k - 1) if max(shape) <= k else 1
+            total += often * others - of_pairs(*own) + sum(met(*side, k) for side in sides)
+    return total / k
+
+
+def met(a, b, k):
+    """Sum (M_jl + M_lj)^2 over pairs of columns of different runs, M = a^T b."""
+    products, runs = a.T @ b, np.arange(a.shape[1]) // k
+    return ((products + products.T) ** 2)[runs[:, None] < runs].sum()
 
 
 def gradients_of(family, n_params):
@@ -36,13 +77,44 @@ def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
     rows = gradients_of(family, n_params)
     specs = [spec_of(kind, n_params, k, stream=stream) for stream in range(n_streams)]
     projected = [project(rows, spec, scale=True).astype(np.float64) for spec in specs]
-    exact, variances = inner_products(rows, rows), product_variances(rows, rows, specs[0])
+    rows = rows.astype(np.float64)
     for j in (0, 1):  # the norm of the first row, and its product with the second
-        expected = variances[0, j]
-        deviations = np.array([p[0] @ p[j] for p in projected]) - exact[0, j]
+        expected = variance(rows[0], rows[j], specs[0])
+        deviations = np.array([p[0] @ p[j] for p in projected]) - rows[0] @ rows[j]
         assert abs(deviations.mean()) < 3 * np.sqrt(expected / n_streams)
         squares = deviations**2
         assert abs(squares.mean() - expected) < 3 * squares.std() / np.sqrt(n_streams)
+
+
+@pytest.mark.parametrize("shapes", [[(20, 3)], [(3, 20)], [(20, 1), (8, 5)], [(24, 24)]])
+def test_sides_longer_than_a_tensor_sketch_cost_what_theory_says(shapes):
+    """Norms and inner products, of gradients that are close to each other."""
+    n_params, n_streams = sum(n0 * n1 for n0, n1 in shapes), 1500
+    rows = np.random.default_rng(4).standard_normal((2, n_params)).astype(np.float32)
+    rows += 2 * rows.mean(0)
+    sizes = {"n_params": n_params, "proj_dim": 8, "shapes": shapes}
+    spec = ProjectionSpec(kind="tensor_sketch", **sizes, seed=1, stream=0)
+    streams = [replace(spec, stream=stream) for stream in range(n_streams)]
+    projected = [project(rows, own, scale=True).astype(np.float64) for own in streams]
+    rows = rows.astype(np.float64)
+    for j in (0, 1):
+        squares = np.array([p[0] @ p[j] - rows[0] @ rows[j] for p in projected]) ** 2
+        expected = variance(rows[0], rows[j], spec)
+        assert abs(squares.mean() - expected) < 4 * squares.std() / np.sqrt(n_streams)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("rademacher", 1), ("normal", None), ("hadamard", 8), ("tensor_sketch", 1)]
+)
+def test_blocks_that_are_alone_in_a_gradient_have_no_error(kind, kept):
+    """Whole blocks of proj_dim coordinates, single ones, or none; two blocks have errors."""
+    for stream in range(8):
+        spec = spec_of(kind, 16, 8, stream=stream)
+        matrix = projection_matrix(spec) * spec.scale
+        errors = np.abs(matrix @ matrix.T - np.eye(16))
+        largest = {n: max(errors[i : i + n, i : i + n].max() for i in (0, 8)) for n in (1, 8)}
+        assert max((n for n in largest if largest[n] < 1e-12), default=None) == kept
+        assert errors.max() > 1e-12
 
 
 @pytest.mark.parametrize("rank", [1, 4])
@@ -58,7 +130,7 @@ def test_a_side_longer_than_a_tensor_sketch_costs_what_theory_says(rank):
     for stream in range(n_streams):
         y = project(x.astype(np.float32), replace(spec, stream=stream), scale=True)
         squares.append(((y.astype(np.float64) ** 2).sum() - 1) ** 2)
-    expected = product_variances(x, x, spec).item()
+    expected = variance(x[0], x[0], spec)
     assert abs(np.mean(squares) - expected) < 4 * np.std(squares) / np.sqrt(n_streams)
     assert expected < (2 + 6 * ((g @ g.T) ** 2).sum()) / k
 

@@ -75,3 +75,23 @@ def reads(monkeypatch):
 
     monkeypatch.setattr(LoadedModel, "of_study", watched)
     return paths
+
+
+@pytest.fixture
+def linear(tmp_path, monkeypatch):
+    """The linear study with its checkpoints in this folder, and an attributor of tensors."""
+    import torch
+    from linear_study import with_two_checkpoints
+
+    from trak_core import Attributor
+    from trak_core.study.study import Study
+
+    monkeypatch.chdir(tmp_path)
+    study = Study.load(with_two_checkpoints(tmp_path)[0]).module
+    train, targets = (study.x[:30], study.y[:30]), (study.x[30:], study.y[30:])
+
+    def attributor(checkpoints=("c0.pt", "c1.pt"), **settings):
+        settings = {"proj_dim": 8, **settings}
+        return Attributor(torch.nn.Linear(3, 1), "regression", checkpoints, **settings)
+
+    return train, targets, attributor

@@ -1,8 +1,8 @@
 """An attributor in process gives the pipeline's scores, whatever its data and weights come as."""
 
 import inspect
+import pickle
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.stages.compute_gramian import compute_newton_scores
 from trak_core.study.study import Study
+from trak_core.system.progress import notice
 
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
 # Settings of a config, with what is said of checkpoints.
@@ -66,20 +67,6 @@ def keywords(config):
     own = {"projection": projection} if isinstance(projection, str) else projection
     others = {k: config[k] for k in ("parameters", "features_dtype") if k in config}
     return {**own, **config.get("scoring", {}), **others}
-
-
-@pytest.fixture
-def linear(tmp_path, monkeypatch):
-    """The linear study with its checkpoints in this folder, and an attributor of tensors."""
-    monkeypatch.chdir(tmp_path)
-    study = Study.load(with_two_checkpoints(tmp_path)[0]).module
-    train, targets = (study.x[:30], study.y[:30]), (study.x[30:], study.y[30:])
-
-    def attributor(checkpoints=("c0.pt", "c1.pt"), **settings):
-        settings = {"proj_dim": 8, **settings}
-        return Attributor(torch.nn.Linear(3, 1), "regression", checkpoints, **settings)
-
-    return train, targets, attributor
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -186,6 +173,12 @@ def test_data_that_may_be_read_wrongly_is_refused(linear):
     fit = attributor().fit
     with refused("study.given_random", "augmentation"):
         fit(Augmented(*train))
+    # Most samples are read as before.
+    torch.manual_seed(0)
+    Augmented.__getitem__ = lambda self, i: (train[0][i] * (1 - 2 * (torch.rand(()) < 0.1)), 0.0)
+    for _ in range(20):
+        with refused("study.given_random"):
+            fit(Augmented(*train))
     with refused("study.given_tensors", "torch.Size([30])", "torch.Size([29, 3])"):
         fit((train[0][1:], train[1]))
     with refused("study.given_data", "generator"):
@@ -224,38 +217,6 @@ def test_weights_may_be_paths_or_state_dicts(linear):
         attributor("c9.pt")
     with refused("model.no_optimizer_path", "c0"):
         attributor({"c0": states[0]}, preconditioner="adam").fit(train)
-
-
-def test_a_folder_keeps_features_of_the_same_data_and_settings(linear, tmp_path):
-    train, targets, attributor = linear
-    folder = tmp_path / "kept"
-    expected = attributor().fit(train, folder).score(targets).frame
-    files = sorted(folder.rglob("*.h5"))
-    before = [file.stat().st_mtime_ns for file in files]
-    assert attributor().fit(train, folder).score(targets).frame.equals(expected)
-    assert [file.stat().st_mtime_ns for file in files] == before
-    # One checkpoint changes: its files are made again, and no others.
-    state = torch.load("c1.pt")
-    torch.save({name: value + 1 for name, value in state.items()}, "c1.pt")
-    changed = attributor().fit(train, folder)
-    assert not changed.score(targets).frame.equals(expected)
-    after = [file.stat().st_mtime_ns for file in files]
-    assert [a == b for a, b in zip(after, before, strict=True)] == [
-        f.parent.name == "c0" or f.stem == "c0" for f in files
-    ]
-    # A checkpoint that changes between fit and score is refused.
-    late = attributor().fit(train, folder)
-    torch.save(state, "c1.pt")
-    with refused("attribution.other_folder", "checkpoint"):
-        late.score(targets)
-    others = [attributor(seed=1), attributor(kind="normal"), attributor(parameters=["bias"])]
-    for other in others:
-        with refused("attribution.other_folder"):
-            other.fit(train, folder)
-    with refused("attribution.other_folder", "study_digest"):
-        attributor().fit((train[0], train[1] + 1), folder)
-    # What follows from features needs no other folder.
-    assert attributor(damping=9).fit(train, folder).settings.damping == 9
 
 
 @pytest.mark.parametrize("n_kept", [1, 4, 50])
@@ -310,33 +271,69 @@ def test_memory_and_batches_change_no_scores(linear):
     assert not isinstance(single._held["c0"].features, np.ndarray)
 
 
-def test_an_output_of_ones_own(linear):
+def test_an_output_of_ones_own(linear, capsys):
     train = linear[0]
 
     def squared(returned, label):
         return -((returned[0] - label) ** 2) / 2
 
-    def fitted(output, folder):
-        made = Attributor(torch.nn.Linear(3, 1), output, ["c0.pt"], proj_dim=8)
-        return made.fit(train, folder)
-
-    with open_artifact(fitted(squared, "own")._features("c0"), FEATURES) as file:
+    made = Attributor(torch.nn.Linear(3, 1), squared, ["c0.pt"], proj_dim=8).fit(train)
+    with open_artifact(made._features("c0"), FEATURES) as file:
         assert file.spec["model_output"].endswith("squared")
-    fitted(squared, "own")
-    with refused("attribution.other_folder", "study_digest"):
-        fitted(lambda returned, label: returned[0], "own")
-
-    def times(factor):
-        return lambda returned, label: factor * returned[0]
-
-    fitted(times(2), "captured")
-    fitted(times(2), "captured")
-    with refused("attribution.other_folder", "study_digest"):
-        fitted(times(3), "captured")
-    with refused("attribution.other_folder", "study_digest"):
-        fitted(partial(lambda returned, label, n: n * returned[0], n=2), "captured")
+    assert "Q = 1" in capsys.readouterr().out
     with refused("attribution.output", "'squared'"):
         Attributor(torch.nn.Linear(3, 1), "squared")
+
+
+def test_a_module_is_copied_and_the_same_weights_twice_are_told(linear, capsys):
+    train, targets, _ = linear
+    model = torch.nn.Linear(3, 1)
+    made = Attributor(model, "regression", proj_dim=8)
+    expected = Attributor(model, "regression", proj_dim=8).fit(train).score(targets).frame
+    with torch.no_grad():
+        model.weight.add_(1)
+    pd.testing.assert_frame_equal(made.fit(train).score(targets).frame, expected)
+    checkpoints = [model.state_dict() for _ in range(2)]
+    Attributor(model, "regression", checkpoints, proj_dim=8).fit(train)
+    assert "checkpoints 0, 1 have the same weights" in capsys.readouterr().out
+
+
+def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    logits = torch.nn.Linear(4, 3)
+    for last, n in ((torch.nn.Identity(), 0), (torch.nn.Softmax(-1), 1)):
+        notice.cache_clear()
+        model = torch.nn.Sequential(logits, last)
+        Attributor(model, "image_classification", proj_dim=4).fit((x, y))
+        assert capsys.readouterr().out.count("read as logits") == n
+    embedding = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
+    tokens = torch.randint(9, (12, 6))
+    for labels, n in ((tokens, 0), (tokens.roll(-1, 1), 1), (tokens[:, 1:], 1)):
+        if labels.shape != tokens.shape:
+            labels = torch.cat([labels, torch.full((12, 1), -100)], dim=1)
+        notice.cache_clear()
+        Attributor(embedding, "language_modelling", proj_dim=4).fit((tokens, labels))
+        assert capsys.readouterr().out.count("labels were shifted before") == n
+
+
+def test_scores_can_be_pickled(linear):
+    train, targets, attributor = linear
+    made = attributor().fit(train)
+    scores = made.score(targets)
+    again = pickle.loads(pickle.dumps(scores))
+    pd.testing.assert_frame_equal(again.frame, scores.frame)
+    pd.testing.assert_frame_equal(again.top(3), scores.top(3))
+    with refused("attribution.no_tokens", "unpickling"):
+        made.tokens(again)
+    with refused("attribution.scoring", "'topk'"):
+        made.score(targets, keep="topk")
+
+
+def test_memory_for_the_projection_is_known_before_the_work(linear):
+    train, _, attributor = linear
+    with refused("config.memory", "proj_dim 9000"):
+        attributor(proj_dim=9000).fit(train)
 
 
 def test_texts_by_token_and_in_a_notebook():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from trak_core.attribution.chosen_ways import RECORD, chosen_way, ways_of_run
 from trak_core.attribution.deferred_logits import MarginsOfTokens
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import gradients_at_once, gradients_in_turn, gradients_one_by_one
-from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
@@ -92,6 +92,25 @@ class Jobs:
         self.compared.clear()
         return file.read_bytes(), compared
 
+    def token_scores(self):
+        """Run the jobs before the one of scores of tokens, which is returned."""
+        checkpoints, targets = {"c0": self.common["checkpoint"]}, ["a", "b"]
+        results = self.folder / "results"
+        scores = run_stages(results, self.study, checkpoints, targets, **SETTINGS, proj_dim=6)
+        projection = {"kind": "rademacher", "proj_dim": 6, "seed": 0}
+        return partial(
+            compute_token_scores,
+            token_scores=results / "token_scores/mine.h5",
+            scores=scores,
+            checkpoints=list(checkpoints.values()),
+            train_paths=[results / "features/c0/train.h5"],
+            targets_paths=[results / "features/c0/mine.h5"],
+            normal_matrices=[results / "normal_matrix/c0.h5"],
+            spec=scores_spec(checkpoints, targets, projection=projection, **SETTINGS),
+            study_file=self.study,
+            **ON_CPU,
+        )
+
     def ways(self):
         spec = features_spec("language_modelling", 6)
         return sorted(name for name, _ in ways_of_run(self.folder, spec).values())
@@ -158,10 +177,9 @@ def test_without_a_results_folder_nothing_is_kept(jobs):
 
 
 def test_other_jobs_take_it_too(jobs):
-    jobs.features()
-    spec = features_spec("language_modelling", 6)
-    path = jobs.folder / "distortion.h5"
-    compute_distortion(distortion=path, spec=spec, n_streams=2, **jobs.common, **ON_CPU)
+    compute = jobs.token_scores()
+    jobs.compared.clear()
+    compute()
     assert jobs.compared == []
 
 
@@ -178,10 +196,7 @@ def test_a_notice_is_in_every_log_and_scores_of_tokens_need_factors(tmp_path, mo
     assert jobs.features()[1] == []
     assert reason in capsys.readouterr().out
 
-    results, checkpoints, targets = tmp_path / "results", {"c0": tmp_path / "c0.pt"}, ["a", "b"]
-    scores = run_stages(results, jobs.study, checkpoints, targets, **SETTINGS, proj_dim=6)
-    jobs.compared.clear()
-    taken = []
+    compute, taken = jobs.token_scores(), []
     choose = chosen_ways.choose_method
 
     def noted(*given, **more):
@@ -189,17 +204,6 @@ def test_a_notice_is_in_every_log_and_scores_of_tokens_need_factors(tmp_path, mo
         return choose(*given, **more)
 
     monkeypatch.setattr(chosen_ways, "choose_method", noted)
-    projection = {"kind": "rademacher", "proj_dim": 6, "seed": 0}
-    compute_token_scores(
-        token_scores=results / "token_scores/mine.h5",
-        scores=scores,
-        checkpoints=list(checkpoints.values()),
-        train_paths=[results / "features/c0/train.h5"],
-        targets_paths=[results / "features/c0/mine.h5"],
-        normal_matrices=[results / "normal_matrix/c0.h5"],
-        spec=scores_spec(checkpoints, targets, projection=projection, **SETTINGS),
-        study_file=jobs.study,
-        **ON_CPU,
-    )
+    compute()
     assert taken == [gradients_in_turn, gradients_in_turn]
     assert gradients_one_by_one not in taken

@@ -1,4 +1,4 @@
-"""Models retrained without the most helpful samples: the stages against a loop of trainings."""
+"""Models retrained without chosen samples, or on them: the stages against loops of trainings."""
 
 from dataclasses import replace
 
@@ -7,38 +7,46 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores
-from small_run import ARGUMENTS, RETRAINED, STUDY, embeddings_spec, margin
+from refused import refused
+from small_run import ARGUMENTS, OUTPUT, RETRAINED, STUDY, embeddings_spec, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.intervals import mean_interval
+from trak_core.spec import RetrainedSpec
 from trak_core.stages.compare_removals import compare_removals
 from trak_core.stages.compute_outputs import compute_embeddings
-from trak_core.stages.retrain import retrain
-from trak_core.study.retraining_draws import training_seed
+from trak_core.stages.retrain import listed_rows, retrain
+from trak_core.study.retraining_draws import random_removal, training_seed
+from trak_core.system.files import write_csv
+
+FRACTIONS, DRAWS = [0.2, 0.5], 2
+LISTED = RetrainedSpec(
+    subsets="list", arguments=ARGUMENTS, model_output=OUTPUT, study_digest="digest", seeds=1, seed=0
+)
 
 
 def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     sizes, draws, seeds, targets = [10, 30], 2, 2, run.targets[:3]
     n_removed = [10, 0.2, 0.0667]  # of 150: 10 again
-    spec = replace(RETRAINED, subsets="top removals", seeds=seeds, seed=1, n_removed=n_removed)
-    random_spec = replace(spec, subsets="random removals", draws=draws)
+    spec = replace(RETRAINED, seeds=seeds, seed=1, n_removed=n_removed, draws=draws)
+    top, at_random = (replace(spec, subsets=f"without {by}") for by in ("top", "random"))
     jobs = {"study_file": STUDY, "code": "code", "batch_size": 64, "threads": 1}
-    random = tmp_path / "random.h5"
-    retrain(retrained=random, spec=random_spec, **jobs)
-    of_scores = {"named_by": [run.scores], "spec": spec, **jobs}
-    groups, top = [targets[:2], targets[2:]], [tmp_path / "1.h5", tmp_path / "2.h5"]
-    for group, path in zip(groups, top, strict=True):
-        naming = {"scores_spec": run.spec.as_dict(), "target_ids": group}
-        retrain(retrained=path, naming=naming, **of_scores)
+    files = [tmp_path / f"{i}.h5" for i in range(3)]
+    groups = [targets[:2], targets[2:]]
+    about = {"scores_spec": run.spec.as_dict()}
+    naming = {"top": [about | {"target_ids": group} for group in groups], "random": [{}]}
+    for path, own in zip(files, naming["top"], strict=False):
+        retrain(retrained=path, named_by=[run.scores], spec=top, naming=own, **jobs)
+    retrain(retrained=files[2], spec=at_random, **jobs)
     other = {"scores_spec": replace(run.spec, damping=3).as_dict(), "target_ids": targets}
     with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
-        retrain(retrained=tmp_path / "x.h5", naming=other, **of_scores)
-    compared = {"removals": tmp_path / "c.h5", "random": random, "top": top, "groups": groups}
-    compared |= {"spec": random_spec, "code": "code"}
+        retrain(retrained=tmp_path / "x.h5", named_by=[run.scores], spec=top, naming=other, **jobs)
+    compared = {"removals": tmp_path / "c.h5", "retrained": files, "naming": naming}
+    compared |= {"spec": top, "code": "code"}
     compare_removals(scores=run.scores, **compared)
     table = pd.read_hdf(tmp_path / "c.h5", "targets")
-    assert len(table) == 2 * len(sizes) * len(targets)
+    assert len(table) == len(targets) * (1 + 2 * 2 * len(sizes))
 
     target, size = targets[2], 30
     column = read_scores(run.scores)[target].to_numpy()
@@ -56,23 +64,29 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     everything = list(range(len(column)))
     kept = [i for i in everything if i not in gone]
     pairs = [(trained(everything, r), trained(kept, r)) for r in range(seeds)]
-    rows = (table["removed"] == "top") & (table["n_removed"] == size)
-    effect = table[rows & (table["target_id"] == target)].iloc[0]
-    assert abs(effect["change"] - np.mean([b[0] - a[0] for a, b in pairs])) < 1e-3
-    assert effect["flips"] == np.mean([b[1] != a[1] for a, b in pairs])
-    assert abs(effect["output"] - np.mean([a[0] for a, _ in pairs])) < 1e-3
-    masks = pd.read_hdf(random, "masks").to_numpy()
+    table = table.set_index(["measure", "subset", "n", "target_id"])["mean"].sort_index()
+    changes = [b[0] - a[0] for a, b in pairs]
+    assert abs(table["change", "top", size, target] - np.mean(changes)) < 1e-3
+    assert table["flips", "top", size, target] == np.mean([b[1] != a[1] for a, b in pairs])
+    whole = table["output", "everything", 0, target]
+    assert abs(whole - np.mean([a[0] for a, _ in pairs])) < 1e-3
+    masks = pd.read_hdf(files[2], "masks").to_numpy()
     assert masks.sum(axis=1).tolist() == [150, 140, 140, 120, 120]
     summary = pd.read_hdf(tmp_path / "c.h5", "summary")
-    assert summary["removed"].tolist() == ["top"] * 2 + ["random"] * 2 + ["difference"] * 2
-    assert abs(summary["change"][1] - table[rows]["change"].mean()) < 1e-12
-    for column in ("change", "flips"):
-        top, random, difference = summary[column].to_numpy().reshape(3, 2)
-        assert np.abs(top - random - difference).max() < 1e-12
-    assert (summary["low"] <= summary["change"]).all()
-    assert (summary["change"] <= summary["high"]).all()
+    assert (summary["low"] <= summary["mean"]).all()
+    assert (summary["mean"] <= summary["high"]).all()
+    means = summary.set_index(["measure", "subset", "n"])["mean"]
+    assert abs(means["change", "top", 30] - table["change", "top", 30].mean()) < 1e-12
+    for measure in ("change", "flips"):
+        assert means[measure].index.unique("subset").tolist() == [
+            "top",
+            "random",
+            "top less random",
+        ]
+        top, at_random, less = means[measure].to_numpy().reshape(3, 2)
+        assert np.abs(top - at_random - less).max() < 1e-12
     other = run.stages(tmp_path / "other", damping=1)
-    with pytest.raises(ArtifactError, match=r"1\.h5.*'scores'.*rule retrain_without_top rem"):
+    with pytest.raises(ArtifactError, match=r"0\.h5.*'named_by'.*rule retrain_removals rem"):
         compare_removals(scores=other, **compared)
 
 
@@ -83,21 +97,23 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     study.write_text(f"{STUDY.read_text()}\n\n{says}")
     target_ids, size = run.targets[:2], 5
     jobs = {"study_file": study, "code": "code", "batch_size": 64, "threads": 1}
-    spec = replace(RETRAINED, subsets="top removals", seeds=2, seed=1, n_removed=[size])
-    random_spec = replace(spec, subsets="random removals", draws=1)
-    retrain(retrained=tmp_path / "random.h5", spec=random_spec, **jobs)
-    top = {"scores_spec": run.spec.as_dict(), "target_ids": target_ids}
-    retrain(retrained=tmp_path / "top.h5", spec=spec, named_by=[run.scores], naming=top, **jobs)
+    spec = replace(RETRAINED, seeds=2, seed=1, n_removed=[size], draws=1)
     embeddings = [tmp_path / f"embeddings-{c}.h5" for c in run.checkpoints]
     about = embeddings_spec(run)
     for (name, checkpoint), path in zip(run.checkpoints.items(), embeddings, strict=True):
         given = {"checkpoint": checkpoint, "spec": about.under(name), "device": "cpu"}
         compute_embeddings(embeddings=path, **given, **jobs)
-    naming = {"embeddings_spec": about.as_dict(), "checkpoints": [*run.checkpoints]}
-    naming |= {"digest": "texts", "target_ids": target_ids}
-    for name, files in {"bm25": [], "embedding_cosine": embeddings}.items():
-        by = {"spec": replace(spec, subsets=f"top by {name}"), "naming": naming}
-        retrain(retrained=tmp_path / f"{name}.h5", named_by=files, **by, **jobs)
+    of_embeddings = {"embeddings_spec": about.as_dict(), "checkpoints": [*run.checkpoints]}
+    naming = {
+        "top": [{"scores_spec": run.spec.as_dict(), "target_ids": target_ids}],
+        "random": [{}],
+        "bm25": [{"digest": "texts", "target_ids": target_ids}],
+        "embedding_cosine": [of_embeddings | {"target_ids": target_ids}],
+    }
+    files = {"top": [run.scores], "embedding_cosine": embeddings}
+    for by, (own,) in naming.items():
+        made_for = {"spec": replace(spec, subsets=f"without {by}"), "naming": own}
+        retrain(retrained=tmp_path / f"{by}.h5", named_by=files.get(by, []), **made_for, **jobs)
     masks = pd.read_hdf(tmp_path / "bm25.h5", "masks").to_numpy()
     labels = run.train.batch(0, 150)[1].numpy()
     for row, target in enumerate(run.study.split("mine", target_ids).batch(0, 2)[1].tolist()):
@@ -114,12 +130,12 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     masks = pd.read_hdf(tmp_path / "embedding_cosine.h5", "masks").to_numpy()
     for row, column in enumerate(cosines.T):
         assert set(np.flatnonzero(masks[row] == 0)) == set(np.argsort(-column)[:5])
-    compared = {"removals": tmp_path / "c.h5", "random": tmp_path / "random.h5", "code": "code"}
-    compared |= {"scores": run.scores, "top": [tmp_path / "top.h5"], "groups": [target_ids]}
-    compared |= {name: [tmp_path / f"{name}.h5"] for name in ("bm25", "embedding_cosine")}
-    compared |= {"digest": "texts", "embeddings": embeddings, "spec": random_spec}
+    compared = {"removals": tmp_path / "c.h5", "scores": run.scores, "code": "code"}
+    compared |= {"retrained": [tmp_path / f"{by}.h5" for by in naming], "naming": naming}
+    compared |= {"named_by": embeddings, "spec": replace(spec, subsets="without top")}
     compare_removals(**compared)
-    summary = pd.read_hdf(tmp_path / "c.h5", "summary").set_index("removed")["change"]
+    summary = pd.read_hdf(tmp_path / "c.h5", "summary").query("measure == 'change'")
+    summary = summary.set_index("subset")["mean"]
     everything, without = (
         pd.read_hdf(tmp_path / f"{name}.h5", "outputs")[target_ids].to_numpy().astype(float)
         for name in ("random", "bm25")
@@ -128,10 +144,116 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     assert abs(summary["bm25"] - change) < 1e-12
     for name in ("bm25", "embedding_cosine"):
         assert abs(summary[f"top less {name}"] - (summary["top"] - summary[name])) < 1e-12
-    others = {"bm25": {"digest": "other"}, "embedding_cosine": {"embeddings": embeddings[::-1]}}
+    words = [{"digest": "other", "target_ids": target_ids}]
+    others = {"bm25": {"naming": naming | {"bm25": words}}}
+    others["embedding_cosine"] = {"named_by": embeddings[::-1]}
     for name, other in others.items():
-        with pytest.raises(ArtifactError, match=rf"{name}\.h5.*rule retrain_without_baseline rem"):
+        with pytest.raises(ArtifactError, match=rf"{name}\.h5.*rule retrain_removals rem"):
             compare_removals(**compared | other)
+
+
+@pytest.fixture(scope="module", params=["suspects", "select"])
+def listed(request, run, tmp_path_factory):
+    """Removals by a list, and what they were made of."""
+    folder, kind = tmp_path_factory.mktemp(request.param), request.param
+    order = np.random.default_rng(5).permutation(len(run.train.ids))
+    write_csv(folder / "list.csv", pd.DataFrame({"id": [run.train.ids[i] for i in order]}))
+    return kind, order, *removals_by_list(run, folder, kind, DRAWS)
+
+
+def removals_by_list(run, folder, kind, n_draws):
+    given = {"named_by": [folder / "list.csv"], "spec": LISTED, "code": "code"}
+    files = [folder / f"{draw}.h5" for draw in range(n_draws)]
+    own = [{"kind": kind, "fractions": FRACTIONS, "draw": draw} for draw in range(n_draws)]
+    for path, naming in zip(files, own, strict=True):
+        job = {"study_file": STUDY, "batch_size": 16, "threads": 1, "naming": naming}
+        retrain(retrained=path, **job, **given)
+    given |= {"scores": run.scores, "retrained": files, "naming": {kind: own}}
+    compare_removals(removals=folder / "removals.h5", **given)
+    return folder / "removals.h5", given
+
+
+def by_hand(run, chosen, draw):
+    """Accuracy, loss and output of one model on each target, in plain torch."""
+    data = Subset(run.train.samples, np.flatnonzero(chosen).tolist())
+    model = run.study.function("train")(**ARGUMENTS, seed=training_seed(0, 0, draw), data=data)
+    images, labels = run.study.split("mine", run.targets).batch(0, len(run.targets))
+    with torch.no_grad():
+        logits = model.eval()(images)
+    outputs = [margin(x, y).item() for x, y in zip(logits, labels, strict=True)]
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    right = (logits.argmax(1) == labels).double()
+    return {"accuracy": right.numpy(), "target_loss": losses.numpy(), "output": np.array(outputs)}
+
+
+def test_models_of_a_list_are_those_trained_by_hand(run, listed):
+    kind, order, path, _ = listed
+    n = len(order)
+    whole = np.ceil if kind == "select" else np.round
+    sizes = [int(whole(part * n)) for part in FRACTIONS]
+    keys = ["measure", "subset", "n", "target_id"]
+    targets = pd.read_hdf(path, "targets").set_index(keys)["mean"].sort_index()
+    summary = pd.read_hdf(path, "summary").set_index(keys[:3]).sort_index()
+    expected = {("everything", 0): [by_hand(run, np.ones(n, bool), draw) for draw in range(DRAWS)]}
+    for size in sizes:
+        out = np.isin(np.arange(n), order[:size])
+        at_random = [~random_removal(n, size, draw, 0) for draw in range(DRAWS)]
+        for subset, chosen in (("list", [out] * DRAWS), ("random", at_random)):
+            chosen = chosen if kind == "select" else [~rows for rows in chosen]
+            models = [by_hand(run, rows, draw) for draw, rows in enumerate(chosen)]
+            expected[subset, size] = models
+    for (subset, size), models in expected.items():
+        for measure in models[0]:
+            values = np.mean([model[measure] for model in models], axis=0)
+            found = targets[measure, subset, size][run.targets].to_numpy()
+            np.testing.assert_allclose(found, values, rtol=1e-4, err_msg=f"{measure}, {subset}")
+    assert len(summary) == 3 * (1 + 3 * len(sizes))
+    for size in sizes:
+        losses = [
+            np.stack([model["target_loss"] for model in expected[subset, size]]).astype(float)
+            for subset in ("list", "random")
+        ]
+        row = summary.loc["target_loss", "list less random", size]
+        both = [summary["mean"]["target_loss", subset, size] for subset in ("list", "random")]
+        assert row["mean"] == pytest.approx(both[0] - both[1], abs=1e-6)
+        low, high = mean_interval(losses[0] - losses[1])
+        assert (row["low"], row["high"]) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_models_of_another_list_or_draw_are_refused(listed, tmp_path):
+    kind, _, _, given = listed
+    other = "select" if kind == "suspects" else "suspects"
+    given = given | {"removals": tmp_path / "removals.h5"}
+    again = [own | {"kind": other} for own in given["naming"][kind]]
+    with pytest.raises(ArtifactError, match="retrain_removals"):
+        compare_removals(**given | {"naming": {other: again}})
+    with pytest.raises(ArtifactError, match="retrain_removals"):
+        compare_removals(**given | {"retrained": given["retrained"][::-1]})
+    turned = pd.read_csv(given["named_by"][0])[::-1]
+    write_csv(tmp_path / "list.csv", turned)
+    with pytest.raises(ArtifactError, match=r"0\.h5.*'named_by'.*retrain_removals"):
+        compare_removals(**given | {"named_by": [tmp_path / "list.csv"]})
+
+
+def test_an_empty_list_has_removals_too(run, tmp_path):
+    """Without copies `duplicates` names nothing: models of everything are all there is."""
+    write_csv(tmp_path / "list.csv", pd.DataFrame({"id": []}))
+    path, _ = removals_by_list(run, tmp_path, "duplicates", 1)
+    summary = pd.read_hdf(path, "summary").set_index("measure")
+    assert set(summary["subset"]) == {"everything"}
+    expected = by_hand(run, np.ones(len(run.train.ids), dtype=bool), 0)["target_loss"].mean()
+    assert summary["mean"]["target_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_list_is_read_as_it_was_written(tmp_path):
+    ids = ["=a", "-1", "007", "nan", "b, c", "plain"]
+    write_csv(tmp_path / "list.csv", pd.DataFrame({"id": ["nan", "=a", "007", "nan", "-1"]}))
+    assert listed_rows(tmp_path / "list.csv", ids).tolist() == [3, 0, 2, 1]
+    # Copies come as plain objects.
+    write_csv(tmp_path / "list.csv", pd.DataFrame({"id": np.array([-1, 7], dtype=object)}))
+    assert listed_rows(tmp_path / "list.csv", [7, 8, -1]).tolist() == [2, 0]
+    with refused("stages.listed", tmp_path / "list.csv", "list", "7"):
+        listed_rows(tmp_path / "list.csv", [-1, 8])
 
 
 def test_what_all_targets_share_by_chance_is_in_the_interval():

@@ -31,7 +31,6 @@ from trak_core.artifacts import (
     verify,
 )
 from trak_core.artifacts.sealed_file import SEAL_BYTES
-from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.join_shards import join_shards
@@ -46,19 +45,16 @@ FILES = {
     "SCORES_SHARD": "scores/mine/shards/2-of-2.h5",
     "GRAMIAN": "exact/gramian/c0/train.h5",
     "EXACT_SCORES": "exact/scores/mine/c0.h5",
-    "DISTORTION": "distortion/c0.h5",
     "RETRAINED": "retrained/0-3.h5",
     "EMBEDDINGS": "embeddings/c0.h5",
     "SELF_INFLUENCE": "self_influence.h5",
     "ANSWERS": "answers/mine.h5",
     "EVALUATION": "evaluation/mine.h5",
-    "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
     "GROUPS": "groups/mine.h5",
     "TOKEN_SCORES": "token_scores/mine.h5",
     "OUTPUTS": "outputs/c0.h5",
     "TARGETS": "targets/mine.h5",
-    "PROOF": "proof/drop.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -67,8 +63,8 @@ def write_evaluations(results):
     """Files of the frames and tables that an evaluation's stages write, of any numbers."""
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
-    kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS")
-    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES", "PROOF")
+    kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "REMOVALS")
+    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES")
     for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
         with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
             for key in kind.keys:
@@ -87,11 +83,9 @@ def results(tmp_path_factory):
     run_stages(folder, *given, model_output="regression", proj_dim=8, shards=2)
     run_stages(folder / "top", *given, model_output="regression", proj_dim=8, keep="top_k")
     run_exact_stages(folder / "exact", *given, model_output="regression")
-    spec, drawn = SPEC.under("c0").of_train(), {"most_samples": 10, "n_streams": 2}
+    spec = SPEC.under("c0").of_train()
     given = {"checkpoint": checkpoints["c0"], "study_file": study, "spec": spec, **ON_CPU}
-    compute_distortion(distortion=folder / FILES["DISTORTION"], **given, **drawn)
-    given |= {"outputs": folder / FILES["OUTPUTS"]}
-    compute_outputs(**given)
+    compute_outputs(outputs=folder / FILES["OUTPUTS"], **given)
     shown = {"figure": folder / "figures/mine.png", "answer": folder / "answers/mine.html"}
     given = {"scores": folder / FILES["SCORES"], "study_file": study, "code": "code"}
     draw_influences(**shown, texts=folder / FILES["ANSWERS"], **given)

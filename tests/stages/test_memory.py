@@ -14,7 +14,6 @@ from trak_core.config.memory_needs import (
     Need,
     average_need,
     check_memory,
-    distortion_need,
     evaluation_need,
     exact_need,
     holds_solved,
@@ -163,32 +162,6 @@ print(peak() - before)
 def test_exact_scores_hold_what_is_said():
     need = exact_need(1500, 300).fixed_bytes
     assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
-
-
-DIAGNOSE = """
-import numpy as np
-from trak_core.evaluation.distortion import agreement, inner_products, product_variances
-from trak_core.spec import ProjectionSpec
-
-def measure(x, features, kind):
-    spec = ProjectionSpec(kind=kind, n_params=512, proj_dim=512, seed=0, stream=0)
-    agreement(inner_products(x, x), product_variances(x, x, spec), list(features))
-
-rng = np.random.default_rng(0)
-measure(rng.standard_normal((9, 512)), np.ones((2, 9, 512), np.float32), "rademacher")
-x = rng.standard_normal((1200, 512), np.float32)
-before = peak()
-features = np.ones((8, 1200, 512), np.float32)
-for kind in ("rademacher", "hadamard"):
-    measure(x, features, kind)
-print(peak() - before)
-"""
-
-
-@pytest.mark.gate
-def test_distortion_holds_what_is_said():
-    need = distortion_need(1200, 512, 8).fixed_bytes
-    assert 0.4 * need < printed(DIAGNOSE) * 1024 < need
 
 
 MEASURE = """

@@ -188,7 +188,7 @@ def test_an_example_runs_to_the_report(name, trained, tmp_path):
     files = {key: tmp_path / key for key in ("figure.png", "answer.html", "texts.h5")}
     named = {path.stem: path for path in files.values()}
     draw_influences(**named, scores=scores, study_file=study.path, code="code")
-    nothing = ("distortion", "evaluations", "removals", "flipped", "self_influence")
+    nothing = ("evaluations", "removals", "self_influence")
     config = config_of(name) | {"study": str(study.path), "scoring": {"damping": DAMPING}}
     config["experiments"] = {"mine": config["experiments"]["some"]}
     write_report(

@@ -30,11 +30,8 @@ from reported import (
 
 import trak_core.report
 from trak_core.artifacts import (
-    DISTORTION,
     EVALUATION,
-    FLIPPED,
     GROUPS,
-    PROOF,
     REMOVALS,
     SCORES,
     SELF_INFLUENCE,
@@ -48,6 +45,7 @@ from trak_core.report.render import rendered
 from trak_core.report.template_filters import number, signed
 
 SVG = "data:image/svg"
+BEYOND = "those that push f up most by the scores, beyond random ones"
 TEMPLATES = Path(trak_core.report.__file__).parent / "templates"
 
 
@@ -69,10 +67,10 @@ def test_texts_of_users_show_as_they_are(page, results):
 
 
 def test_a_first_report_says_what_is_still_measured(results, page):
-    asked = {"evaluation": {"subsets": {"count": 20, "seeds": 2}}, "distortion": {}}
+    asked = {"evaluation": {"subsets": {"count": 20, "seeds": 2}}}
     first = page_of(results, asked=asked)
     assert first.text.count("follows in report.html") == 3
-    for words in ("The first report,", "It is not measured yet.", "These errors are not measured"):
+    for words in ("The first report,", "It is not measured yet."):
         assert words in first.text
         assert words not in page.text
     assert "has no evaluation:" not in first.text
@@ -105,7 +103,7 @@ def test_printed_samples_stand_apart_from_labels(page):
 
 
 def test_what_a_user_can_add_is_said(page):
-    additions = ("has no evaluation:", "train()", "evaluation.ground_truth", "distortion: {}")
+    additions = ("has no evaluation:", "train()", "evaluation.ground_truth")
     for text in (*additions, "It was not measured.", "draw(axes, sample)", "describe(sample)"):
         assert text in page.text
 
@@ -186,18 +184,23 @@ def artifact(path, kind, spec=(), attributes=(), **tables):
 def measured(results):
     """The page of a study with all measurements, whose numbers are made up."""
     with open_artifact(results / "scores/mine.h5", SCORES) as scores:
-        spec = {"scores": scores.content_hash, "weighting": "plain"}
+        spec = {"scores": scores.content_hash, "weighting": "plain", "experiment": "mine"}
     setting = {"loss_weight_power": 1.0, "combine": "product_of_averages", "proj_dim": 8}
     sweep = pd.DataFrame([{"damping": 0.5, "lds": 0.31}, {"damping": 2.0, "lds": 0.41}])
     sweep = sweep.assign(**setting, lds_chosen_by=sweep["lds"], lds_reported=sweep["lds"])
     best = sweep.drop(columns="lds").assign(setting=["config", "best"], low=0.1, high=0.5)
     correlations = {"method": ["scores", "noise_ceiling"], "correlation": [0.25, 0.75]}
     by_target = pd.merge(pd.DataFrame(correlations), pd.Series(TARGETS, name="target_id"), "cross")
-    change = pd.DataFrame({"change": [-3.5, -0.25, -3.25]}, ["top", "random", "difference"])
-    change = change.assign(low=change - 1, high=change + 1, flips=[0.19, 0.25, -0.06])
-    change = change.rename_axis("removed").reset_index()
+    subsets = ("top", "random", "top less random")
+    means = {"change": [-3.5, -0.25, -3.25], "flips": [0.1875, 0.25, -0.0625]}
+    rows = [
+        (measure, *row) for measure, own in means.items() for row in zip(subsets, own, strict=True)
+    ]
+    change = pd.DataFrame(rows, columns=["measure", "subset", "mean"])
+    change = change.assign(low=change["mean"] - 1, high=change["mean"] + 1)
     counts = {"n_subsets": 40, "part_kept": 0.5, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
     counts["same_seeds"] = 1
+    trainings = {"confidence": 0.95, "n_trainings": 3, "n_targets": 4}
     evaluation = {
         "summary": lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
         "targets": by_target.assign(proj_dim=8),
@@ -206,19 +209,17 @@ def measured(results):
         "best": best,
     }
     removals = {
-        "summary": pd.merge(change, pd.Series([5, 10], name="n_removed"), "cross"),
-        "targets": [{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
+        "summary": pd.merge(change, pd.Series([5, 10], name="n"), "cross"),
+        "targets": [
+            {"measure": "change", "subset": "top", "n": 5, "target_id": "plain", "mean": 1.0}
+        ],
     }
     files = {
         "evaluations": artifact(
             results / "evaluation/mine.h5", EVALUATION, spec, counts, **evaluation
         ),
-        "removals": artifact(results / "removals/mine.h5", REMOVALS, spec, **removals),
-        "flipped": artifact(
-            results / "flipped.h5",
-            FLIPPED,
-            train={"id": ["a", "b", "c"], "flipped": [1, 0, 1]},
-            detection=[{"method": "self_influence", "auc": 0.875, "found": 0.5}],
+        "removals": artifact(
+            results / "removals/mine.h5", REMOVALS, spec | {"list": None}, trainings, **removals
         ),
         "self_influence": artifact(
             results / "self_influence.h5",
@@ -229,16 +230,7 @@ def measured(results):
             ),
         ),
     }
-    path = results / "distortion/c0.h5"
-    with create(path, DISTORTION, {"checkpoint": {"id": "c0"}}, {}, n_streams=4) as writer:
-        errors = [[0.25, 0.01, 0.24], [0.125, 0.02, 0.13]]
-        measures = ["squared_norm", "inner_product"]
-        columns = ["measured", "standard_error", "predicted"]
-        writer.matrix("agreement", measures, columns)[:] = errors
-        for key in set(DISTORTION.keys) - {"agreement", "sample_ids"}:
-            writer.matrix(key, range(2), range(2))[:] = 1
-        writer.vector("sample_ids", np.arange(2))
-    return page_of(results, distortion=[path], **{name: [file] for name, file in files.items()})
+    return page_of(results, **{name: [file] for name, file in files.items()})
 
 
 def test_measurements_stand_in_tables(measured):
@@ -248,21 +240,15 @@ def test_measurements_stand_in_tables(measured):
         "inner products of gradients": ["0.110", "0.000", "0.500", "0.200", "-0.100", "0.400"],
         "best of the sweep": ["2"],
         "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
-        "those that push f up most by the scores": ["5", "-3.5"],
-        "those that push f up most, beyond random ones": ["5", "-3.25", "-4.25", "-2.25", "-6 %"],
-        "self-influence": ["0.875", "50 %"],
+        "change of f, those that push f up most by the scores": ["5", "-3.5"],
+        f"change of f, {BEYOND}": ["5", "-3.25", "-4.25", "-2.25"],
+        f"another class predicted, {BEYOND}": ["5", "-0.0625"],
         "row-11": ["11", "1.5", "1.57"],
-        "c0": [
-            "25.00 % \N{PLUS-MINUS SIGN} 1.00 %",
-            "24.00 %",
-            "12.50 % \N{PLUS-MINUS SIGN} 2.00 %",
-        ],
     }.items():
         row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
         assert row[: len(cells)] == cells
-        assert len(row) == len(cells) or first not in ("these scores", "self-influence", "row-11")
-    assert "-" not in "".join(measured.row("those that push f up most, beyond random ones"))
-    assert "2 training examples got a wrong label" in measured.text
+        assert len(row) == len(cells) or first not in ("these scores", "row-11")
+    assert "-" not in "".join(measured.row(f"change of f, {BEYOND}"))
     assert "row-1 " not in measured.text[measured.text.index("The largest; all are in") :]
     assert "It was not measured" not in measured.text
 
@@ -272,10 +258,7 @@ def test_curves_are_drawn_and_described(measured):
     assert set(charts) == {
         "More checkpoints: LDS against checkpoints averaged",
         "Damping: LDS against damping, in mean squared feature norms",
-        "Change of the model output: change of f against training examples removed",
-        "Squared lengths: relative error, % against checkpoint, in the table's order",
-        "Inner products, relative to both lengths: relative error, % against checkpoint, "
-        "in the table's order",
+        "Change of the model output: change of the model output against training examples removed",
     }
     for source in charts.values():
         svg = base64.b64decode(source.partition(",")[2]).decode()
@@ -287,8 +270,9 @@ def test_measurements_of_other_scores_are_refused(results):
     with open_artifact(results / "scores/mine.h5", SCORES) as scores:
         expected = scores.content_hash
     for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
-        tables = {table: [{"removed": "top"}] for table in kind.keys}
-        other = artifact(results / "other/mine.h5", kind, {"scores": "another"}, **tables)
+        tables = {table: [{"subset": "top"}] for table in kind.keys}
+        about = {"scores": "another", "experiment": "mine"}
+        other = artifact(results / "other/mine.h5", kind, about, **tables)
         values = ("other/mine.h5", "scores/mine.h5", "another", expected)
         with refused("report.other_scores", *values):
             write(results, **{key: [other]})
@@ -331,13 +315,13 @@ def test_groups_have_a_chart_and_their_numbers(results, page):
     assert "Scores by group" not in page.text
 
 
-def test_a_list_put_to_the_proof_has_charts(results, page):
+def test_removals_by_a_list_have_charts(results, page):
     """Accuracy and loss against the number, and the numbers; `everything` has no size."""
     values = [
         ("everything", 0, 0.5),
         ("list", 4, 0.75),
         ("random", 4, 0.25),
-        ("difference", 4, 0.5),
+        ("list less random", 4, 0.5),
     ]
     rows = [
         (m, subset, n, mean)
@@ -346,29 +330,30 @@ def test_a_list_put_to_the_proof_has_charts(results, page):
     ]
     summary = pd.DataFrame(rows, columns=["measure", "subset", "n", "mean"])
     summary = summary.assign(low=summary["mean"] - 0.125, high=summary["mean"] + 0.125)
-    path = results / "proof/select.h5"
-    path.parent.mkdir(exist_ok=True)
-    about = {"experiment": "mine", "list": "select"}
-    with create(path, PROOF, about, {}, confidence=0.95, n_draws=5, n_targets=4) as writer:
-        for key in ("summary", "models"):
-            writer.table(key, summary, [])
-    shown = page_of(results, proofs=[path], asked={"evaluation": {"lists": ["select"]}})
-    assert shown.row("accuracy, trained on by the list select") == ["4", "0.75", "0.625", "0.875"]
-    assert shown.row("target loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
+    path = results / "removals/lists/select.h5"
+    with open_artifact(results / "scores/mine.h5", SCORES) as scores:
+        about = {"experiment": "mine", "list": "select", "scores": scores.content_hash}
+    trainings = {"confidence": 0.95, "n_trainings": 5, "n_targets": 4}
+    asked = {"evaluation": {"removals": {"select": {}}}}
+    artifact(path, REMOVALS, about, trainings, summary=summary, targets=summary)
+    shown = page_of(results, removals=[path], asked=asked)
+    first = "the first of the list select"
+    assert shown.row(f"accuracy, {first}") == ["4", "0.75", "0.625", "0.875"]
+    assert shown.row(f"loss, {first}, beyond random ones") == ["4", "0.5", "0.375", "0.625"]
+    assert shown.row("loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
     charts = [image["alt"] for image in shown.all("img")]
     assert "Accuracy: accuracy against training examples trained on" in charts
     assert "Loss: loss against training examples trained on" in charts
     assert "follows in report.html" not in shown.text
     assert "LDS was not measured." in shown.text
     assert "It was not measured" not in shown.text
-    assert "put to the proof" not in page.text
+    assert first not in page.text
     assert "The list is empty" not in shown.text
-    with create(path, PROOF, about, {}, confidence=0.95, n_draws=5, n_targets=4) as writer:
-        for key in ("summary", "models"):
-            writer.table(key, summary.loc[summary["subset"] == "everything", :], [])
-    shown = page_of(results, proofs=[path], asked={"evaluation": {"lists": ["select"]}})
+    whole = summary.loc[summary["subset"] == "everything", :]
+    artifact(path, REMOVALS, about, trainings, summary=whole, targets=whole)
+    shown = page_of(results, removals=[path], asked=asked)
     assert "The list is empty" in shown.text
-    assert shown.row("target loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
+    assert shown.row("loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
     assert not [image for image in shown.all("img") if "Loss" in image["alt"]]
 
 

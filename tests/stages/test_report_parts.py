@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from report_page import Page
-from reported import DESCRIBE, DRAW, HOSTILE, file, lds, page_of, results_of, study_with
+from reported import DESCRIBE, DRAW, HOSTILE, lds, page_of, results_of, study_with
 
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.report.charts import group_charts, influences_figure
@@ -113,7 +113,7 @@ def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
         "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\tNA\n",
         "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\t900\n",
         "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\t-\n",
-        "find_flipped.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
+        "compute_self_influence.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
         "average_scores/mine.tsv": "1\t0:00:01\t2.08\t0.00\n",  # the shell, before the job
         "logs/compute_features/c0/train.log": "of a job that failed\n",
         "logs/average_scores/mine.log": "what it said\npeak memory: 64 MiB\n",  # a fork's
@@ -127,7 +127,7 @@ def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
     assert features.tolist() == [2, 6.5, 4, 100.5]
     assert np.isnan(timings.loc["retrain_subsets", "peak_mib"])
     assert timings.loc["average_scores", "peak_mib"] == 64
-    assert timings.loc["find_flipped", ["n_jobs", "peak_mib"]].tolist() == [2, 30]
+    assert timings.loc["compute_self_influence", ["n_jobs", "peak_mib"]].tolist() == [2, 30]
     before = read_timings(tmp_path, tmp_path / "nothing", known)
     assert np.isnan(before.loc["average_scores", "peak_mib"])
     assert read_timings(tmp_path / "nothing", logs, set()).empty
@@ -340,14 +340,6 @@ def test_a_saturated_study_is_told_its_power():
     answers = results_of(saturated=0.9).experiments[0]
     attributes = {name: v for name, v in answers.attributes.items() if name != "saturated"}
     assert score_warnings(replace(answers, attributes=attributes)) == []  # not known of a question
-
-
-@pytest.mark.parametrize(("measured", "warned"), [(0.11, False), (0.2, True), (0.05, False)])
-def test_a_projection_that_distorts_too_much(measured, warned):
-    columns = ["measured", "standard_error", "predicted"]
-    agreement = pd.DataFrame([[0.1, 0.01, 0.1], [measured, 0.01, 0.1]], columns=columns)
-    distortion = file({"checkpoint": {"id": "c0"}}, {"agreement": agreement})
-    assert bool(titles(distortions=[distortion])) is warned
 
 
 UNTOLD = "Too few subsets were trained on to tell how much of that the scores reach."

@@ -34,9 +34,10 @@ EVALUATION = {
     "baselines": ["random", "same_class", "gradient_dot", "embedding_cosine"],
     "sweep": {"damping": [1], "proj_dim": [16]},
     "self_influence": True,
-    "flipped": {"fraction": 0.1},
-    "removals": {"experiment": "few", "targets": 6, "baselines": ["embedding_cosine"]},
-    "lists": {"drop": {"fractions": [0.05], "seeds": 2}},
+    "removals": {
+        **{"experiment": "few", "targets": 6, "baselines": ["embedding_cosine"]},
+        "drop": {"fractions": [0.05], "seeds": 2},
+    },
 }
 
 
@@ -80,19 +81,12 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "compute_embeddings": 2,
         "evaluate_scores": 1,
         "compute_self_influence": 1,
-        "train_checkpoint_flipped": 2,
-        "compute_features_flipped": 2,
-        "compute_normal_matrix_flipped": 2,
-        "find_flipped": 1,
-        "retrain_without_random": 1,
-        "retrain_without_top": 2,
-        "retrain_without_baseline": 2,
-        "compare_removals": 1,
+        # Random ones, two groups by scores and two by embeddings, two draws of a list.
+        "retrain_removals": 7,
+        "compare_removals": 2,
         "sum_groups": 1,
         "write_list": 1,
         "show_list": 1,
-        "retrain_list": 2,
-        "prove_list": 1,
         "write_report": 1,
     }
     return study

@@ -10,13 +10,11 @@ KINDS = [str(kind) for kind in ProjectionKind if kind.about.tag is not None]
 SEED = (5 << 32) + 77
 
 
-def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
+def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9):
     """A projection; ``proj_dim`` is taken down to what the kind can have."""
     about = ProjectionKind(kind).about
     if about.power_of_two:
         proj_dim = 1 << (proj_dim.bit_length() - 1)
-    elif about.stripes and stripes is None:
-        stripes = next(s for s in (4, 2, 1) if proj_dim % s == 0)
     elif kind == "identity":
         proj_dim = n_params
     return ProjectionSpec(
@@ -25,7 +23,6 @@ def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
         proj_dim=proj_dim,
         seed=seed,
         stream=stream,
-        stripes=stripes,
         shapes=shapes_of(n_params) if about.of_matrices else None,
     )
 

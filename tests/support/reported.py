@@ -114,7 +114,7 @@ def write(results, study=None, exact=False, asked=None, scores=None, **more):
     config = config_of(results) | (asked or {})
     report = results / "report.html"
     matrices = [] if exact else [results / f"normal_matrix/c{i}.h5" for i in range(2)]
-    measurements = ("distortion", "evaluations", "removals", "flipped", "self_influence")
+    measurements = ("evaluations", "removals", "self_influence")
     write_report(
         report=report,
         scores=scores or [results / "scores/mine.h5"],

@@ -178,6 +178,6 @@ def embeddings_spec(run):
     return replace(run.spec.features, projection={"kind": "embedding"}, split="all")
 
 
-def influences_spec(run, flipped=None):
+def influences_spec(run):
     """What decides self-influences: no experiment."""
-    return changed(run.spec, experiment=None, targets_digest=None, flipped=flipped)
+    return changed(run.spec, experiment=None, targets_digest=None)

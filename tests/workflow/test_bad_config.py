@@ -81,7 +81,14 @@ DATE = datetime.date(2024, 1, 1)
 POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
 NEWTON = {"projection": "gauss_newton"}
-PROVED = {"training": {}, "checkpoints": {"c0": {}}, "evaluation": {"lists": ["drop"]}}
+TRAINED = {"training": {}, "checkpoints": {"c0": {}}}
+
+
+def removals(**lists):
+    """Removals by a list, in a config that trains."""
+    return TRAINED | {"evaluation": {"removals": lists}}
+
+
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
 # By the code of the refusal: a change of the good config, and what the message must name.
@@ -103,10 +110,14 @@ REFUSALS = {
             "'normalise'",
             "mean normalize",
         ),
-        "distortion of so many": (at("distortion.samples", 343), "distortion", "'samples'"),
+        "a key that is gone": (at("distortion", {}), "'distortion'"),
         "a target that is no id": (
             at("experiments.mine.targets", [3.5]),
             *("experiments.mine.targets.0", "an integer or text", 3.5),
+        ),
+        "removals of what no experiment has": (
+            removals(n_removed=[5]),
+            *("evaluation.removals", "'experiment' is a dependency of 'n_removed'"),
         ),
         "several at once": (
             {"projection": {"seed": -1}, "model_output": "x"},
@@ -143,7 +154,6 @@ REFUSALS = {
         ),
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
         "second moments in no matrix": (ADAM | NEWTON, "adam", "`projection: gauss_newton`"),
-        "distortion of divided gradients": (ADAM | {"distortion": {}}, "adam", "`distortion`"),
     },
     "config.list_experiment": {
         "a list of one of several experiments": (
@@ -156,28 +166,25 @@ REFUSALS = {
         "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates"),
         "a pool without features": (EXACT | POOLED, "select with a pool"),
     },
-    "config.proof_of_no_list": {
-        "a proof of no list": (PROVED | {"lists": ["suspects"]}, "drop", "suspects")
+    "config.removals_of_no_list": {
+        "removals by no list": (removals(drop={}) | {"lists": ["suspects"]}, "drop", "suspects")
     },
-    "config.proof_experiment": {
-        "a proof on targets that are not there": (
-            PROVED | {"lists": ["drop"], "evaluation": {"lists": {"drop": {"experiment": "b"}}}},
-            "Found b",
+    "config.unknown_experiment": {
+        "removals for targets that are not there": (
+            removals(drop={"experiment": "b"}) | {"lists": ["drop"]},
+            "Found 'b'",
         )
     },
-    "config.proof_of_pool": {
-        "a proof on a pool": (PROVED | POOLED | {"evaluation": {"lists": ["select"]}}, "select")
-    },
+    "config.removals_of_pool": {"removals by a pool": (removals(select={}) | POOLED, "select")},
     "config.pool_name": {
         "an experiment called as the pool": (
             POOLED | experiment("pool") | {"lists": {"select": {"pool": "diabetes.py"}}},
             "Found pool",
         )
     },
-    "config.proof_fractions": {
-        "a proof on more than is listed": (
-            PROVED
-            | {"lists": ["select"], "evaluation": {"lists": {"select": {"fractions": [0.1]}}}},
+    "config.removals_fractions": {
+        "removals of more than is listed": (
+            removals(select={"fractions": [0.1]}) | {"lists": ["select"]},
             *("0.05", "Found 0.1"),
         )
     },
@@ -223,10 +230,7 @@ REFUSALS = {
         )
     },
     "config.evaluated_mean": {
-        "a mean that models are asked about": (
-            mean() | PROVED | {"evaluation": {"removals": {"experiment": "mean"}}},
-            "Found mean",
-        )
+        "a mean that models are asked about": (mean() | removals(experiment="mean"), "Found mean")
     },
     "config.exact": {
         "exact top influences": (
@@ -237,7 +241,6 @@ REFUSALS = {
         "exact scores in shards": (EXACT | {"compute": {"shards": 2}}, 2, "compute.shards"),
         "exact targets in shards": (EXACT_SHARDS, 3, "experiments.mine.shards"),
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
-        "distortion of nothing": (EXACT | {"distortion": {}}, "Found distortion"),
         "tokens of nothing": (EXACT | {"answers": {"tokens": True}}, "answers.tokens"),
         "a matrix of no loss": (NEWTON | {"model_output": "loss"}, "Found loss"),
         "a norm that no matrix gives": (

@@ -60,7 +60,6 @@ def jobs(tmp_path_factory):
     everything |= {
         "study": str(REPOSITORY / "config/digits.py"),
         "compute": {"shards": 2},
-        "distortion": {},
         "groups": ["label"],
         "answers": {"tokens": True},
         "experiments": everything["experiments"]
@@ -68,7 +67,7 @@ def jobs(tmp_path_factory):
         "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}
         | {"select": {"experiment": "mix", "pool": "unlabelled.py"}},
     }
-    everything["evaluation"]["lists"] = ["suspects"]
+    everything["evaluation"]["removals"]["suspects"] = {}
     exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}
     (folder / "unlabelled.py").write_text("from digits import target_data, target_ids\n")
     save_weights(folder / "c0.pt")

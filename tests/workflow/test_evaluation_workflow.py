@@ -28,6 +28,7 @@ FULL = {
     "experiments": {"few": TRAINED["experiments"]["few"]},
     "scoring": {"keep": "full"},
     "projection": {"kind": "rademacher", "proj_dim": 32},
+    "lists": {"drop": {"experiment": "few"}},
     "evaluation": EVALUATION,
 }
 
@@ -43,7 +44,6 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
     for name, tables in {
         "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],
         "self_influence.h5": ["train"],
-        "flipped.h5": ["train", "detection"],
         "removals/few.h5": ["summary", "targets"],
     }.items():
         heading = name.replace("few", "{experiment}")
@@ -69,7 +69,7 @@ def test_the_report_has_every_rule_that_ran(evaluated):
     page = Page(evaluated.path("results/report.html").read_text())
     # A first report's time is there from a run with measurements that were still to come.
     rules = set(jobs) - {"write_report", "write_report_first"}
-    assert {"retrain_without_baseline", "evaluate_scores", "draw_influences"} <= rules
+    assert {"retrain_removals", "evaluate_scores", "draw_influences"} <= rules
     for rule in rules:
         assert page.row(rule)[0] == str(jobs.count(rule))
 
@@ -90,10 +90,6 @@ def test_snakemakes_own_report_carries_pages_and_figures(study):
         assert carried[name] == (study.path("results") / folder / name).read_bytes(), name
 
 
-FLIPPED = {
-    f"{rule}_flipped": 2
-    for rule in ("train_checkpoint", "compute_features", "compute_normal_matrix")
-}
 CHANGES = {
     "nothing": ({}, {}),
     # 25-26 becomes 25-49.
@@ -102,13 +98,9 @@ CHANGES = {
         {"retrain_subsets": 2, "evaluate_scores": 1},
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
-    "other flips": ({"flipped": {"fraction": 0.2}}, {**FLIPPED, "find_flipped": 1}),
     "other removals": (
         {"removals": EVALUATION["removals"] | {"n_removed": [10]}},
-        {
-            **{"retrain_without_random": 1, "retrain_without_top": 2},
-            **{"retrain_without_baseline": 2, "compare_removals": 1},
-        },
+        {"retrain_removals": 5, "compare_removals": 1},
     ),
 }
 
@@ -124,8 +116,9 @@ def test_damping_reruns_no_retraining_of_halves(study):
     study.config["scoring"]["damping"] = 1
     counts = study.would_run("all")
     assert counts["evaluate_scores"] == counts["compute_self_influence"] == 1
-    assert counts["retrain_without_top"] == 2
-    assert not {"retrain_subsets", "retrain_without_random", "compute_embeddings"} & set(counts)
+    # By the scores, and by the list that is made of them.
+    assert counts["retrain_removals"] == 4
+    assert not {"retrain_subsets", "compute_embeddings"} & set(counts)
 
 
 def test_without_an_evaluation_nothing_of_it_runs(study):
@@ -167,7 +160,7 @@ BAD = {
         *("config.no_truth", "evaluation.sweep"),
     ),
     "unknown experiment": ({"evaluation.experiments": ["many"]}, *UNKNOWN),
-    "unknown removals experiment": ({"evaluation.removals": {"experiment": "many"}}, *UNKNOWN),
+    "unknown removals experiment": ({"evaluation.removals.experiment": "many"}, *UNKNOWN),
     "a question": (
         {"experiments.asked": {"data": "asked.tsv"}, "evaluation.experiments": ["asked"]},
         *("config.evaluated_question", "asked"),
@@ -181,10 +174,10 @@ BAD = {
     "top_k": ({"scoring.keep": "top_k"}, "config.incomplete_scores", "top_k"),
     "no classes": (
         {"model_output": "regression"},
-        *("config.no_classes", "evaluation.flipped", "regression"),
+        *("config.no_classes", "same_class", "regression"),
     ),
     "exact": ({"projection": "exact"}, "config.evaluation_of_features", "evaluation.sweep"),
-    "columns of another kind": ({"projection.kind": "sjlt"}, *COLUMNS, 16, "sjlt"),
+    "columns of another kind": ({"projection.kind": "hadamard"}, *COLUMNS, 16, "hadamard"),
     "too many columns": ({"evaluation.sweep": {"proj_dim": [33]}}, *COLUMNS, 33, "with rademacher"),
 }
 
@@ -201,11 +194,11 @@ def test_evaluations_that_cannot_be(name):
 
 
 def test_evaluations_of_more_than_there_is():
-    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
-        check_sizes({"removals": {"n_removed": [9, 150]}}, 150, {"few": 3})
-    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
-        check_sizes({"removals": {"n_removed": [0.999]}}, 150, {"few": 3})
     removals = {"experiment": "few", "targets": 4, "n_removed": [1]}
+    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
+        check_sizes({"removals": removals | {"n_removed": [9, 150]}}, 150, {"few": 3})
+    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
+        check_sizes({"removals": removals | {"n_removed": [0.999]}}, 150, {"few": 3})
     with refused("config.subset_size", 0.006, "0 of 150"):
         check_sizes({"subsets": {"fraction": 0.006}}, 150, {"few": 3})
     with refused("config.too_few_targets", 4, 3):
@@ -222,14 +215,14 @@ def test_any_part_will_do_alone():
 def test_the_default_study_is_measured():
     for name in ("config", "smoke"):
         config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
-        assert {"subsets", "sweep", "flipped", "removals"} <= set(config["evaluation"])
+        assert {"subsets", "sweep", "removals"} <= set(config["evaluation"])
 
 
 def test_models_without_other_samples_are_refused(study):
     """A file that Snakemake thinks is right, made for other removals."""
     study.config["evaluation"]["removals"]["n_removed"] = [10]
     output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
-    assert re.search(r"random\.h5: files .* today's config.*rule retrain_without_random", output)
+    assert re.search(r"top/0\.h5: files .* today's config.*rule retrain_removals", output)
 
 
 def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
@@ -237,7 +230,7 @@ def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
     results = tmp_path / "results"
     shutil.copytree(evaluated.path("results"), results)
     # A leftover of other settings.
-    shutil.copy(results / "retrained/random.h5", results / "retrained/0-99.h5")
+    shutil.copy(results / "retrained/random/0.h5", results / "retrained/0-99.h5")
     program = REPOSITORY / "benchmarks/trak_formula.py"
     command = (forked_python(), program, results, "few", "--dims")
     piped = partial(subprocess.run, capture_output=True, text=True)

@@ -46,7 +46,6 @@ CONFIG = {
         "subsets": {"count": 4, "seeds": 2},
         "baselines": ["gradient_dot", "embedding_cosine", "bm25"],
         "self_influence": True,
-        "flipped": {"fraction": 0.1},
     },
 }
 ALONG = [
@@ -59,15 +58,13 @@ def train_along(folder):
     study.path("along.py").write_text(STUDY)
     study.config["study"] = "along.py"
     once = (
-        *("retrain_subsets", "compute_self_influence", "find_flipped", "average_scores"),
+        *("retrain_subsets", "compute_self_influence", "average_scores"),
         *("evaluate_scores", "draw_influences", "write_report_first", "write_report"),
     )
     assert study.run("all") == {
         # Runs with the same times share a rule; each is one job.
         **{"train_checkpoint": 2, "train_checkpoint_2": 1},
-        **{"train_checkpoint_flipped": 2, "train_checkpoint_flipped_2": 1},
-        **{"compute_features": 14, "compute_features_flipped": 7, "compute_scores": 7},
-        **{"compute_normal_matrix": 7, "compute_normal_matrix_flipped": 7},
+        **{"compute_features": 14, "compute_scores": 7, "compute_normal_matrix": 7},
         "compute_embeddings": 3,
         **dict.fromkeys(once, 1),
     }

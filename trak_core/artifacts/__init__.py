@@ -19,19 +19,16 @@ from trak_core.artifacts.check_consistency import (
 from trak_core.artifacts.format import (
     ANSWERS,
     CHECKPOINT_SCORES,
-    DISTORTION,
     EMBEDDINGS,
     EVALUATION,
     EXACT_SCORES,
     FEATURE_SHARD,
     FEATURES,
-    FLIPPED,
     GRAMIAN,
     GROUPS,
     KINDS,
     NORMAL_MATRIX,
     OUTPUTS,
-    PROOF,
     REMOVALS,
     RETRAINED,
     SCORES,
@@ -48,9 +45,9 @@ from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, 
 from trak_core.artifacts.write import Writer, create, software
 
 __all__ = ["check_made_for", "check_retrained", "check_same", "check_splits", "check_together"]
-__all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS"]
-__all__ += ["EVALUATION", "EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN"]
-__all__ += ["OUTPUTS", "PROOF", "TARGETS", "TOKEN_SCORES", "selected_ids"]
+__all__ += ["ANSWERS", "CHECKPOINT_SCORES", "EMBEDDINGS"]
+__all__ += ["EVALUATION", "EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "GRAMIAN"]
+__all__ += ["OUTPUTS", "TARGETS", "TOKEN_SCORES", "selected_ids"]
 __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
 __all__ += ["SCORES_SHARD"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]

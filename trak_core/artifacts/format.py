@@ -78,7 +78,6 @@ EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 NEWTON_SCORES = replace(CHECKPOINT_SCORES, rule="compute_newton_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 SCORES_SHARD = ArtifactKind("trak-scores-shard", (), "average_scores_shard")
-DISTORTION = ArtifactKind("trak-distortion", ("agreement", "sample_ids"), "compute_distortion")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
@@ -94,16 +93,14 @@ GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_token_scores")
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
-FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-PROOF = ArtifactKind("trak-evaluation", ("summary", "models"), "prove_list")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
-    *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
+    *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES),
     SCORES_SHARD,
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
     TOKEN_SCORES,
-    *(EVALUATION, FLIPPED, REMOVALS, PROOF),
+    *(EVALUATION, REMOVALS),
 )
 
 

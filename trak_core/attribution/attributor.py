@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, open_artifact
-from trak_core.attribution.checkpoint_scorers import Compute
+from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.fitted_checkpoint import write_normal_matrix
 from trak_core.attribution.given_settings import (
     Output,
     Weights,
     check_scoring,
-    code_of,
     device_named,
     name_of_output,
     read_checkpoints,
@@ -32,18 +31,21 @@ from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
 from trak_core.config.checkpoint_list import checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.cross_checks import check_exact, check_preconditioner
+from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.spec import TRAIN
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
-from trak_core.system.progress import progress_bar
+from trak_core.system.progress import notice, progress_bar
 
 # Keys of ``compute`` that decide how much is computed at once, and where.
 _COMPUTE = ("device", "batch_size", "memory_mb", "threads")
+# In place of a digest of the data, where there is no folder to resume from.
+_IN_MEMORY = "in memory"
 
 
 class Attributor(FittedAttributor):
@@ -101,10 +103,12 @@ class Attributor(FittedAttributor):
         """Settings have the names, the meanings and the defaults of the config's keys.
 
         Args:
-            model: A module, of which a copy is used; or a function that returns one.
+            model: A module, which is copied now; or a function that returns one.
             output: A name that ``model_output`` of the config takes, such as
                 ``image_classification``; a ``ModelOutput``; or f itself, a function of what the
-                model returned for one sample and of its label.
+                model returned for one sample and of its label. With a function of one's own all
+                training samples weigh alike, Q = 1, which is right where f = -loss; a
+                ``ModelOutput`` has a ``loss_weight``.
             checkpoints: Weights: the path of a file or folder of any kind that the config takes,
                 or a state dict. Or a list of such, or a dict from id to either; an entry of the
                 dict may be ``{"path": ..., "run": ..., "at": ..., "state_dict": ...}``, for several
@@ -161,7 +165,8 @@ class Attributor(FittedAttributor):
         super().__init__()
         self._setup = Setup(spec, compute)
         self.defaults = defaults
-        self._model, self._output, self._describe = model, output, describe
+        self._model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+        self._output, self._describe = output, describe
 
     @classmethod
     def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
@@ -209,15 +214,18 @@ class Attributor(FittedAttributor):
             train_data: The samples that the checkpoints were trained on, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
                 ``split_of_data``). None for the study's, where a study made the attributor.
-            folder: Keeps the files, in the layout of a run's results; a further call with the same
-                data, settings and code (see ``code_of``) resumes. None for a temporary folder.
+            folder: Keeps the files, in the layout of a run's results. A further call with the same
+                data and settings takes the checkpoints that were finished, after it has compared
+                the model outputs of some samples, and computes the others. None for a temporary
+                folder.
             ids: An id a sample; 0, 1, 2, ... if None.
 
         Returns:
             The attributor itself.
 
         Raises:
-            InputError: If the folder has features of other data or settings.
+            InputError: If the folder has features of other data, settings, or another model or
+                output function.
         """
         self._held, self._holds = {}, True
         study = self._setup.study
@@ -226,21 +234,28 @@ class Attributor(FittedAttributor):
         else:
             train = split_of_data(train_data, ids)
         if folder is None:
-            folder, digest = tempfile.mkdtemp(prefix="trak-"), "in memory"
+            folder, digest = tempfile.mkdtemp(prefix="trak-"), _IN_MEMORY
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
-            data = [train.ids, subset_digest(train, range(len(train.ids)))]
-            model = self._model if isinstance(self._model, nn.Module) else self._model()
-            digest = content_digest(*data, code_of(model), code_of(self._output))
+            digest = content_digest(train.ids, subset_digest(train, range(len(train.ids))))
         features = replace(self._spec.features, study_digest=digest)
         spec = replace(self._spec, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_newton:
             return self
+        if self._is_projected:
+            dim, norm_power = features.projection["proj_dim"], spec.of_normal_matrix().norm_power
+            need = normal_matrix_need(dim, divides=norm_power is not None)
+            need.check(self._compute.memory_mb)
         n_steps = len(self.checkpoints) * len(self._train.ids)
+        same: dict[str, list[str]] = {}
         with progress_bar("fit", n_steps) as bar:
             for name in self.checkpoints:
-                self._fit_checkpoint(name, bar)
+                digest = self._fit_checkpoint(name, bar)
+                same.setdefault(digest, []).append(name)
+        for names in same.values():
+            if len(names) > 1:
+                notice(f"the checkpoints {listed(names)} have the same weights.")
         return self
 
     def __repr__(self) -> str:
@@ -257,6 +272,12 @@ class Attributor(FittedAttributor):
         def output_of(model: nn.Module) -> ModelOutput:
             if isinstance(output, str):
                 return model_output(output, model, self._train, device, self._setup.study)
+            if not isinstance(output, ModelOutput):
+                notice(
+                    f"all training samples weigh alike (Q = 1) under {spec.model_output}, which is "
+                    "right where it is minus the training loss. ModelOutput(value, loss_weight) "
+                    "has other weights."
+                )
             return own_output(output, spec.model_output)
 
         made = self._model
@@ -264,17 +285,21 @@ class Attributor(FittedAttributor):
         return LoadedModel.load(make, self._weights[name], spec, output_of, device)
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
+        names = ["training data or ids" if key == "study_digest" else key for key in keys]
+        is_temporary = self._spec.features.study_digest == _IN_MEMORY
+        remedy = "Call `fit` again" if is_temporary else "Name another folder, or delete this one"
         raise InputError(
-            f"{path}: a folder of `fit` must be of the same data and settings. Found features of "
-            f"other {', '.join(keys)}. Name another folder, or delete this one.",
+            "Features that `fit` has kept must be of the same data, model and settings as now. "
+            f"Found another {', '.join(names)} in {path}. {remedy}.",
             code="attribution.other_folder",
         )
 
-    def _fit_checkpoint(self, name: str, bar: Any) -> None:
+    def _fit_checkpoint(self, name: str, bar: Any) -> str:
+        """Make the files of a checkpoint that are not there; return the digest of its weights."""
         path, own, compute = self._features(name), self._spec.under(name), self._compute
         loaded = self._load(name)
         sizes = {"batch_size": compute.batch_size, "memory_mb": compute.memory_mb}
-        is_made = path.exists() and self._is_made(path, self._file_spec(name, loaded))
+        is_made = path.exists() and self._is_made(path, name, loaded)
         if is_made:
             bar.advance(len(self._train.ids))
         else:
@@ -291,21 +316,27 @@ class Attributor(FittedAttributor):
                     )
                 else:
                     write_gramian(*given, None, own.of_train(), code="", **sizes)
+        digest = loaded.checkpoint_digests["sha256"]
         if not self._is_projected:
-            return
+            return digest
         with open_artifact(path, FEATURES) as train:
             matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
             if not matrix.exists() or not _is_of(matrix, train.content_hash, spec.as_dict()):
                 with bar.silent():
                     memory_mb = compute.memory_mb
                     write_normal_matrix(matrix, train, spec, code="", memory_mb=memory_mb)
+        return digest
 
-    def _is_made(self, path: Path, expected: Mapping[str, Any]) -> bool:
+    def _is_made(self, path: Path, name: str, loaded: LoadedModel) -> bool:
         """Return whether a file is of this checkpoint; refuse one of other data or settings."""
+        expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
+            columns = stored_columns(file)
         if differ == ["checkpoint"]:
             return False
+        if not differ and not loaded.gives(self._train, columns):
+            differ = ["model or output function"]
         if differ:
             self._refuse(path, differ)
         return True

@@ -188,6 +188,12 @@ class ExactScorer:
         """Return A_c = (K W + ridge I)^-1 K_t and what goes with each sample."""
         train, _ = self.train
         exact_need(len(train.ids), len(targets.ids)).check(compute.memory_mb)
+        if not self.loaded.gives(*self.train):
+            raise InputError(
+                "Training samples and the model must be the same in `fit` and in `score`, which "
+                "differentiates them again with `projection: exact`. Found other model outputs.",
+                code="attribution.changed_data",
+            )
         sizes = compute.batch_size, compute.memory_mb
         cross, columns = inner_products(self.loaded, train, targets, *sizes)
         values = self.gradients.similarities(cross).astype(np.float32)

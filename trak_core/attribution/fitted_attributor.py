@@ -137,7 +137,7 @@ class FittedAttributor(ABC):
         n_steps = len(self.checkpoints) * len(self._train.ids)
         bar = progress_bar("self-influence", n_steps)
         with self._at_work(), bar as counted, counted.counting():
-            columns, *_ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
+            columns, _ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -157,7 +157,12 @@ class FittedAttributor(ABC):
             to its score.
         """
         self._check_projected("Scores by tokens")
-        assert scores.samples is not None
+        if scores.samples is None:
+            raise InputError(
+                "Scores must come from `score` of this process to be cut by tokens. Found some "
+                "without their targets' samples, as after unpickling.",
+                code="attribution.no_tokens",
+            )
         both = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
         both = both.rename(columns={"target": "target_id", "train": "train_id"})
         train_ids = [*dict.fromkeys(both["train_id"].tolist())]
@@ -177,6 +182,7 @@ class FittedAttributor(ABC):
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         """Refuse a file that is of other data, settings or checkpoints."""
+        raise NotImplementedError
 
     # Files, in the layout of a run's results.
 
@@ -222,6 +228,10 @@ class FittedAttributor(ABC):
     # Scores.
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
+        if keep not in {"full", "top_k"}:
+            raise InputError(
+                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
+            )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
         with ExitStack() as stack, self._at_work():
             bar = progress_bar("score", len(self.checkpoints) * n_steps)

@@ -240,13 +240,13 @@ class DampedGradients:
 
 def self_influences(
     features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
-) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the size of A_c[i, i] Q_c[i] of every training sample i, averaged like a score.
 
     The sign is left out, because it is that of Q: no training sample harms itself. Predictions and
     outputs are those of the last checkpoint of every run. There are features and a normal matrix
-    for each checkpoint. Returns columns id, label, prediction, output and self_influence; loss
-    weights averaged over ends of runs, shape (n,); and a file's spec.
+    for each checkpoint. Returns columns id, label, prediction, output and self_influence, and a
+    file's spec.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".
@@ -285,6 +285,4 @@ def self_influences(
             "self_influence": mean,
         }
         projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}
-        weights = np.stack([file.vector("loss_weights") for file in ends])
-    file_spec = spec.as_dict() | {"projection": projection}
-    return columns, weights.mean(axis=0, dtype=np.float64), file_spec
+    return columns, spec.as_dict() | {"projection": projection}

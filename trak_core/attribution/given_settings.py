@@ -1,14 +1,11 @@
 """Read the settings that a Python program gives an ``Attributor``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_core.attribution.device import full_precision, takes_cuda
 from trak_core.config.checkpoint_list import Checkpoint, checkpoint_table
@@ -105,34 +102,3 @@ def device_named(given: str | torch.device, *, is_projected: bool) -> torch.devi
 
     require_numba_cuda()
     return device
-
-
-def code_of(given: Any) -> list[Any]:
-    """Return what tells the code of a model or a function from other code, for a digest.
-
-    It covers ``forward`` of a model's modules, a function's own code and what it has captured, not
-    other functions that these call.
-    """
-    if isinstance(given, str):
-        place = place_of(given)
-        return [given, *([Path(place[0]).read_text(encoding="utf-8")] if place else [])]
-    if isinstance(given, nn.Module):
-        kinds = {type(module): module.extra_repr() for module in given.modules()}
-        return [repr(given), *(part for kind in kinds for part in code_of(kind.forward))]
-    if is_dataclass(given) and not isinstance(given, type):  # such as a ModelOutput
-        return [part for field in fields(given) for part in code_of(getattr(given, field.name))]
-    code = getattr(given, "__code__", None)
-    if code is not None:
-        known = [cell.cell_contents for cell in given.__closure__ or ()]
-        return [*_code(code), *(part for value in known for part in code_of(value))]
-    if isinstance(given, partial):
-        return [*code_of(given.func), repr(given.args), repr(given.keywords)]
-    call = type(given).__call__ if callable(given) else None
-    if hasattr(call, "__code__"):
-        return [repr(getattr(given, "__dict__", None)), *code_of(call)]
-    return [getattr(given, "__qualname__", None) or repr(given)]
-
-
-def _code(code: CodeType) -> list[Any]:
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), *constants]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +18,13 @@ from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,
     MemoryByLength,
+    as_batch,
     budget_bytes,
+    call,
     check_labels,
     check_samples_apart,
     count_classes,
+    in_evaluation_mode,
     joined,
     memory_by_length,
     select_parameters,
@@ -28,7 +32,7 @@ from trak_core.gradients import (
 from trak_core.gradients.batch_size import PIECE_BYTES, TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.load_checkpoint import (
@@ -42,6 +46,7 @@ from trak_core.study.study import Study
 from trak_core.system.job import return_freed
 
 _FEW = 8  # samples that are checked before the expensive work
+_COMPARED = 8  # samples whose outputs tell whether a file is of today's code
 # Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.
 _LOGIT_BYTES = 16
 # The logits of a text may have this part of the memory; more are computed in pieces.
@@ -197,6 +202,29 @@ class LoadedModel:
         if not isinstance(self.model, MarginsOfTokens):
             return needed
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
+
+    def gives(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
+        """Return whether some samples, spread over a split, still have these model outputs.
+
+        Outputs and loss weights of all samples are in ``columns``. A change of the model's code, of
+        the output's or of the data shows in them, whatever it is a change of. Rounding does not.
+        """
+        rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
+        functions = self.output.value, self.output.loss_weight
+        ours = []
+        with torch.no_grad(), in_evaluation_mode(self.model):
+            for row in rows.tolist():
+                batch = as_batch(data.batch(row, row + 1), self.output)
+                batch = batch.mapped(lambda tensor: tensor.to(self.device))
+                read = self.output.read(call(self.model, batch))
+                own = [over_samples(function, read, batch.labels) for function in functions]
+                ours.append([value.double().item() for value in own])
+        stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
+        # Batches of other sizes round otherwise, and CUDA may multiply in TF32.
+        eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
+        rounding = max(1e-4 if self.device.type == "cpu" else 1e-3, 4 * eps)
+        most = rounding * np.abs(stored).max(axis=0)
+        return bool((np.abs(stored[rows] - np.array(ours)) <= most).all())
 
     def check_apart(self, few: Batch, at_once: int) -> None:
         """Refuse a model in which samples of a batch of ``at_once`` influence each other."""

@@ -28,7 +28,7 @@ _JOINED = 2**18
 
 
 class Features:
-    """A consumer of gradients that adds up x R over the parameters, for matrices R of one kind.
+    """A consumer of gradients that adds up x R over the parameters.
 
     A gradient method goes backwards through the model and hands each parameter's gradients, of all
     samples of a batch, to ``take``. After it ``finish`` projects what still waits.
@@ -38,9 +38,8 @@ class Features:
     takes factors of gradients instead, where that is cheaper and entries aren't scaled.
 
     Attributes:
-        rows: One tensor a projection, shape (batch, proj_dim), float32, unscaled; without
-            ``products``.
-        products: One sum a projection of what was sketched by factors; empty for other kinds.
+        rows: Shape (batch, proj_dim), float32, unscaled; without ``products``.
+        products: The sum of what was sketched by factors; None for other kinds.
     """
 
     in_order: ClassVar[bool] = True
@@ -49,12 +48,12 @@ class Features:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        projections: Sequence[ProjectionSpec],
-        rows: Sequence[Tensor],
+        projection: ProjectionSpec,
+        rows: Tensor,
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ):
-        self._projections, self._threads = projections, threads
+        self._projection, self._threads = projection, threads
         # First coordinate, and the number among the parameters with entries.
         self._places: dict[int, tuple[int, int]] = {}
         self._scale_of = {
@@ -66,14 +65,13 @@ class Features:
             offset += parameter.numel()
         self._begin(rows)
 
-    def _begin(self, rows: Sequence[Tensor]) -> None:
+    def _begin(self, rows: Tensor) -> None:
         """Add to these rows from now on."""
-        self.rows = list(rows)
-        self.products = [
-            OuterProducts(projection, len(rows), rows.device)
-            for projection, rows in zip(self._projections, self.rows, strict=True)
-            if projection.kind.about.of_matrices
-        ]
+        of_matrices = self._projection.kind.about.of_matrices
+        self.rows = rows
+        self.products = (
+            OuterProducts(self._projection, len(rows), rows.device) if of_matrices else None
+        )
         # Parts that wait, by their first coordinate, and their entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
@@ -82,7 +80,7 @@ class Features:
     def zeros(
         cls,
         parameters: Mapping[str, nn.Parameter],
-        projections: Sequence[ProjectionSpec],
+        projection: ProjectionSpec,
         n_samples: int,
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
@@ -92,17 +90,17 @@ class Features:
         ``scales`` are factors of the gradients' entries, by the parameter's name.
         """
         device = next(iter(parameters.values())).device
-        rows = [torch.zeros(n_samples, spec.proj_dim, device=device) for spec in projections]
-        return cls(parameters, projections, rows, threads, scales)
+        rows = torch.zeros(n_samples, projection.proj_dim, device=device)
+        return cls(parameters, projection, rows, threads, scales)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
             return
         offset, number = self._places[id(parameter)]
         scale = self._scale_of.get(id(parameter))
-        if self.products and scale is None:
+        if self.products is not None and scale is None:
             shape = matrix_shape(parameter.shape)
-            uses = [use for use in uses if not self._sketched(number, shape, use)]
+            uses = [use for use in uses if not self._sketched(self.products, number, shape, use)]
             if not uses:
                 return
         for first, part in summed_parts(uses):
@@ -114,13 +112,14 @@ class Features:
             self._held[offset + first] = part
             self._n_held += part.numel()
 
-    def _sketched(self, number: int, shape: tuple[int, int], use: Contribution) -> bool:
+    def _sketched(
+        self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
+    ) -> bool:
         """Sketch a use by its factors if that is cheaper; return whether it was."""
         if use.matrix != shape:
             return False
         if isinstance(use, Lookup):
-            for sums in self.products:
-                sums.add_lookups(number, use.indices, use.gradients[0])
+            products.add_lookups(number, use.indices, use.gradients[0])
             return True
         if isinstance(use, Outer):
             n_tokens, outers = use.inputs.shape[1], [use]
@@ -128,12 +127,11 @@ class Features:
             n_tokens, outers = use.n_tokens, use.outers()
         else:
             return False
-        if not prefers_factors(use.n_rows, n_tokens, *shape, self._projections[0].proj_dim):
+        if not prefers_factors(use.n_rows, n_tokens, *shape, self._projection.proj_dim):
             return False
         for outer in outers:
             factors = outer.inputs, outer.gradients[0]
-            for sums in self.products:
-                sums.add_products(number, *(reversed(factors) if outer.is_transposed else factors))
+            products.add_products(number, *(reversed(factors) if outer.is_transposed else factors))
         return True
 
     def _project_held(self) -> None:
@@ -155,43 +153,39 @@ class Features:
     def _project(self, blocks: list[Tensor], offset: int) -> None:
         if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
             blocks = [torch.cat(blocks, dim=1)]
-        for projection, rows in zip(self._projections, self.rows, strict=True):
-            project(
-                blocks, projection, offset=offset, out=rows, accumulate=True, threads=self._threads
-            )
+        spec, rows, threads = self._projection, self.rows, self._threads
+        project(blocks, spec, offset=offset, out=rows, accumulate=True, threads=threads)
 
     def finish(self) -> None:
         self._project_held()
-        for rows, sums in zip(self.rows, self.products, strict=False):
-            rows += sums.total()
-        self.products = []
+        if self.products is not None:
+            self.rows += self.products.total()
+        self.products = None
 
     def of(self, samples: slice) -> Self:
-        return self._with([rows[samples] for rows in self.rows])
+        return self._with(self.rows[samples])
 
     def empty(self) -> Self:
-        return self._with([torch.zeros_like(rows) for rows in self.rows])
+        return self._with(torch.zeros_like(self.rows))
 
-    def _with(self, rows: Sequence[Tensor]) -> Self:
+    def _with(self, rows: Tensor) -> Self:
         other = copy.copy(self)
         other._begin(rows)
         return other
 
     def add(self, other: Self) -> None:
         other.finish()
-        for rows, more in zip(self.rows, other.rows, strict=True):
-            rows += more
+        self.rows += other.rows
 
-    def finite(self) -> list[Tensor]:
+    def finite(self) -> Tensor:
         """Return ``rows``, or raise ``NotFiniteError``."""
-        if not all(rows.isfinite().all() for rows in self.rows):
+        if not self.rows.isfinite().all():
             raise NotFiniteError("Features must be finite. Found NaN or infinity.")
         return self.rows
 
-    def scaled(self) -> list[Tensor]:
+    def scaled(self) -> Tensor:
         """Return the features, so that E<Rx, Ry> = <x, y>, or raise ``NotFiniteError``."""
-        pairs = zip(self.finite(), self._projections, strict=True)
-        return [rows * projection.scale for rows, projection in pairs]
+        return self.finite() * self._projection.scale
 
 
 def batch_features(
@@ -212,10 +206,10 @@ def batch_features(
     Features are x R of gradients x, times the projection's scale unless ``is_scaled`` is False. If
     something is not finite, the ``InputError`` names the samples, by ``ids``, and parameters.
     """
-    sums = Features.zeros(parameters, [projection], len(batch), threads, scales)
+    sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     try:
         columns = method(model, parameters, output, batch, sums)
-        (rows,) = sums.scaled() if is_scaled else sums.finite()
+        rows = sums.scaled() if is_scaled else sums.finite()
     except NotFiniteError:
         explain_not_finite(model, parameters, output, batch, ids)
         raise

@@ -3,6 +3,7 @@
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,6 +70,8 @@ class Scores:
     show: ShowSample | None = None
     # The samples themselves; None where they are not at hand.
     samples: Split | None = None
+    # What a notebook calls a target's label and its prediction.
+    words: tuple[str, str] = ("label", "predicted")
 
     @classmethod
     def of_parts(
@@ -119,7 +122,8 @@ class Scores:
             unit_of(spec),
             pd.DataFrame(influence_table(kept, train, targets)),
             top,
-            None if matrix is None else lambda: matrix,
+            None if matrix is None else partial(np.asarray, matrix),
+            words=(about.label, about.prediction),
             **more,
         )
 
@@ -129,20 +133,20 @@ class Scores:
 
         ``texts`` are more columns of the tables ``targets`` and ``train``, by id.
         """
-
-        def read() -> np.ndarray:
-            with open_artifact(path, SCORES) as file:
-                return file.matrix("scores")[:]
-
         with open_artifact(path, SCORES) as file:
             targets, train = (
                 file.table(key).set_index("id").join(texts.get(key, pd.DataFrame()))
                 for key in ("targets", "train")
             )
             top = file.table("top_influences")
-            reads = read if file.has("scores") else None
-            unit = str(file.attribute("unit"))
-        return cls(targets, train, unit, top, max(top["rank"].tolist()), reads)
+            reads = partial(_read_scores, path) if file.has("scores") else None
+            unit, about = str(file.attribute("unit")), about_output(file.spec["model_output"])
+        words = about.label, about.prediction
+        return cls(targets, train, unit, top, max(top["rank"].tolist()), reads, words=words)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the samples, for pickle."""
+        return {**vars(self), "show": None, "samples": None}
 
     @property
     def matrix(self) -> np.ndarray:
@@ -226,7 +230,8 @@ class Scores:
         tables = self.top(_EACH), self.bottom(_EACH)
         known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
         for target in known:
-            said = f"label {_short(target['label'])}, predicted {_short(target['prediction'])}"
+            pairs = zip(self.words, (target["label"], target["prediction"]), strict=True)
+            said = ", ".join(f"{word} {_short(value)}" for word, value in pairs if word)
             cells = [self._shown(True, target["id"], said)]
             for table in tables:
                 own = table.loc[table["target"] == target["id"], :]
@@ -245,6 +250,11 @@ class Scores:
         sample = "" if self.show is None else f"{self.show(is_target, sample_id)}<br>"
         about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(said)}"
         return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{about}</div>'
+
+
+def _read_scores(path: Path) -> np.ndarray:
+    with open_artifact(path, SCORES) as file:
+        return file.matrix("scores")[:]
 
 
 def _short(value: Any) -> str:

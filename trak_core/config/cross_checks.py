@@ -21,7 +21,7 @@ from trak_core.spec import (
 )
 from trak_core.spec.target_filter import MOST_TARGETS, Condition
 
-_FEATURES_ONLY = ("sweep", "self_influence", "flipped")
+_FEATURES_ONLY = ("sweep", "self_influence")
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
@@ -39,7 +39,6 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
         *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
-        ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
         (cuts, "there are no features to cut scores by", "answers.tokens"),
     ]
     if way == GAUSS_NEWTON:
@@ -65,7 +64,6 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
     rules = [
         ("training" in config, "checkpoints must bring their optimizer's state", "`training`"),
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
-        ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
     _refuse("config.preconditioner", setting, rules, "Leave either out.")
@@ -85,54 +83,53 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return lists
 
 
-def proofs_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the lists that are put to the proof by name, each with its settings.
+def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what is compared with random removals, by the name of its file, with its settings.
 
-    ``experiment`` is the one whose targets are looked at, that of the list unless another is named;
-    ``fractions`` are the parts of the training samples that are left out, or kept; ``seeds`` how
-    often each training is done.
+    ``by`` says what chooses samples: for an experiment's targets ``random``, ``top`` (the scores)
+    and baselines; a ``list`` alone. Then ``experiment`` is the one whose targets are looked at,
+    that of the list unless another is named, and ``fractions`` are the parts of the training
+    samples that are left out, or kept.
     """
-    given, lists = config.get("evaluation", {}).get("lists", []), lists_of(config)
-    settings = given if isinstance(given, Mapping) else {name: {} for name in given}
-    proofs = {}
-    for name, own in settings.items():
+    given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
+    removals = {}
+    if "experiment" in given:
+        by = ["top", "random", *given["baselines"]]
+        removals[given["experiment"]] = {**given, "by": by}
+    for name in (key for key, own in given.items() if isinstance(own, Mapping)):
         about = lists.get(name, {})
         most = about.get("fraction")
         usual = [most / 4, most / 2, most] if most else [0.05, 0.1, 0.2]
-        defaults = {"experiment": about.get("experiment"), "fractions": usual, "seeds": 5}
-        proofs[name] = defaults | dict(own)
-    return proofs
+        defaults = {"experiment": about.get("experiment"), "fractions": usual}
+        removals[f"lists/{name}"] = {**defaults, **given[name], "by": [name], "list": name}
+    return removals
 
 
-def check_proofs(config: Mapping[str, Any]) -> None:
-    """Refuse to prove lists that are not made, or what can't be seen in the study's targets."""
-    lists, experiments = lists_of(config), config["experiments"]
-    for name, about in proofs_of(config).items():
+def check_removals(config: Mapping[str, Any]) -> None:
+    """Refuse removals of lists that are not made, or of samples that aren't trained on."""
+    lists = lists_of(config)
+    for about in removals_of(config).values():
+        name = about.get("list")
+        if name is None:
+            continue
         if name not in lists:
             raise InputError(
-                f"evaluation.lists must name lists of the config, under `lists`. Found {name} and "
-                f"`lists` of {', '.join(lists) or 'none'}.",
-                code="config.proof_of_no_list",
+                f"evaluation.removals must name lists of the config, under `lists`. Found {name} "
+                f"and `lists` of {', '.join(lists) or 'none'}.",
+                code="config.removals_of_no_list",
             )
         if "pool" in lists[name]:
             raise InputError(
-                "evaluation.lists trains on the study's train_data(). Found select, whose samples "
-                "are a pool's: leave it out, and compare models that you train on the list.",
-                code="config.proof_of_pool",
-            )
-        own = [name for name, value in experiments.items() if not {"data", "mean"} & set(value)]
-        if about["experiment"] not in own:
-            raise InputError(
-                f"evaluation.lists: {name} must be measured on targets of the study's own: "
-                f"experiments {', '.join(own) or 'none'}. Found {about['experiment']}.",
-                code="config.proof_experiment",
+                "evaluation.removals trains on the study's train_data(). Found select, whose "
+                "samples are a pool's: leave it out, and compare models that you train on them.",
+                code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
         if max(about["fractions"]) > most:
             raise InputError(
-                f"evaluation.lists: {name} must have fractions of the list, at most lists.{name}."
+                f"evaluation.removals.{name} must have fractions of the list, at most lists.{name}."
                 f"fraction, {most}. Found {max(about['fractions'])}. Raise that of the list.",
-                code="config.proof_fractions",
+                code="config.removals_fractions",
             )
 
 
@@ -237,7 +234,7 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 def check_evaluation(config: Mapping[str, Any]) -> None:
     """Refuse an evaluation that its study cannot have, for a config with defaults."""
     evaluation = config["evaluation"]
-    lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals")
+    lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
             "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
@@ -253,9 +250,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "neither.",
             code="config.no_truth",
         )
-    named = list(evaluation.get("experiments", ()))
-    if removals:
-        named.append(removals["experiment"])
+    named = [*evaluation.get("experiments", ())]
+    named += [own["experiment"] for own in removals_of(config).values()]
     unknown = [name for name in named if name not in config["experiments"]]
     if unknown:
         raise InputError(
@@ -278,7 +274,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"models are asked. Found {means[0]}, which is made of means. Name what it is made of.",
             code="config.evaluated_mean",
         )
-    about = config["experiments"][removals["experiment"]] if removals else {}
+    about = config["experiments"][removals["experiment"]] if "experiment" in removals else {}
     if about.get("targets") == "all" or "where" in about:
         means = "where" if "where" in about else "targets: all"
         raise InputError(
@@ -294,7 +290,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "without `data`. Found none.",
             code="config.no_own_targets",
         )
-    trained = [key for key in ("subsets", "flipped", "removals", "lists") if key in evaluation]
+    trained = [key for key in ("subsets", "removals") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
@@ -302,19 +298,18 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "can be given as evaluation.ground_truth.",
             code="config.no_training",
         )
-    if (lds or removals) and config["scoring"]["keep"] != "full":
+    if (lds or "experiment" in removals) and config["scoring"]["keep"] != "full":
         raise InputError(
             "An evaluation needs all scores: scoring.keep must be full. Found "
             f"{config['scoring']['keep']}.",
             code="config.incomplete_scores",
         )
-    if (lds and "same_class" in evaluation["baselines"]) or "flipped" in evaluation:
-        key = "flipped" if "flipped" in evaluation else "baselines: same_class"
+    if lds and "same_class" in evaluation["baselines"]:
         classes = [name for name, row in TABLE.items() if row.labels_are_classes]
         output = output_name(config["model_output"])
         if output not in classes:
             raise InputError(
-                f"evaluation.{key} needs labels that are classes, with model_output "
+                "evaluation.baselines: same_class needs labels that are classes, with model_output "
                 f"{' or '.join(classes)}. Found {output}. Leave it out.",
                 code="config.no_classes",
             )
@@ -361,27 +356,22 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
             f"one. Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
-    n_removed = removed_sizes(evaluation.get("removals", {}).get("n_removed", ()), n_train)
-    if max(n_removed, default=0) >= n_train:
+    removals = evaluation.get("removals", {})
+    if "experiment" not in removals:
+        return
+    n_removed = removed_sizes(removals["n_removed"], n_train)
+    if max(n_removed) >= n_train:
         raise InputError(
             f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
             f"samples. Found {max(n_removed)}.",
             code="config.too_many_removed",
         )
-    flipped = round(evaluation.get("flipped", {}).get("fraction", 0) * n_train)
-    if flipped and flipped == n_train:
+    if removals["targets"] > (m := n_targets[removals["experiment"]]):
         raise InputError(
-            "evaluation.flipped.fraction must leave some labels as they are. Found "
-            f"{evaluation['flipped']['fraction']}, all of {n_train}."
+            "evaluation.removals.targets must be at most the targets of its experiment. "
+            f"Found {removals['targets']}; there are {m}.",
+            code="config.too_few_targets",
         )
-    if "removals" in evaluation:
-        m = n_targets[evaluation["removals"]["experiment"]]
-        if evaluation["removals"]["targets"] > m:
-            raise InputError(
-                "evaluation.removals.targets must be at most the targets of its experiment. "
-                f"Found {evaluation['removals']['targets']}; there are {m}.",
-                code="config.too_few_targets",
-            )
 
 
 # Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for

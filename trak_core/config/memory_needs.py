@@ -20,8 +20,6 @@ _LEAST_ROWS = 64
 # Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
 CHUNK_ROWS = 1024
 _FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
-# Training samples, and projection matrices, whose distortion is measured.
-DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
 # Draws of the intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
@@ -125,18 +123,6 @@ def newton_targets(n_params: int, n_train: int, n_targets: int, memory_mb: int) 
     fixed, each = 16 * n_train * n_targets, 4 * _NEWTON_VECTORS * n_params
     block = max(1, min(n_targets, (memory_mb * 2**20 - fixed) // (2 * each)))
     return block, fixed + block * each
-
-
-def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
-    """Return what measuring distortion holds: pairs of samples a dozen times, streams' features.
-
-    The remaining memory is for gradients and activations. The preflight skips this job, because a
-    normal matrix or the least budget is larger.
-    """
-    job = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
-    features = (4 * n_streams + 32) * n_samples * proj_dim
-    remedy = "lower projection.proj_dim, or leave `distortion` out"
-    return Need(job, 96 * n_samples**2 + features, remedy=remedy)
 
 
 def average_need(

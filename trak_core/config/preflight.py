@@ -152,7 +152,7 @@ def _request(specs: Specs) -> dict[str, Any]:
     """Return the arguments of ``preflight_study`` that are the same for every split."""
     config = specs.config
     is_trained = "training" in config
-    retrains = {"subsets", "removals", "flipped", "lists"} & set(specs.evaluation)
+    retrains = {"subsets", "removals"} & set(specs.evaluation)
     return {
         "study_file": config["study"],
         "model_output": output_name(config["model_output"]),

@@ -455,5 +455,7 @@ def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
     Equivalent to ``snakemake.utils.validate(config, schema)``, which changes the config in place.
     """
     filled = deepcopy(dict(config))
-    _Filler(schema).validate(filled)
+    # Only to fill it in: a default may not stand where what it belongs to is missing.
+    for _ in _Filler(schema).iter_errors(filled):
+        pass
     return filled

@@ -20,9 +20,9 @@ from trak_core.config.cross_checks import (
     check_lists,
     check_means,
     check_preconditioner,
-    check_proofs,
+    check_removals,
     lists_of,
-    proofs_of,
+    removals_of,
 )
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -182,7 +182,7 @@ class Specs:
     @property
     def reported_first(self) -> dict[str, Any]:
         """What of that decides scores: how they are measured is in the last report."""
-        measured = {"evaluation", "distortion"} & set(self.reported)
+        measured = {"evaluation"} & set(self.reported)
         return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
 
     @property
@@ -256,16 +256,6 @@ class Specs:
         """Lists to act on, by name: each with the experiment whose targets count."""
         return lists_of(self.config)
 
-    @property
-    def proofs(self) -> dict[str, dict[str, Any]]:
-        """Lists that are put to the proof, by name: see ``proofs_of``."""
-        return proofs_of(self.config)
-
-    @property
-    def list_retraining(self) -> RetrainedSpec:
-        """What decides models retrained without a list, or on it."""
-        return self._retrained("list", 1, _SEED)
-
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
         if split in self.means:
@@ -291,20 +281,6 @@ class Specs:
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
         """Return what decides one file of features, or one Gramian."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
-
-    @property
-    def all_flipped_features(self) -> FeaturesSpec:
-        """What decides the features of models that were trained with flipped labels."""
-        return replace(self.all_features, flipped=self.flipped)
-
-    @property
-    def flipped(self) -> dict[str, Any]:
-        """How labels are flipped."""
-        return {**self.evaluation["flipped"], "seed": _SEED}
-
-    def distortion(self, checkpoint: str) -> FeaturesSpec:
-        """Return what decides one checkpoint's distortion; how features are stored does not."""
-        return replace(self.features(checkpoint, TRAIN), dtype="float64")
 
     @property
     def embeddings(self) -> FeaturesSpec:
@@ -353,11 +329,6 @@ class Specs:
     def self_influence(self) -> ScoresSpec:
         """What decides self-influences, and the scores of every experiment."""
         return scores_spec(self.config, self.all_features, self.runs)
-
-    @property
-    def found_flipped(self) -> ScoresSpec:
-        """What decides the self-influences of samples with flipped labels."""
-        return replace(self.self_influence, features=self.all_flipped_features)
 
     @property
     def measured(self) -> list[str]:
@@ -414,21 +385,40 @@ class Specs:
         return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     @property
-    def random_removals(self) -> RetrainedSpec:
-        """What decides models retrained on everything, and without random samples."""
-        return replace(self.top_removals, subsets="random removals", draws=_DRAWS)
+    def removals(self) -> dict[str, dict[str, Any]]:
+        """What is compared with random removals, by the name of its file: see ``removals_of``."""
+        return removals_of(self.config)
+
+    def removals_spec(self, by: str) -> RetrainedSpec:
+        """Return what decides models retrained without samples, or on them, that a choice names."""
+        if by in self.lists:
+            return self._retrained("list", 1, _SEED)
+        spec = self._retrained(f"without {by}", _REMOVAL_SEEDS, _SEED)
+        return replace(spec, n_removed=self.evaluation["removals"]["n_removed"], draws=_DRAWS)
 
     @property
-    def top_removals(self) -> RetrainedSpec:
-        """What decides models retrained without a target's most helpful samples."""
-        n_removed = self.evaluation["removals"]["n_removed"]
-        return replace(self._retrained("top removals", _REMOVAL_SEEDS, _SEED), n_removed=n_removed)
-
-    def removal_groups(self) -> list[list[int | str]]:
-        """Return the targets of each job."""
-        about, step = self.evaluation["removals"], _REMOVALS_A_JOB
-        targets = list((self.experiments[about["experiment"]] or [])[: about["targets"]])
-        return [targets[i : i + step] for i in range(0, len(targets), step)]
+    def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
+        """What names the samples of each job that retrains: the stage's ``naming``, by choice."""
+        jobs: dict[str, list[dict[str, Any]]] = {}
+        for about in self.removals.values():
+            if by := about.get("list"):
+                own = {"kind": by, "fractions": about["fractions"]}
+                jobs[by] = [own | {"draw": draw} for draw in range(about["seeds"])]
+                continue
+            naming = {
+                "top": {"scores_spec": self.scores(about["experiment"]).as_dict()},
+                "bm25": {"digest": self.digests["texts"]},
+                "embedding_cosine": {
+                    "checkpoints": self.self_influence.ends,
+                    "embeddings_spec": self.embeddings.as_dict(),
+                },
+            }
+            targets = list(self.experiments[about["experiment"]] or [])[: about["targets"]]
+            starts = range(0, len(targets), _REMOVALS_A_JOB)
+            groups = [{"target_ids": targets[i : i + _REMOVALS_A_JOB]} for i in starts]
+            for by in about["by"]:
+                jobs[by] = [naming[by] | group for group in groups] if by in naming else [{}]
+        return jobs
 
     def _retrained(self, subsets: str, seeds: int, seed: int) -> RetrainedSpec:
         return RetrainedSpec(
@@ -458,10 +448,10 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
         for name, experiment in config["experiments"].items()
         if "mean" not in experiment
     }
+    check_lists(config)
+    check_removals(config)
     if "evaluation" in config:
         check_evaluation(config)
-    check_lists(config)
-    check_proofs(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
     tables = [config["checkpoints"], lists_of(config).get("select", {}).get("pool")]

@@ -1,1 +1,1 @@
-"""How far to trust scores: LDS, correlations, baselines, distortion; arrays only."""
+"""How far to trust scores: LDS, correlations, baselines; arrays only."""

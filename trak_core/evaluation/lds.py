@@ -162,25 +162,6 @@ def bootstrap(
     return means
 
 
-def auc(values: np.ndarray, positive: np.ndarray) -> float:
-    """Return the chance that a positive sample has a larger value than another, ties counting half.
-
-    Equivalent to ``sklearn.metrics.roc_auc_score(positive, values)``, of finite values and booleans
-    of shape (n,); it refuses samples that are all positive, or none of them.
-
-    Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
-    """
-    n_positive, n_other = int(positive.sum()), int((~positive).sum())
-    if not n_positive or not n_other:
-        raise InputError(
-            "An AUC compares positive samples with others: there must be both. Found "
-            f"{n_positive} positive ones of {len(positive)}.",
-            code="evaluation.auc_classes",
-        )
-    ranks = _Sorted.sort(values[:, None]).centred_ranks(np.ones(len(values)))[:, 0]
-    return float(0.5 + ranks[positive].sum() / (n_positive * n_other))
-
-
 # A matrix with the names of its rows and of its columns.
 Frame = tuple[np.ndarray, list[Any], list[Any]]
 

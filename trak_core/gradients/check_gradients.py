@@ -27,10 +27,15 @@ from trak_core.model_outputs.model_output import (
     random_output,
     rows_in,
 )
+from trak_core.system.progress import notice
 
 # Samples of a batch that are compared.
 _SAMPLES = 8
-_LABEL_SHAPES = ("one number a sample", "one token a position", "one class a pixel")
+_LABEL_SHAPES = (
+    "one number a sample, shape (samples,)",
+    "one token a position",
+    "one class a pixel",
+)
 # A module's call: its name, its arguments and its result, both as tensors with a row a sample.
 _Call = tuple[str, list[Tensor], list[Tensor]]
 # Two computations of one sample's features differ by this part of the largest entry, at most.
@@ -237,6 +242,7 @@ def count_classes(
             f"classes. Found {n_classes}: for a single logit x, let the model return (0, x).",
             code="gradients.too_few_classes",
         )
+    _notice_unlikely(output, outputs, sample)
     if output.label_ndim is None:
         over_samples(output.value, returned, sample.labels)  # which explains what is wrong
     elif sample.labels.ndim == 1 + output.label_ndim:
@@ -253,6 +259,26 @@ def count_classes(
                 code="gradients.output_shape",
             )
     return n_classes
+
+
+def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
+    """Print what a sample shows that the model output is hardly meant for."""
+    is_vector = output.label_ndim == 0 and isinstance(outputs, Tensor) and outputs.numel() > 1
+    if is_vector and (outputs >= 0).all() and abs(outputs.sum().item() - 1) < 1e-4:
+        notice(
+            "the model returns numbers from 0 to 1 that add up to 1, such as the probabilities of "
+            "a softmax. They are read as logits. Let the model return logits."
+        )
+    tokens = sample.kwargs.get("input_ids", next(iter(sample.args), None))
+    if output.predicts_next and tokens is not None and tokens.shape == sample.labels.shape:
+        counts, ahead = sample.labels != IGNORED, tokens.roll(-1, dims=1)
+        counts[:, -1] = False
+        same, shifted = ((t == sample.labels)[counts] for t in (tokens, ahead))
+        if len(same) > 2 and shifted.all() and not same.all():
+            notice(
+                "each label is the token that follows in the text: labels were shifted before. The "
+                "model output shifts them itself. Give labels that stand where their tokens stand."
+            )
 
 
 def check_labels(

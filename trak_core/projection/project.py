@@ -196,7 +196,6 @@ def project(
     Source:
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.
         Achlioptas, "Database-friendly random projections", JCSS 2003 (entries of one bit).
-        Kane, Nelson, "Sparser Johnson-Lindenstrauss transforms", JACM 2014 (sjlt).
         Pham, Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013
         (tensor_sketch).
     """

@@ -24,11 +24,6 @@ is E_b[j] * H[i, j] * D_b[i] with H[i, j] = (-1)^popcount(i & j) and two vectors
 of D_b is bit v & 31 of word w = v >> 5, where c0 = w >> 2, q = b, and the word of the call is
 w & 3; E_b is made alike with c0 = (w >> 2) + 2^31. A set bit is -1.
 
-``sjlt`` (tag 2): the columns come in s stripes of k/s; in each, coordinate g has one entry that is
-not zero. For stripe t: c0 = t >> 2, q = g, word t & 3; its low 31 bits, times k/s, shifted right by
-31 are the column within the stripe, its top bit is the sign. The entry is +-sqrt(k/s), applied as
-one factor to the sum of the signed gradients.
-
 ``tensor_sketch`` (tag 4): each parameter is a matrix n0 x n1, the parameters one after the other,
 row-major. Its sides, rows (0) and columns (1), have buckets and signs: entry (i, j) of parameter l
 is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0 in all others. For side s,
@@ -44,6 +39,7 @@ import numpy as np
 
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
+# Tag 2 is reserved and never used for another kind: features of version 0.2.0 were made with it.
 _MASK = np.uint64(0xFFFFFFFF)
 _SD = np.float32(1 / 147.80166)
 _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
@@ -112,19 +108,6 @@ def _hadamard(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
     return signs * (1.0 - 2.0 * parity)
 
 
-def _sjlt(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
-    stripes = spec.stripes
-    assert stripes is not None
-    width = spec.proj_dim // stripes
-    t = np.arange(stripes, dtype=np.uint64)[None, :]
-    words = _words(spec, t >> np.uint64(2), g, t & np.uint64(3))
-    bucket = ((words & np.uint64(0x7FFFFFFF)) * np.uint64(width)) >> np.uint64(31)
-    matrix = np.zeros((len(g), spec.proj_dim))
-    columns = (t * np.uint64(width) + bucket).astype(np.intp)
-    np.put_along_axis(matrix, columns, _signs(words, np.uint64(31)), axis=1)
-    return matrix
-
-
 def _side(spec: ProjectionSpec, q: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return buckets and signs of one side of a parameter, shape (n,) each."""
     k = spec.proj_dim
@@ -171,8 +154,6 @@ def projection_matrix(
             return _normal(spec, g, j)
         case ProjectionKind.HADAMARD:
             return _hadamard(spec, g, j)
-        case ProjectionKind.SJLT:
-            return _sjlt(spec, g) * spec.entry_factor
         case ProjectionKind.TENSOR_SKETCH:
             return _tensor_sketch(spec, g)
         case ProjectionKind.IDENTITY:

@@ -160,7 +160,7 @@ class OpenRun(FittedAttributor):
                     row = ids.index(str(target_id))
                     own_id = split.ids[row]
                     columns = columns_of(self.study, name, [own_id], question)
-                    fields = {field: values.tolist()[0] for field, values in columns.items()}
+                    fields = {str(key): values.tolist()[0] for key, values in columns.items()}
                     with users_code(f"reading sample {own_id}"):
                         return Asked(own_id, split.samples[row], fields)
                 shown += ids[:2]

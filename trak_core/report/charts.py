@@ -36,7 +36,13 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "trak",
 }
 _BLUE, _ORANGE, _GREEN, _GREY, _RED = "#0b5394", "#b45f06", "#1b7837", "#666666", "#b2182b"
-_REMOVED = {"top": _BLUE, "embedding_cosine": _ORANGE, "bm25": _GREEN, "random": _GREY}
+_REMOVED = {
+    "top": _BLUE,
+    "list": _BLUE,
+    "embedding_cosine": _ORANGE,
+    "bm25": _GREEN,
+    "random": _GREY,
+}
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
 # Swept settings: column, title of the curve, label of its axis.
 _SWEPT = (
@@ -48,7 +54,12 @@ _SWEPT = (
 TARGETS_IN_FIGURE = 6
 _ABOVE, _WITHIN = (18, 2), (17, 9)
 # What retrained models are asked.
-_MEASURES = {"accuracy": "Accuracy", "target_loss": "Loss", "output": "Model output"}
+_MEASURES = {
+    "change": "Change of the model output",
+    "accuracy": "Accuracy",
+    "target_loss": "Loss",
+    "output": "Model output",
+}
 # A chart's groups, and likewise what fits beside one.
 _GROUPS, _NAME = 25, (22, 1)
 
@@ -57,7 +68,7 @@ _GROUPS, _NAME = 25, (22, 1)
 class Line:
     """Points that belong together, with intervals from ``low`` to ``high`` if they have any.
 
-    A ``dashed`` line is a reference, without marks. Points that are not ``joined`` stand alone.
+    A ``dashed`` line is a reference, without marks.
     """
 
     label: str
@@ -67,7 +78,6 @@ class Line:
     high: Sequence[float] | None = None
     color: str = _BLUE
     dashed: bool = False
-    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ class Chart:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    together = line.joined and len(line.x) > 1
+    together = len(line.x) > 1
     if line.low is not None and line.high is not None:
         if together:
             axes.fill_between(
@@ -206,83 +216,34 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
     )
 
 
-def removals_chart(summary: pd.DataFrame, labels: Mapping[str, str]) -> Chart:
-    """Return how far outputs fall without the most helpful samples, beside random ones.
+def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
+    """Return what models make of targets without chosen samples, or on them, beside random ones.
 
-    ``labels`` say in words what ``top``, ``random`` and baselines removed.
+    ``labels`` say in words what subsets are, and what was done with them: ``treated``. An empty
+    list has no charts.
     """
-    lines = [
-        _with_interval(labels[removed], rows, "n_removed", "change", color)
-        for removed, color in _REMOVED.items()
-        if len(rows := part_with(summary, removed=removed))
-    ]
-    x = summary["n_removed"].unique().tolist()
-    return _line_chart(
-        "Change of the model output",
-        lines,
-        x_label="training examples removed",
-        y_label="change of f",
-        log_x=len(x) > 1,
-        x_ticks=x,
-    )
-
-
-def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
-    """Return measured errors beside theory's, of lengths and of inner products."""
-    titles = {
-        "squared_norm": "Squared lengths",
-        "inner_product": "Inner products, relative to both lengths",
-    }
-    x = range(1, len(distortions) + 1)
-    charts = []
-    for kind, title in titles.items():
-        errors = pd.DataFrame([file.tables["agreement"].loc[kind] for file in distortions])
-        measured, bars = 100 * errors["measured"], 200 * errors["standard_error"]
-        low, high = (measured - bars).tolist(), (measured + bars).tolist()
-        label = "measured, two standard errors either way"
+    summary, charts = removals.tables["summary"], []
+    measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
+    for measure in measures or ["output"]:
+        rows = part_with(summary, measure=measure).sort_values("n", kind="stable")
         lines = [
-            Line(label, x, measured.tolist(), low, high, joined=False),
-            Line("theory", x, (100 * errors["predicted"]).tolist(), color=_ORANGE, dashed=True),
+            _with_interval(labels[subset], own, "n", "mean", color)
+            for subset, color in _REMOVED.items()
+            if len(own := part_with(rows, subset=subset))
         ]
-        charts.append(
-            _line_chart(
-                title,
-                lines,
-                x_label="checkpoint, in the table's order",
-                y_label="relative error, %",
-                x_ticks=x,
-                most_ticks=12,
-            )
-        )
-    return charts
-
-
-def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
-    """Return accuracy and loss, or f, of models retrained by a list and by random samples.
-
-    ``labels`` say in words what ``list``, ``random`` and ``everything`` are. An empty list has no
-    charts.
-    """
-    summary, charts = proof.tables["summary"], []
-    if "list" not in set(summary["subset"]):
-        return charts
-    shown = [m for m in ("accuracy", "target_loss") if m in set(summary["measure"])] or ["output"]
-    for measure in shown:
-        rows = part_with(summary, measure=measure)
-        lines = [
-            _with_interval(labels[subset], part_with(rows, subset=subset), "n", "mean", color)
-            for subset, color in (("list", _BLUE), ("random", _GREY))
-        ]
-        x = sorted(lines[0].x)
-        (whole,) = part_with(rows, subset="everything")["mean"]
-        ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
-        lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
+        if not lines:
+            continue
+        x = lines[0].x
+        for whole in part_with(rows, subset="everything")["mean"]:
+            ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
+            lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
         charts.append(
             _line_chart(
                 _MEASURES[measure],
                 lines,
                 x_label=f"training examples {labels['treated']}",
                 y_label=_MEASURES[measure].lower(),
+                log_x=len(x) > 1,
                 x_ticks=x,
             )
         )

@@ -12,12 +12,9 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import (
-    DISTORTION,
     EVALUATION,
-    FLIPPED,
     GROUPS,
     NORMAL_MATRIX,
-    PROOF,
     REMOVALS,
     SCORES,
     SELF_INFLUENCE,
@@ -76,9 +73,9 @@ def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
 class Results:
     """All that the report is made from; what was not measured is empty.
 
-    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
-    ``removals`` and ``groups`` by experiment, ``proofs`` by list, ``matrices`` and ``distortions``
-    one a checkpoint, ``flipped`` and ``self_influence`` one at most.
+    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations`` and
+    ``groups`` by experiment, ``removals`` of an experiment and of lists, ``matrices`` one a
+    checkpoint, ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -86,23 +83,15 @@ class Results:
     matrices: Sequence[File]
     timings: pd.DataFrame
     evaluations: Mapping[str, File] = field(default_factory=dict)
-    removals: Mapping[str, File] = field(default_factory=dict)
-    flipped: Sequence[File] = ()
+    removals: Sequence[File] = ()
     self_influence: Sequence[File] = ()
-    distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
-    proofs: Mapping[str, File] = field(default_factory=dict)
 
     @property
     def awaits_evaluation(self) -> bool:
         """Whether the config has an evaluation that is not there yet."""
-        measured = (self.evaluations, self.removals, self.flipped, self.self_influence, self.proofs)
+        measured = (self.evaluations, self.removals, self.self_influence)
         return bool(self.config.get("evaluation")) and not any(measured)
-
-    @property
-    def awaits_distortion(self) -> bool:
-        """Whether the config has distortions that are not there yet."""
-        return "distortion" in self.config and not self.distortions
 
     @property
     def spec(self) -> Mapping[str, Any]:
@@ -122,10 +111,9 @@ class Results:
     @property
     def files(self) -> list[File]:
         """Every file that the report stands on."""
-        measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
-        others = (*self.groups.values(), *self.proofs.values())
+        measured = (*self.evaluations.values(), *self.removals, *self.self_influence)
         scored = (*self.experiments, *self.matrices)
-        return [*scored, *measured, *self.self_influence, *self.distortions, *others]
+        return [*scored, *measured, *self.groups.values()]
 
 
 def _file(
@@ -340,36 +328,19 @@ def condition_number(matrix: File, damping: float) -> float:
     return largest / max(smallest, largest * 2.0**-52)
 
 
-def read_distortion(path: Path, results: Path) -> File:
-    """Return what a checkpoint's projection does to lengths and inner products.
-
-    Returns:
-        Table ``agreement``: relative errors, root mean square, ``squared_norm`` and
-        ``inner_product`` by row; ``measured``, its ``standard_error`` over projection matrices, and
-        ``predicted`` by theory, by column. Attributes ``n_samples`` and ``n_streams`` compared.
-    """
-    with open_artifact(path, DISTORTION) as file:
-        labels = file.index("agreement"), file.columns("agreement")
-        agreement = pd.DataFrame(file.matrix("agreement")[:].astype(float), *labels)
-        n_samples, n_streams = len(file.vector("sample_ids")), file.attribute("n_streams")
-        tables = {"agreement": agreement}
-        return _file(file, results, tables, n_samples=n_samples, n_streams=n_streams)
-
-
 # What the report shows of files as they are: tables, and single numbers.
 _SHOWN = {
     EVALUATION: (
         ("summary", "targets", "checkpoints", "sweep", "best"),
         ("n_subsets", "part_kept", "n_seeds", "same_seeds", "n_targets", "confidence"),
     ),
-    REMOVALS: (("summary",), ()),
-    PROOF: (("summary",), ("confidence", "n_draws", "n_targets")),
+    REMOVALS: (("summary",), ("confidence", "n_trainings", "n_targets")),
     GROUPS: (("groups", "differences"), ("confidence", "n_runs", "n_targets")),
 }
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return an evaluation, removals, a proof or groups; some tables may not be there.
+    """Return an evaluation, removals or groups; some tables may not be there.
 
     The largest differences of groups come first, whatever their sign.
     """
@@ -382,13 +353,6 @@ def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
             )
         numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
         return _file(file, results, tables, **numbers)
-
-
-def read_flipped(path: Path, results: Path) -> File:
-    """Return how well wrong labels were found, and their number ``n_flipped``."""
-    with open_artifact(path, FLIPPED) as file:
-        n_flipped = int(file.table("train")["flipped"].to_numpy().sum())
-        return _file(file, results, {"detection": file.table("detection")}, n_flipped=n_flipped)
 
 
 def read_self_influence(path: Path, results: Path) -> File:

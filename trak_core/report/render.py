@@ -45,8 +45,6 @@ LIMITS = {
 _ENOUGH_TARGETS = 8
 # n x n inner products, three times in float64, are 0.6 GB then.
 _MOST_EXACT = 5000
-# A measured error is above theory's by so many standard errors, and by such a part.
-_STANDARD_ERRORS, _EXCESS = 4, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def study_warnings(results: Results) -> list[StudyWarning]:
     measured = [*_lds(results), *_suspects(results)]
     first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
     first += [warning for experiment in scores for warning in _trained_on(experiment)]
-    numbers = [*_loss_weights(scores[0]), *_matrices(results), *_projection(results)]
+    numbers = [*_loss_weights(scores[0]), *_matrices(results)]
     return [*first, *numbers, *_disagreement(scores)]
 
 
@@ -161,17 +159,6 @@ def _matrices(results: Results) -> list[StudyWarning]:
     checkpoint = matrix.spec["checkpoint"]["id"]
     shown = {"n": len(bad), "condition": condition, "checkpoint": checkpoint}
     return [StudyWarning("near_singular", shown)]
-
-
-def _projection(results: Results) -> list[StudyWarning]:
-    """Compare what projections do with what theory says they do."""
-    bad = []
-    for file in results.distortions:
-        for error in rows_with(file.tables["agreement"]):
-            allowed = max(_STANDARD_ERRORS * error.standard_error, _EXCESS * error.predicted)
-            if error.measured - error.predicted > allowed:
-                bad.append(file.spec["checkpoint"]["id"])
-    return [StudyWarning("distortion", {"checkpoints": list(dict.fromkeys(bad))})] if bad else []
 
 
 def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
@@ -284,8 +271,7 @@ def _environment() -> Environment:
     )
     # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
     functions = (
-        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
-        *(charts.group_charts, charts.proof_charts),
+        *(charts.lds_charts, charts.removal_charts, charts.group_charts),
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )

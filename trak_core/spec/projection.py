@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from trak_core.errors import InputError
 
@@ -16,20 +16,15 @@ class Kind:
 
     Attributes:
         tag: Its number in the counter of random words, its own forever; None if nothing is random.
-        keeps: What stays without error where it is alone in a gradient: single coordinates, whole
-            blocks of proj_dim coordinates, or nothing. Predicted distortion follows from it.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be one.
-        stripes: How many a row has if nobody says; None for kinds without.
         of_matrices: Whether entries follow from rows and columns of each parameter as a matrix, so
             that the spec says the parameters' shapes; a row of R has a single entry then, +-1.
     """
 
     tag: int | None
-    keeps: Literal["nothing", "coordinates", "blocks"]
     nested: bool = False
     power_of_two: bool = False
-    stripes: int | None = None
     of_matrices: bool = False
 
 
@@ -38,12 +33,11 @@ class ProjectionKind(StrEnum):
 
     about: Kind
 
-    RADEMACHER = "rademacher", Kind(tag=0, keeps="coordinates", nested=True)
-    NORMAL = "normal", Kind(tag=1, keeps="nothing", nested=True)
-    HADAMARD = "hadamard", Kind(tag=3, keeps="blocks", power_of_two=True)
-    SJLT = "sjlt", Kind(tag=2, keeps="coordinates", stripes=4)
-    TENSOR_SKETCH = "tensor_sketch", Kind(tag=4, keeps="coordinates", of_matrices=True)
-    IDENTITY = "identity", Kind(tag=None, keeps="blocks")
+    RADEMACHER = "rademacher", Kind(tag=0, nested=True)
+    NORMAL = "normal", Kind(tag=1, nested=True)
+    HADAMARD = "hadamard", Kind(tag=3, power_of_two=True)
+    TENSOR_SKETCH = "tensor_sketch", Kind(tag=4, of_matrices=True)
+    IDENTITY = "identity", Kind(tag=None)
 
     def __new__(cls, name: str, about: Kind) -> Self:
         """Make a kind that is its name, with its row beside it."""
@@ -63,8 +57,8 @@ class ProjectionSpec:
     """One projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
 
     Entry R[g, j] is a function of (kind, seed, stream, g, j) alone, for kinds that aren't nested of
-    proj_dim, stripes and shapes too; ``n_params`` only says where the matrix ends. ``version``
-    names the definition of the entries.
+    proj_dim and shapes too; ``n_params`` only says where the matrix ends. ``version`` names the
+    definition of the entries.
 
     Attributes:
         kind: How the entries come about.
@@ -74,8 +68,6 @@ class ProjectionSpec:
         seed: The user's seed, unsigned 64 bit.
         stream: Separates matrices of one seed, unsigned 32 bit; see ``stream_of``.
         version: Version of the definition; 1 is the only one.
-        stripes: Entries a row of ``sjlt`` has, one in each stripe of proj_dim / stripes columns; a
-            divisor of proj_dim, 4 if None. None for the other kinds.
         shapes: For ``tensor_sketch`` the parameters as matrices, one after the other; None for the
             other kinds. See ``matrix_shape``.
 
@@ -99,7 +91,6 @@ class ProjectionSpec:
     seed: int
     stream: int
     version: int = 1
-    stripes: int | None = None
     shapes: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -130,22 +121,6 @@ class ProjectionSpec:
 
     def _check_kind(self) -> None:
         about = self.kind.about
-        if about.stripes is not None:
-            stripes = about.stripes if self.stripes is None else self.stripes
-            if stripes < 1 or self.proj_dim % stripes:
-                raise InputError(
-                    "The projection's stripes must divide its proj_dim. "
-                    f"Found stripes {stripes}, proj_dim {self.proj_dim}.",
-                    code="spec.stripes",
-                )
-            object.__setattr__(self, "stripes", stripes)
-        elif self.stripes is not None:
-            striped = " and ".join(kind for kind in ProjectionKind if kind.about.stripes)
-            raise InputError(
-                f"Only the projection kind {striped} has stripes. "
-                f"Found stripes {self.stripes} with kind {self.kind}.",
-                code="spec.kind_without_stripes",
-            )
         self._check_shapes()
         if about.power_of_two and self.proj_dim & (self.proj_dim - 1):
             raise InputError(
@@ -190,19 +165,6 @@ class ProjectionSpec:
         return self.kind.about.nested
 
     @property
-    def lossless_block(self) -> int | None:
-        """How many consecutive coordinates are kept without error where they are alone, or None.
-
-        Blocks begin at multiples of this number.
-        """
-        return {"nothing": None, "coordinates": 1, "blocks": self.proj_dim}[self.kind.about.keeps]
-
-    @property
-    def entry_factor(self) -> float:
-        """What multiplies the sums of +-x: sqrt(proj_dim / stripes), and 1 without stripes."""
-        return 1.0 if self.stripes is None else math.sqrt(self.proj_dim / self.stripes)
-
-    @property
     def scale(self) -> float:
         """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), or 1 where R does so alone.
 
@@ -212,7 +174,7 @@ class ProjectionSpec:
         return 1.0 if is_unit else 1 / math.sqrt(self.proj_dim)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, ready for JSON; stripes and shapes if it has them."""
+        """Return the fields as plain values, ready for JSON; shapes if it has them."""
         shapes = None if self.shapes is None else [list(shape) for shape in self.shapes]
         own = {**asdict(self), "kind": str(self.kind), "shapes": shapes}
         return {name: value for name, value in own.items() if value is not None}

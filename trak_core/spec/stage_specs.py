@@ -108,7 +108,7 @@ def ordered(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesSpec:
-    """What decides the numbers of features, or of a Gramian, a distortion or embeddings.
+    """What decides the numbers of features, or of a Gramian or embeddings.
 
     It is a param of the rule, is written into the file, and is compared where files are combined.
     Without checkpoint and split it holds for all of them.
@@ -122,7 +122,6 @@ class FeaturesSpec:
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second
             moments; None for gradients as they are.
-        flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
         split: ``train``, or the name of an experiment.
         targets_digest: Hash of the experiment's target ids; None for the training samples.
         state_dicts: Which of a checkpoint's weights are taken, by its id, where the config says so;
@@ -135,7 +134,6 @@ class FeaturesSpec:
     dtype: str
     study_digest: str
     preconditioner: str | None = None
-    flipped: Mapping[str, Any] | None = None
     checkpoint: str | None = None
     split: str | None = None
     targets_digest: str | None = None
@@ -267,8 +265,8 @@ class RetrainedSpec:
     """What decides models that are retrained on parts of the training data.
 
     Attributes:
-        subsets: Which parts: ``random``, ``random removals`` (and everything), ``top removals``,
-            ``top by`` a baseline, or ``list`` (everything, by a list, and at random).
+        subsets: Which parts: ``random``, ``without random`` samples (and everything), ``without
+            top`` ones by scores or by a baseline, or ``list`` (everything, by a list, at random).
         arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
         model_output: Name of the model output f, which is kept of every target.
         seeds: Trainings on each subset.
@@ -311,13 +309,10 @@ def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def projection_of(
-    spec: FeaturesSpec, shapes: Sequence[Sequence[int]], offset: int = 0
-) -> ProjectionSpec:
+def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients; ``usual_kind`` if the spec has no kind.
 
-    The shapes are of the parameters that are differentiated, in order. The ``offset`` is added to
-    the checkpoint's own stream, for matrices beside its own.
+    The shapes are of the parameters that are differentiated, in order.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
@@ -330,7 +325,7 @@ def projection_of(
     return ProjectionSpec(
         **given,
         n_params=n_params,
-        stream=(stream_of(spec.checkpoint) + offset) % 2**32,
+        stream=stream_of(spec.checkpoint),
         shapes=matrices if of_matrices else None,
     )
 

@@ -1,24 +1,21 @@
-"""Read and write what several stages share: features, normal matrices, scores, retrained models."""
+"""Read and write what several stages share: features, normal matrices, scores, embeddings."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from trak_core.artifacts import (
     EMBEDDINGS,
-    RETRAINED,
     Artifact,
     Writer,
     check_made_for,
-    check_retrained,
     check_same,
     open_artifact,
 )
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
-from trak_core.spec import FeaturesSpec, RetrainedSpec
+from trak_core.spec import FeaturesSpec
 
 PER_SAMPLE = ("labels", "outputs", "predictions")
 
@@ -82,23 +79,9 @@ def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: floa
             writer.vector(f"{side}_{key}", file.vector(key))
 
 
-@dataclass(frozen=True, slots=True)
-class Retrained:
-    """What retrained models say of some targets: f and predictions, shape (models, m)."""
+def naming_in_file(naming: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file of retrained models keeps of its job's ``naming``.
 
-    outputs: np.ndarray
-    predictions: np.ndarray
-    file: Artifact
-
-    @classmethod
-    def read(
-        cls, path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, rule: str, **more: Any
-    ) -> Self:
-        """Return what a rule made for ``spec`` and ``more``; other files are refused."""
-        with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
-            check_retrained(file, spec, **more)
-            place = {target: i for i, target in enumerate(file.columns("outputs"))}
-            columns = [place[target] for target in target_ids]
-            outputs = file.matrix("outputs")[:][:, columns]
-            predictions = file.matrix("predictions")[:][:, columns]
-            return cls(outputs, predictions, file)
+    Specs of other files are not kept: the content hashes of these files are.
+    """
+    return {key: value for key, value in naming.items() if not key.endswith("_spec")}

@@ -12,7 +12,6 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.write_features import write_features
 from trak_core.spec import TRAIN, FeaturesSpec
-from trak_core.study.dataset_split import with_flipped_labels
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
@@ -43,8 +42,6 @@ def compute_features(
     study = Study.load(study_file)
     loaded = LoadedModel.of_study(study, checkpoint, spec, projecting_device(device))
     data = split_of(study, spec.split or TRAIN, selected_ids(selected, spec) or targets, question)
-    if spec.flipped is not None:
-        data = with_flipped_labels(data, **spec.flipped)
     if loaded.scales is not None:
         print(f"Gradients are divided by the root of the second moments in {checkpoint}")
     write_features(

@@ -217,7 +217,7 @@ def compute_self_influence(
     """Write what ``self_influences`` gives, as a table."""
     import pandas as pd  # scoring needs none
 
-    columns, _, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
+    columns, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(self_influence, SELF_INFLUENCE, file_spec, provenance) as writer:
         writer.table("train", pd.DataFrame(columns), ["id", "self_influence"])

@@ -1,4 +1,4 @@
-"""Measure scores against retrained models (LDS, its ceiling, baselines) and known wrong labels.
+"""Measure scores against retrained models: LDS, its ceiling, baselines.
 
 ``docs/reference/evaluation-files.md`` describes the tables of the file that is written.
 """
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from trak_core.artifacts import (
     EVALUATION,
     FEATURES,
-    FLIPPED,
     RETRAINED,
     SCORES,
     Artifact,
@@ -31,12 +29,7 @@ from trak_core.artifacts import (
     read_frame,
     software,
 )
-from trak_core.attribution.fitted_checkpoint import (
-    normal_weights,
-    read_rows,
-    score_rows,
-    self_influences,
-)
+from trak_core.attribution.fitted_checkpoint import normal_weights, read_rows, score_rows
 from trak_core.config.memory_needs import evaluation_need
 from trak_core.config.scoring_settings import usual_combine, usual_power, usual_weighting
 from trak_core.evaluation.baselines import (
@@ -49,7 +42,6 @@ from trak_core.evaluation.baselines import (
 from trak_core.evaluation.intervals import CONFIDENCE
 from trak_core.evaluation.lds import (
     GroundTruth,
-    auc,
     curve_counts,
     lds_tables,
     order_models,
@@ -76,7 +68,6 @@ from trak_core.spec import (
     settings_of,
 )
 from trak_core.stages._shared import read_embeddings
-from trak_core.study.retraining_draws import flipped_samples
 
 
 def _passes(
@@ -326,55 +317,3 @@ def read_ground_truth(
         parts.append(order_models(masks, outputs, train_ids, target_ids, path))
     masks, outputs = zip(*parts, strict=True)
     return GroundTruth(np.concatenate(masks), np.concatenate(outputs, axis=1), source)
-
-
-def _recall(values: np.ndarray, flipped: np.ndarray) -> float:
-    """Return which part of the flipped samples is among as many with the largest values."""
-    n_flipped = int(flipped.sum())
-    largest = np.argsort(-values, kind="stable")[:n_flipped]
-    return float(flipped[largest].mean())
-
-
-def find_flipped(
-    *,
-    flipped: Path,
-    features: Sequence[Path],
-    normal_matrices: Sequence[Path],
-    original: Path,
-    spec: ScoresSpec,
-    code: str,
-    memory_mb: int,
-) -> None:
-    """Rank the training samples of models trained with flipped labels, and count who is found.
-
-    Which labels are wrong is known here, so that a ranking is compared with the truth. Nothing is
-    retrained: what leaving suspects out is worth is what the proof of the list `suspects` says.
-
-    ``features`` and ``normal_matrices`` are those of checkpoints trained with the flipped labels;
-    ``original`` are training features of any checkpoint, which have the true labels.
-    """
-    table, loss_weights, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
-    assert spec.features.flipped is not None
-    is_flipped = flipped_samples(len(table["id"]), **spec.features.flipped)
-    with open_artifact(original, FEATURES) as file:
-        check_same("training samples", table["id"], file.ids("sample_ids"), file)
-        labels = file.vector("labels")
-    train = pd.DataFrame({
-        "id": table["id"],
-        "label": labels,
-        "given_label": table["label"],
-        "flipped": is_flipped.astype(np.int64),
-        "self_influence": table["self_influence"],
-        "loss_weight": loss_weights,
-    })
-    methods = ("self_influence", "loss_weight")
-    detection = pd.DataFrame({
-        "method": methods,
-        "auc": [auc(train[name].to_numpy(), is_flipped) for name in methods],
-        "found": [_recall(train[name].to_numpy(), is_flipped) for name in methods],
-    })
-    provenance = software(code, "cpu", "numpy", "scipy", "pandas")
-    with create(flipped, FLIPPED, file_spec, provenance) as writer:
-        writer.table("train", train, ["id", "self_influence"])
-        writer.table("detection", detection, [])
-    print(detection.to_string(index=False))

@@ -44,16 +44,9 @@ from trak_core.spec import (
     removed_sizes,
     subset_size,
 )
-from trak_core.stages._shared import embeddings_hashes, read_embeddings
+from trak_core.stages._shared import embeddings_hashes, naming_in_file, read_embeddings
 from trak_core.study.dataset_split import Split
-from trak_core.study.retraining_draws import (
-    random_removal,
-    random_removals,
-    random_subset,
-    sizes_of,
-    top_removals,
-    training_seed,
-)
+from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
 from trak_core.study.study import Study, trained_model
 from trak_core.system.files import file_digest, harmless
 from trak_core.system.progress import blocks_with_progress
@@ -86,7 +79,6 @@ class _Asked:
     named_by: Sequence[Path]
     naming: Mapping[str, Any]
     numbers: Sequence[int]
-    draw: int
 
     @property
     def n_train(self) -> int:
@@ -102,7 +94,6 @@ def retrain(
     naming: dict[str, Any] | None = None,
     first: int = 0,
     last: int = 0,
-    draw: int = 0,
     code: str,
     batch_size: int,
     threads: int,
@@ -116,22 +107,22 @@ def retrain(
     - ``random``: numbers ``first`` to ``last``, both among them. A subset and its trainings depend
       on its number and the seed alone, not on how many there are; with ``spec.run_seeds`` all
       subsets have these seeds.
-    - ``random removals``: everything, then subset i + 1 is without the i-th of ``random_removals``.
-    - ``top removals``: subset i is without the i-th of ``top_removals``, the most helpful samples
-      of ``target_ids`` by a file of scores, which must be made by ``scores_spec``.
-    - ``top by bm25``: likewise, by the study's texts, whose ``digest`` counts.
-    - ``top by embedding_cosine``: likewise, by the mean over files of embeddings, which must be
+    - ``without random``: everything, then for each size each of ``spec.draws``.
+    - ``without top``: for each of ``target_ids`` each size, by a file of scores, which must be made
+      by ``scores_spec``: the target's most helpful samples.
+    - ``without bm25``: likewise, by the study's texts, whose ``digest`` counts.
+    - ``without embedding_cosine``: likewise, by the mean over files of embeddings, which must be
       made by ``embeddings_spec`` under ``checkpoints``.
-    - ``list``: everything, then for each size by a list, then for each by random samples. A size is
-      one of the ``fractions`` of the training samples, or the whole list where that is shorter.
-      Models of one ``draw`` have one seed, and each draw random samples of its own. Samples of
-      ``select`` (``kind``) are trained on alone, those of other lists are left out. An empty list
-      has no sizes.
+    - ``list``: everything, then each size by a list, then each by random samples. A size is one of
+      the ``fractions`` of the training samples, or the whole list where that is shorter. Models of
+      one ``draw`` have one seed, and each draw random samples of its own. Samples of ``select``
+      (``kind``) are trained on alone, those of other lists are left out. An empty list has no
+      sizes.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    asked = _Asked(study, train, spec, named_by, naming or {}, range(first, last + 1), draw)
+    asked = _Asked(study, train, spec, named_by, naming or {}, range(first, last + 1))
     _train(retrained, study, train, _KINDS[spec.subsets](asked), spec, code, batch_size)
 
 
@@ -144,11 +135,11 @@ def _random(asked: _Asked) -> _Subsets:
 
 def _without_random(asked: _Asked) -> _Subsets:
     n_train, spec = asked.n_train, asked.spec
+    sizes = removed_sizes(spec.n_removed, n_train)
     masks = [
-        random_removal(n_train, size, draw, spec.seed)
-        for size, draw in random_removals(removed_sizes(spec.n_removed, n_train), spec.draws)
+        random_removal(n_train, n, draw, spec.seed) for n in sizes for draw in range(spec.draws)
     ]
-    return _from_0([np.ones(n_train, dtype=bool), *masks], _seeds(spec))
+    return _of_removals(asked, [np.ones(n_train, dtype=bool), *masks], sizes, _seeds(spec))
 
 
 def _by_scores(asked: _Asked) -> _Subsets:
@@ -159,14 +150,14 @@ def _by_scores(asked: _Asked) -> _Subsets:
         values, columns = file.matrix("scores"), file.columns("scores")
         column = {target: i for i, target in enumerate(columns)}
         of_targets = [values[:, column[target]] for target in target_ids]
-        return _without_top(asked, of_targets, scores=file.content_hash)
+        return _without_top(asked, of_targets, [file.content_hash])
 
 
 def _by_words(asked: _Asked) -> _Subsets:
     index = Bm25.of(asked.study.words(asked.train))
     targets = asked.study.split("target", asked.naming["target_ids"])
     of_targets = [index.scores(words) for words in asked.study.words(targets)]
-    return _without_top(asked, of_targets, digest=asked.naming["digest"])
+    return _without_top(asked, of_targets)
 
 
 def _by_embeddings(asked: _Asked) -> _Subsets:
@@ -176,50 +167,56 @@ def _by_embeddings(asked: _Asked) -> _Subsets:
     cosines = [
         unit_rows(read(0, asked.n_train)) @ unit_rows(of_targets).T for read, of_targets in files
     ]
-    hashes = embeddings_hashes(asked.named_by)
-    return _without_top(asked, np.mean(cosines, axis=0).T, embeddings=hashes)
+    return _without_top(asked, np.mean(cosines, axis=0).T, embeddings_hashes(asked.named_by))
 
 
-def _without_top(asked: _Asked, of_targets: Iterable[np.ndarray], **more: Any) -> _Subsets:
+def _without_top(
+    asked: _Asked, of_targets: Iterable[np.ndarray], named_by: Sequence[str] = ()
+) -> _Subsets:
     """Return subsets without what helps a target most, by its scores, shape (n,)."""
-    target_ids = asked.naming["target_ids"]
-    rows = dict(zip(target_ids, map(helpful_rows, of_targets), strict=True))
     sizes = removed_sizes(asked.spec.n_removed, asked.n_train)
-    masks = [
-        _without(asked.n_train, rows[target], size)
-        for target, size in top_removals(target_ids, sizes)
-    ]
-    return _from_0(masks, _seeds(asked.spec), more | {"targets": list(target_ids)})
+    rows = map(helpful_rows, of_targets)
+    masks = [_without(asked.n_train, own, size) for own in rows for size in sizes]
+    return _of_removals(asked, masks, sizes, _seeds(asked.spec), named_by)
 
 
 def _by_list(asked: _Asked) -> _Subsets:
-    (listed,), kind, n_train, draw = asked.named_by, asked.naming["kind"], asked.n_train, asked.draw
+    (listed,), n_train = asked.named_by, asked.n_train
+    kind, draw = asked.naming["kind"], asked.naming["draw"]
     rows = listed_rows(listed, asked.train.ids)
     sizes = sizes_of(asked.naming["fractions"], n_train, len(rows), rounds_up=kind in _KEPT)
     masks = [_without(n_train, rows, size) for size in sizes]
     masks += [random_removal(n_train, size, draw, asked.spec.seed) for size in sizes]
     masks = [~mask for mask in masks] if kind in _KEPT else masks
     seeds = [training_seed(asked.spec.seed, 0, draw)]
-    more = {"list": kind, "draw": draw, "sizes": sizes, "listed": file_digest(listed)}
-    return _from_0([np.ones(n_train, dtype=bool), *masks], seeds, more)
+    masks = [np.ones(n_train, dtype=bool), *masks]
+    return _of_removals(asked, masks, sizes, seeds, [file_digest(listed)])
 
 
 # What ``spec.subsets`` may be.
 _KINDS: dict[str, Callable[[_Asked], _Subsets]] = {
     "random": _random,
-    "random removals": _without_random,
-    "top removals": _by_scores,
-    "top by bm25": _by_words,
-    "top by embedding_cosine": _by_embeddings,
+    "without random": _without_random,
+    "without top": _by_scores,
+    "without bm25": _by_words,
+    "without embedding_cosine": _by_embeddings,
     "list": _by_list,
 }
 
 
-def _from_0(
-    masks: Sequence[np.ndarray], seeds: Sequence[int], more: dict[str, Any] | None = None
+def _of_removals(
+    asked: _Asked,
+    masks: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    seeds: Sequence[int],
+    named_by: Sequence[str] = (),
 ) -> _Subsets:
-    """Return subsets that all have the same seeds: what a seed does cancels between them."""
-    return _Subsets(masks, range(len(masks)), [seeds] * len(masks), more or {})
+    """Return subsets that all have the same seeds: what a seed does cancels between them.
+
+    ``named_by`` are hashes of the files that name samples.
+    """
+    more = naming_in_file(asked.naming) | {"sizes": list(sizes), "named_by": list(named_by)}
+    return _Subsets(masks, range(len(masks)), [seeds] * len(masks), more)
 
 
 def _seeds(spec: RetrainedSpec, subset: int = 0) -> list[int]:
@@ -253,7 +250,7 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     if unknown:
         raise InputError(
             f"{listed}: the list must name training samples of the study, to retrain without "
-            f"them or on them. Found {unknown[0]}. Leave evaluation.lists.{listed.stem} out, or "
+            f"them or on them. Found {unknown[0]}. Leave evaluation.removals.{listed.stem} out, or "
             "make the list anew.",
             code="stages.listed",
         )

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from trak_core.spec import TRAIN
-from trak_core.study.dataset_split import with_flipped_labels
 from trak_core.study.study import Study, models_along, trained_model
 from trak_core.system.files import written_whole
 
@@ -19,23 +17,19 @@ def train_checkpoint(
     arguments: dict[str, Any],
     times: list[float] | None,
     threads: int,
-    flipped: dict[str, Any] | None = None,
 ) -> None:
     """Call the study's ``train`` and keep the state dict it ends with, or those along its way.
 
     ``arguments`` are passed to ``train`` by name. A checkpoint is kept at each of ``times``, which
-    ascend, or at the end. With ``flipped``, ``fraction`` and ``seed`` of a draw, some labels are
-    wrong. Training on 1 thread repeats to the bit on one machine. What ``train`` gives must be
-    models, one at each time, with finite parameters.
+    ascend, or at the end. Training on 1 thread repeats to the bit on one machine. What ``train``
+    gives must be models, one at each time, with finite parameters.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    changed = None if flipped is None else with_flipped_labels(study.split(TRAIN, None), **flipped)
-    data = None if changed is None else changed.samples
     if times is None:
-        models = iter([trained_model(study, arguments, data)])
+        models = iter([trained_model(study, arguments)])
     else:
-        models = (model for _, model in models_along(study, arguments, times, data))
+        models = (model for _, model in models_along(study, arguments, times))
     for checkpoint, model in zip(checkpoints, models, strict=True):
         # By an open file: given a path, torch writes the file's name, here a process id, into it.
         with written_whole(checkpoint) as partial, partial.open("wb") as file:

@@ -5,15 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.artifacts import EVALUATION, GROUPS, PROOF, REMOVALS
+from trak_core.artifacts import EVALUATION, GROUPS, REMOVALS
 from trak_core.errors import InputError
 from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
 from trak_core.report.read_results import (
     File,
     Results,
-    read_distortion,
     read_experiment,
-    read_flipped,
     read_matrix,
     read_measured,
     read_self_influence,
@@ -32,9 +30,9 @@ from trak_core.system.files import written_whole
 def _check_scores(results: Results) -> None:
     """Refuse measurements of scores other than those shown, which Snakemake may miss."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
-    about_scores = (results.evaluations, results.removals, results.groups)
-    for name, file in (pair for files in about_scores for pair in files.items()):
-        expected, hash_ = scores[name], file.spec["scores"]
+    about_scores = *results.evaluations.values(), *results.removals, *results.groups.values()
+    for file in about_scores:
+        expected, hash_ = scores[file.spec["experiment"]], file.spec["scores"]
         if hash_ != expected.content_hash:
             raise InputError(
                 f"{file.name} must be about the scores in {expected.name}, with the hash "
@@ -58,22 +56,19 @@ def write_report(
     report: Path,
     scores: Sequence[Path],
     normal_matrices: Sequence[Path],
-    distortion: Sequence[Path],
     evaluations: Sequence[Path],
     removals: Sequence[Path],
-    flipped: Sequence[Path],
     self_influence: Sequence[Path],
     groups: Sequence[Path] = (),
-    proofs: Sequence[Path] = (),
     study_file: Path,
     config: dict[str, Any],
 ) -> None:
     """Read what a study left, and write the report; the same artifacts give the same page.
 
-    ``scores``, ``evaluations``, ``removals`` and ``groups`` have a file an experiment,
-    ``normal_matrices`` and ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence``
-    one at most, ``proofs`` a file a list; what the config doesn't measure is empty. ``config`` is
-    the part of it that decides numbers.
+    ``scores``, ``evaluations`` and ``groups`` have a file an experiment, ``removals`` one for an
+    experiment and for each list, ``normal_matrices`` a file a checkpoint, ``self_influence`` one at
+    most; what the config doesn't measure is empty. ``config`` is the part of it that decides
+    numbers.
 
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
@@ -91,9 +86,9 @@ def write_report(
         print(fit.measure)
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
-    known |= {POOL, *config.get("lists", ())}
-    measured = {path.stem: read_measured(path, folder, REMOVALS) for path in removals}
-    known |= {name for file in measured.values() for name in file.tables["summary"]["removed"]}
+    known |= {POOL, "lists", *config.get("lists", ())}
+    measured = [read_measured(path, folder, REMOVALS) for path in removals]
+    known |= {name for file in measured for name in file.tables["summary"]["subset"]}
     results = Results(
         config=config,
         experiments=experiments,
@@ -101,11 +96,8 @@ def write_report(
         timings=read_timings(folder / "benchmarks", folder / "logs", known),
         evaluations={path.stem: read_measured(path, folder, EVALUATION) for path in evaluations},
         removals=measured,
-        flipped=[read_flipped(path, folder) for path in flipped],
         self_influence=[read_self_influence(path, folder) for path in self_influence],
         groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
-        proofs={path.stem: read_measured(path, folder, PROOF) for path in proofs},
-        distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)
     names = study.class_names()

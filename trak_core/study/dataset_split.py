@@ -1,4 +1,4 @@
-"""Read the samples of a split, check their ids, and flip labels where wrong ones are needed."""
+"""Read the samples of a split, check their ids, and give them other labels."""
 
 import traceback
 from collections import Counter
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, listed, no_room
-from trak_core.study.retraining_draws import flipped_labels
 
 _MAX_ID = 255
 
@@ -167,22 +166,6 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
     return plain
 
 
-@dataclass(frozen=True, slots=True)
-class _Flipped:
-    """Samples whose labels are replaced as they are read."""
-
-    samples: Samples
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Any:
-        # A sequence ends with an IndexError, which numpy raises.
-        label = int(self.labels[index])
-        return with_label(self.samples[index], label)
-
-
 def label_of(sample: Any) -> torch.Tensor:
     """Return a sample's label."""
     return torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
@@ -200,23 +183,3 @@ def _like(old: Any, label: int) -> Any:
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, label)
     return np.full_like(old, label) if isinstance(old, np.ndarray) else type(old)(label)
-
-
-def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
-    """Return samples with some labels flipped: integers, of two classes or more."""
-    labels = np.empty(len(split.ids), dtype=np.int64)
-    for i in range(len(labels)):
-        label = label_of(split.samples[i])
-        if label.ndim or label.is_floating_point():
-            raise InputError(
-                "Labels to be flipped must be integers, one a sample. Found shape "
-                f"{tuple(label.shape)} of {label.dtype} in sample {split.ids[i]}.",
-                code="study.flipped_labels",
-            )
-        labels[i] = int(label)
-    if len(np.unique(labels)) < 2:
-        raise InputError(
-            f"Labels to be flipped must be of two classes or more. Found {labels[0]} only.",
-            code="study.flipped_classes",
-        )
-    return Split(_Flipped(split.samples, flipped_labels(labels, fraction, seed)), split.ids)

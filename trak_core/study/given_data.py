@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, defau
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
 
+# Samples that are read twice.
+_READ_AGAIN = 32
+
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
@@ -102,12 +105,13 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     if size == 0:
         raise InputError("Data must hold samples. Found none.", code="study.given_nothing")
     split = Split(data, checked_ids(range(size) if ids is None else [*ids], size, "`ids`"))
-    first = subset_digest(split, [0, size - 1])
-    if first != subset_digest(split, [0, size - 1]):
+    spread = [i * (size - 1) // (_READ_AGAIN - 1) for i in range(_READ_AGAIN)]
+    first = subset_digest(split, spread)
+    if first != subset_digest(split, spread):
         raise InputError(
             "Data must give the same sample each time it is read, because every checkpoint reads "
-            "it. Found other values when the first and last sample were read again: is there "
-            "random augmentation? Give the data without it.",
+            f"it. Found other values when {_READ_AGAIN} samples were read again: is there random "
+            "augmentation? Give the data without it.",
             code="study.given_random",
         )
     return split

@@ -1,11 +1,9 @@
-"""What models are retrained on: random subsets, wrong labels, and the seeds of the trainings.
+"""What models are retrained on: random subsets, and the seeds of the trainings.
 
 Everything here is a function of its arguments alone, so that jobs draw alike wherever they run.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,16 +19,6 @@ def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray
 def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:
     """Return which training samples stay when ``n_removed`` random ones go, shape (n,), bool."""
     return ~_chosen(n_train, n_removed, [1, seed, n_removed, draw])
-
-
-def random_removals(n_removed: Sequence[int], draws: int) -> list[tuple[int, int]]:
-    """Return size and draw of every random removal; their models follow those with everything."""
-    return [(size, draw) for size in n_removed for draw in range(draws)]
-
-
-def top_removals(targets: Sequence[Any], n_removed: Sequence[int]) -> list[tuple[Any, int]]:
-    """Return target and size of every removal of a target's most helpful samples."""
-    return [(target, size) for target in targets for size in n_removed]
 
 
 def sizes_of(
@@ -52,22 +40,6 @@ def training_seed(seed: int, subset: int, repeat: int) -> int:
     """Return the seed of one retraining, below 2^31: its own for every subset and repeat."""
     state = np.random.SeedSequence([2, seed, subset, repeat]).generate_state(1)[0]
     return int(state) % 2**31
-
-
-def flipped_samples(n_train: int, fraction: float, seed: int) -> np.ndarray:
-    """Return which samples get a wrong label, shape (n,), bool: at least one."""
-    return _chosen(n_train, max(1, round(fraction * n_train)), [3, seed])
-
-
-def flipped_labels(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Return labels of which a random part is wrong, uniformly one of the others that occur.
-
-    Labels are integers, shape (n,), of two classes or more.
-    """
-    flipped = flipped_samples(len(labels), fraction, seed)
-    classes, positions = np.unique(labels, return_inverse=True)
-    steps = np.random.default_rng([4, seed]).integers(1, len(classes), size=len(labels))
-    return np.where(flipped, classes[(positions + steps) % len(classes)], labels)
 
 
 def _chosen(n: int, size: int, seed: list[int]) -> np.ndarray:

@@ -325,20 +325,20 @@ def trained_model(
 
 
 def models_along(
-    study: Study, arguments: dict[str, Any], times: list[float], data: Samples | None = None
+    study: Study, arguments: dict[str, Any], times: list[float]
 ) -> Generator[tuple[float, nn.Module]]:
     """Train up to the last of the times, and yield each time with the model.
 
-    It is one object, trained further between two of them. The ``times`` ascend; ``arguments`` and
-    ``data`` are as in ``trained_model``. A generator ``train`` must yield (time, model) at every
-    one of them, with finite weights.
+    It is one object, trained further between two of them. The ``times`` ascend; ``arguments`` are
+    as in ``trained_model``. A generator ``train`` must yield (time, model) at every one of them,
+    with finite weights.
 
     Yields:
         The time, and the model there.
     """
     remaining = list(times)
     passed: list[str] = []
-    with closing(_steps(study, arguments, data)) as steps:
+    with closing(_steps(study, arguments)) as steps:
         for at, model in steps:
             passed.append(repr(at))
             if at == remaining[0]:
@@ -358,7 +358,7 @@ def models_along(
 def _steps(
     study: Study,
     arguments: dict[str, Any],
-    data: Samples | None,
+    data: Samples | None = None,
     sample_weights: torch.Tensor | None = None,
 ) -> Generator[tuple[float, Any]]:
     """Yield what ``train`` yields, or the model it returns."""

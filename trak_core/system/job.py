@@ -391,8 +391,6 @@ _LIES_WITH = {
     "compute_normal_matrix": "compute_scores",
     "compute_self_influence": "compute_scores",
     "find_duplicates": "write_list",
-    "find_flipped": "evaluate_scores",
-    "prove_list": "compare_removals",
     "show_list": "draw_influences",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVarTuple
 
 _WIDTH = 20
@@ -58,6 +59,12 @@ def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
         shown = tqdm(total=total, desc=name, unit=" samples", mininterval=interval)
     with shown:
         yield Bar(shown.update)
+
+
+@cache
+def notice(text: str) -> None:
+    """Print a notice, once in a process."""
+    print(f"Notice: {text}", flush=True)
 
 
 def log(text: str) -> None:

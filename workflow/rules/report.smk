@@ -9,12 +9,9 @@ rule write_report:
             of_checkpoints("normal_matrix/{c}.h5") if specs.is_projected else []
         ),
         groups=group_files,
-        distortion=distortion_files,
         evaluations=evaluation_files,
         removals=removals_files,
-        flipped=flipped_files,
         self_influence=self_influence_files,
-        proofs=proof_files,
     output:
         report=report("<results>/report.html", category="report"),
     log:
@@ -44,12 +41,9 @@ if measured_files:
             scores=rules.write_report.input.scores,
             normal_matrices=rules.write_report.input.normal_matrices,
             groups=group_files,
-            distortion=[],
             evaluations=[],
             removals=[],
-            flipped=[],
             self_influence=[],
-            proofs=[],
         output:
             report="<results>/first_report.html",
         log:

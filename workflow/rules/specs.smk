@@ -67,14 +67,6 @@ def features_spec(wildcards):
     return features_spec_of(wildcards.checkpoint, wildcards.split)
 
 
-def features_spec_flipped(wildcards):
-    return specs.all_flipped_features.under(wildcards.checkpoint).of("train").as_dict()
-
-
-def distortion_spec(wildcards):
-    return specs.distortion(wildcards.checkpoint).as_dict()
-
-
 def embeddings_spec(wildcards):
     return specs.embeddings.under(wildcards.checkpoint).as_dict()
 
@@ -153,25 +145,16 @@ def timed(job, /, **names):
 
 # The files that a config wants beside scores: none for what it leaves out.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
-distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
-removals_files = [
-    f"{folder}/removals/{specs.evaluation[key]['experiment']}.h5"
-    for key in {"removals"} & set(specs.evaluation)
-]
-flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
+removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
-proof_files = [f"{folder}/proof/{kind}.h5" for kind in specs.proofs]
 # What pages show of training samples, where something else needs it too.
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
-measured_files = [
-    *(distortion_files + evaluation_files + removals_files),
-    *(flipped_files + self_influence_files + proof_files),
-]
+measured_files = [*(evaluation_files + removals_files + self_influence_files)]
 
 
 def name_results():
@@ -210,17 +193,10 @@ def name_results():
             logger.warning(f"The report warns: {unescape(titles)}.")
 
 
-def removals_of(baseline):
-    """Models without what a baseline names, a file for each group, if it is asked for."""
-    return [
-        f"{folder}/retrained/{{experiment}}/{baseline}/{i + 1}.h5"
-        for i in range(len(specs.removal_groups()))
-        if baseline in specs.evaluation["removals"]["baselines"]
-    ]
-
-
-def removals_digest(baseline):
-    """What decides the study's texts, where they are asked for."""
-    baselines = specs.evaluation["removals"]["baselines"]
-    is_asked = baseline == "bm25" and baseline in baselines
-    return specs.digests["texts"] if is_asked else None
+def naming_samples(by):
+    """The files that name samples which models are retrained without, or on, by a choice of them."""
+    if by == "top":
+        return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
+    if by == "embedding_cosine":
+        return of_ends("embeddings/{c}.h5")
+    return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []

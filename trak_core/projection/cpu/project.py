@@ -22,12 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
 from trak_core.projection.cpu.simd_lanes import LANES
-from trak_core.projection.cpu.sketches import (
-    hadamard_slice_cpu,
-    sides_of,
-    sjlt_slice_cpu,
-    tensor_sketch_slice_cpu,
-)
+from trak_core.projection.cpu.sketches import hadamard_slice_cpu, sides_of, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
@@ -89,14 +84,14 @@ _KERNELS = {
     ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
     ProjectionKind.NORMAL: _Kernel(normal_slice_cpu, _DENSE, 128, 512),
     ProjectionKind.HADAMARD: _Kernel(hadamard_slice_cpu, _SPARSE, 16, 64),
-    ProjectionKind.SJLT: _Kernel(sjlt_slice_cpu, _SPARSE, 64, 64),
     ProjectionKind.TENSOR_SKETCH: _Kernel(tensor_sketch_slice_cpu, _SPARSE, 16, 64),
 }
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the coordinates of a slice; a kind of blocks has whole ones in it."""
-    return max(_KERNELS[spec.kind].length, spec.lossless_block or 1)
+    """Return the coordinates of a slice, which has whole blocks of ``hadamard`` in it."""
+    length = _KERNELS[spec.kind].length
+    return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:
@@ -147,9 +142,8 @@ def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
         sides = starts, places, np.array(spec.shapes, np.int64), buckets, signs
         return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *sides, out)
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    stripes = () if spec.stripes is None else (spec.stripes,)
     kernel = _KERNELS[spec.kind].add
-    return lambda *rows, out: kernel(*rows, key, *stripes, out)
+    return lambda *rows, out: kernel(*rows, key, out)
 
 
 @cache
@@ -244,14 +238,10 @@ def project_cpu(
         kernel(*part, first, out=sums)
         return share, sums
 
-    # One factor on the whole sum (reference.py).
-    total = out if spec.stripes is None else np.zeros_like(out)
     wave = _WAVE_BYTES * len(shares) // out.nbytes
     for share, sums in _in_order(
         (partial(slice_sums, at, *part) for at in grid for part in parts),
         threads,
         max(threads, min(_WAVE * threads * len(shares), wave)),
     ):
-        total[share] += sums
-    if spec.stripes is not None:
-        out += total * np.float32(spec.entry_factor)
+        out[share] += sums

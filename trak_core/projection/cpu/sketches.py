@@ -1,7 +1,7 @@
-"""Sketches on a CPU: block-Hadamard by fast transforms, SJLT and tensor sketches by hashing.
+"""Sketches on a CPU: block-Hadamard by fast transforms, tensor sketches by hashing.
 
 A block of k coordinates costs the Hadamard projection log2(k) additions a coordinate, three steps
-of the butterfly at a time in registers. The others add each coordinate to few columns.
+of the butterfly at a time in registers. A tensor sketch adds each coordinate to one column.
 """
 
 from functools import lru_cache
@@ -143,7 +143,6 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
     fill_from_lanes(out, total)
 
 
-_SJLT = ProjectionKind.SJLT.tag
 _TENSOR_SKETCH = ProjectionKind.TENSOR_SKETCH.tag
 _BLOCK = 128  # coordinates put into lanes at once
 _FREQUENCIES = 512  # complex numbers whose squares are summed at once
@@ -162,39 +161,6 @@ def add_signed(_, sums, column, x, coordinate, sign):
         return context.get_dummy_value()
 
     return types.void(sums, column, x, coordinate, sign), generate
-
-
-@compiled
-def sjlt_slice_cpu(rows, start, stop, first, key, stripes, out):
-    """Write ``rows[:, start:stop] @ R[first:]`` less the factor sqrt(k/s) into ``out``.
-
-    The arguments are those of ``rademacher_slice_cpu``, and s, a divisor of proj_dim.
-    """
-    n_samples = len(rows)
-    proj_dim = out.shape[1]
-    n_tiles = tiles_of(n_samples)
-    width = np.uint64(proj_dim // stripes)
-    sums = np.zeros((n_tiles, proj_dim * LANES), np.float32)
-    total = np.zeros_like(sums)
-    flush_blocks = max(_FLUSH * (proj_dim // stripes) // _BLOCK, 1)
-    words = np.empty((stripes + 3) // 4 * 4, np.uint32)
-    x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
-    for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
-        at = block * _BLOCK - first + start
-        fill_lanes(x, rows, at, start, stop)
-        for i in range(max(0, start - at), min(_BLOCK, stop - at)):
-            fill_words(words, 0, block * _BLOCK + i, _SJLT, key)
-            for t in range(stripes):
-                bucket = (np.uint64(words[t] & np.uint32(0x7FFFFFFF)) * width) >> np.uint64(31)
-                column = np.int64(np.uint64(t) * width + bucket)
-                bit = words[t] >> np.uint32(31)
-                sign = np.float32(1.0) - np.float32(2.0) * np.float32(bit)
-                for tile in range(n_tiles):
-                    add_signed(sums[tile], column, x[tile], i, sign)
-        if block % flush_blocks == flush_blocks - 1:
-            flush(total, sums)
-    flush(total, sums)
-    fill_from_lanes(out, total)
 
 
 class Sides(NamedTuple):
@@ -218,7 +184,7 @@ class Sides(NamedTuple):
         return self.buckets[own], self.signs[own]
 
 
-@lru_cache(maxsize=16)  # streams of a distortion, or checkpoints of one process
+@lru_cache(maxsize=16)  # checkpoints of one process
 def sides_of(spec: ProjectionSpec) -> Sides:
     """Return buckets and signs of all sides (``reference.py``)."""
     assert spec.shapes is not None

@@ -6,7 +6,7 @@ kind                    capability 8.0 and later        7.0 and 7.5
 ``rademacher``          ``tensor_core``                 ``portable``
 ``normal``              ``portable`` (a 16-bit operand  ``portable``
                         would round R)
-``hadamard``, ``sjlt``  ``hadamard``, ``sjlt``          ``hadamard``, ``sjlt``
+``hadamard``            ``hadamard``                    ``hadamard``
 ======================= =============================== ============================================
 
 ``tensor_sketch`` needs none: ``projection/tensor_sketch.py`` does it with torch.

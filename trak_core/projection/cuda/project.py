@@ -114,8 +114,6 @@ def choose(
                     code="projection.gpu_proj_dim",
                 )
             name, variant = "hadamard", sketches.hadamard_variant
-        case ProjectionKind.SJLT:
-            name, variant = "sjlt", sketches.sjlt_variant
         case kind:
             raise InputError(
                 "The projection's kind must be one that has a kernel for GPUs. Found "
@@ -227,9 +225,9 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
     before its first use. Sums are float32 (on tensor cores, float32 gradients count as the sum of
     two bfloat16 numbers, within 2^-18; infinities and NaN stay not finite). The same device gives
     the same bits, whatever the blocks and the batch are; several calls for chunks that end at
-    multiples of 65536 give what one call gives, for ``sjlt`` to the rounding of its factor. Work is
-    queued on PyTorch's current stream; memory beyond the arguments stays below 256 MiB. Nothing is
-    copied of blocks that a kernel can read in place.
+    multiples of 65536 give what one call gives. Work is queued on PyTorch's current stream; memory
+    beyond the arguments stays below 256 MiB. Nothing is copied of blocks that a kernel can read in
+    place.
 
     Args:
         blocks: Matrices (n_samples, n_i) of one dtype, float32, float16 or bfloat16, the first

@@ -4,7 +4,7 @@ Slice s holds the coordinates from s * SLICE to (s + 1) * SLICE - 1, wherever a 
 slice's sums are made on their own and added to the result in the order of the slices, so that the
 result depends neither on how many slices a launch takes nor on how gradients come in blocks.
 
-Every kernel has the arguments ``values, sizes, partials, keys, stream``, and what its variant adds.
+Every kernel has the arguments ``values, sizes, partials, keys, stream``.
 ``sizes`` are row_stride, origin, start, stop, n_rows, first_slice, slice_size and proj_dim. The
 number of row b and coordinate g is ``values[b * row_stride + g - origin]``, bfloat16 as int16.
 Blocks of threads with blockIdx.y = i take the coordinates of slice first_slice + i, of slice_size
@@ -42,7 +42,7 @@ _THREADS = 256  # of a block that adds up slices
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A compiled kernel, with the arguments above and ``more``, and how it is started.
+    """A compiled kernel, with the arguments above, and how it is started.
 
     The grid has the blocks of threads for one slice, in x and in z.
     """
@@ -50,7 +50,6 @@ class Variant:
     kernel: Any
     grid: tuple[int, int]
     n_threads: int
-    more: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,13 +227,7 @@ def project_slices(
     for row in range(0, n_samples, n_rows):
         rows = slice(row, min(n_samples, row + n_rows))
         part = [block[rows] for block in blocks]
-        if spec.entry_factor == 1:
-            _project_rows(part, spec, offset, out[rows], method)
-        else:
-            # One factor on the whole sum (reference.py).
-            total = torch.zeros_like(out[rows])
-            _project_rows(part, spec, offset, total, method)
-            out[rows] += total.mul_(spec.entry_factor)
+        _project_rows(part, spec, offset, out[rows], method)
 
 
 def _project_rows(
@@ -288,6 +281,6 @@ def _project_rows(
             values, row_stride, origin = flat(block), block.stride(0), starts[run.block]
         sizes = row_stride, origin, start, stop, n_rows, run.first_slice, SLICE, proj_dim
         grid = variant.grid[0], n_slices, variant.grid[1]
-        arguments = values, sizes, partials[:n_slices].view(-1), keys, stream, *variant.more
+        arguments = values, sizes, partials[:n_slices].view(-1), keys, stream
         launch(variant.kernel, grid, variant.n_threads, *arguments)
         add_partials(partials[:n_slices], n_planes, out)
