@@ -200,8 +200,11 @@ def preloaded(said: Any) -> list[str]:
             from trak_core.dependency_digests import study_imports
 
             names += study_imports(Path(study))
-        elif study in {"language_model", "text_classification"}:
-            names += [f"trak_core.ready_made.{study}", *_OF_TEXTS]
+        else:
+            from trak_core.config.bind_study_arguments import READY_MADE
+
+            is_of_texts = READY_MADE[study].takes_weights
+            names += [f"trak_core.ready_made.{study}", *(_OF_TEXTS if is_of_texts else ())]
     return names
 
 
