@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
@@ -263,6 +264,8 @@ def count_classes(
 
 def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
     """Print what a sample shows that the model output is hardly meant for."""
+    if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(outputs)):
+        return  # numbers are not known
     is_vector = output.label_ndim == 0 and isinstance(outputs, Tensor) and outputs.numel() > 1
     if is_vector and (outputs >= 0).all() and abs(outputs.sum().item() - 1) < 1e-4:
         notice(
