@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, process, resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,13 +35,14 @@ _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
 _TOLD = "SNAKEMAKE_FORKS_SERVER"  # modules to import and the environment of scripts, for the server
 _PR_SET_PDEATHSIG = 1
-_TASKS = Path("/proc/self/task")
+_TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
 _context = multiprocessing.get_context("forkserver")
 # multiprocessing's own list of processes is not safe with threads.
 _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
+_running: set[int] = set()  # processes of scripts
 # In the server and its forks: the environment that imports saw; None where forks are unsafe.
 _seen: dict[str, str] | None = None
 _paths: list[str] = []
@@ -67,6 +68,7 @@ def start() -> None:
         if _is_started:
             return
         _is_started = True
+        atexit.register(_end_running)
         environment = dict(os.environ)
         scripts = environment | dict.fromkeys(THREADS, "1")
         told = {_TOLD: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
@@ -80,6 +82,14 @@ def start() -> None:
             os.environ.clear()
             os.environ.update(environment)
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _end_running() -> None:
+    """Have scripts that still run end, those that were stopped too."""
+    for pid in _running:
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _end_with_parent(process: int) -> None:
@@ -134,6 +144,9 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     """Do in a fork what ``python script arguments`` does."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Where memory runs out, the system ends this process and not the server, with all others.
+    with suppress(OSError):
+        _OOM_SCORE.write_text("300")
     if _seen != _read_at_import(environment):
         command = [sys.executable, script, *arguments]
         # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
@@ -196,15 +209,19 @@ class Fork:
             file = main.pop("__file__", None)  # else the fork would run that first
             try:
                 self._process.start()
+                # Else Python's end would wait for a script that Ctrl-C has not ended.
+                process._children.discard(self._process)  # pyright: ignore[reportAttributeAccessIssue]
             finally:
                 main |= {} if file is None else {"__file__": file}
-        self.pid = self._process.pid
+        self.pid: Any = self._process.pid
+        _running.add(self.pid)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Return its status, as ``subprocess`` gives it; None if it still runs after that time."""
         if not connection.wait([self._process.sentinel], seconds):
             return None
         with _lock:
+            _running.discard(self.pid)
             return self._process.exitcode
 
     def kill(self) -> None:

@@ -130,6 +130,8 @@ def _look_after(connection: socket.socket) -> None:
         connection.close()
         _take_files(files, numbers)
         os.setpgid(0, 0)
+        # As from a terminal, though tests may run in the background, where it is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         status = status_of(lambda: run(*asked))
         for stream in (sys.stdout, sys.stderr):
             if not stream.closed:
