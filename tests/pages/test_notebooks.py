@@ -7,6 +7,7 @@ Numbers differ between machines, so kinds of outputs are compared, and what the 
 import os
 import re
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import nbformat
@@ -28,7 +29,9 @@ def outputs_of(notebook):
 
 
 def kinds(outputs):
-    return [[output.output_type for output in cell] for cell in outputs]
+    """Kinds of each cell's outputs; a program's lines may come in one stream or in several."""
+    named = [[(output.output_type, output.get("name")) for output in cell] for cell in outputs]
+    return [[kind for kind, _ in groupby(cell)] for cell in named]
 
 
 def run(name, folder, monkeypatch):
