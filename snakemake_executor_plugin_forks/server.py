@@ -85,8 +85,8 @@ def start() -> None:
 
 
 def _end_running() -> None:
-    """Have scripts that still run end, those that were stopped too."""
-    for pid in _running:
+    """Ask scripts that still run to end. SIGCONT lets suspended ones receive SIGTERM."""
+    for pid in [*_running]:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -144,7 +144,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     """Do in a fork what ``python script arguments`` does."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Where memory runs out, the system ends this process and not the server, with all others.
+    # If memory runs out, the kernel kills this process and not the server, on which others depend.
     with suppress(OSError):
         _OOM_SCORE.write_text("300")
     if _seen != _read_at_import(environment):

@@ -1,4 +1,4 @@
-"""What retrained models say of chosen samples, beside plain loops."""
+"""Tables of removals are compared with plain loops over retrained models."""
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from trak_core.study.retraining_draws import sizes_of
 
 
 def tables(values, sizes):
-    """Of a list: the values have shape (draws, 1 + 2 S, m), as a job of each draw trains."""
+    """Return the tables of a list's models, whose values have shape (draws, 1 + 2 S, m)."""
     by_subset = {}
     for measure, numbers in values.items():
         whole, own, random = np.split(numbers.swapaxes(0, 1)[:, None], [1, 1 + len(sizes)])

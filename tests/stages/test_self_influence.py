@@ -22,7 +22,7 @@ def self_influence_oracle(features, weights, power, *, normalize):
         matrix = phi.T @ (w[:, None] * phi)
         matrix += 2 * np.mean(w * (phi**2).sum(1)) * np.eye(phi.shape[1])
         pairs = phi @ np.linalg.inv(matrix) @ phi.T
-        # Each is its own target, whose features stay as they are.
+        # A training sample that is its own target: the target's features are not normalized.
         diagonal = np.diagonal(phi @ np.linalg.inv(matrix) @ own.T)
         diagonals.append(diagonal)
         products.append(diagonal * q**power)

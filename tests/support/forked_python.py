@@ -175,7 +175,7 @@ def run(program: str, environment: dict[str, str], folder: str, arguments: list[
     sys.path[:] = [path for path in sys.path if path not in ("", "/", str(Path(__file__).parent))]
     given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:0] = map(os.path.abspath, given)  # as Python does when it starts
-    # Nothing is imported from the folder or beside the program.
+    # With -P the working folder, or that of the program, is not in sys.path.
     is_safe = arguments[0] == "-P" or "PYTHONSAFEPATH" in environment
     arguments = arguments[arguments[0] == "-P" :]
     is_file = arguments[0] not in ("-c", "-m")

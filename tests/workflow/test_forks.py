@@ -48,7 +48,7 @@ json.dump(told, open(snakemake.output[0], "w"))
 
 
 def write(folder, script=TELL, n=1, threads=1, ahead=AHEAD, more=""):
-    """Write a workflow of so many scripts."""
+    """Write a workflow of ``n`` scripts."""
     (folder / "ahead.py").write_text(ahead)
     (folder / "tell.py").write_text(script)
     text = f"N = {n}\nTHREADS = {threads}\n{more}{SNAKEFILE}"

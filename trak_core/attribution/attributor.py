@@ -290,7 +290,7 @@ class Attributor(FittedAttributor):
         remedy = "Call `fit` again" if is_temporary else "Name another folder, or delete this one"
         raise InputError(
             "Features that `fit` has kept must be of the same data, model and settings as now. "
-            f"Found another {', '.join(names)} in {path}. {remedy}.",
+            f"Found a difference in {', '.join(names)}, in {path}. {remedy}.",
             code="attribution.other_folder",
         )
 
@@ -335,7 +335,7 @@ class Attributor(FittedAttributor):
             columns = stored_columns(file)
         if differ == ["checkpoint"]:
             return False
-        if not differ and not loaded.gives(self._train, columns):
+        if not differ and not loaded.reproduces(self._train, columns):
             differ = ["model or output function"]
         if differ:
             self._refuse(path, differ)

@@ -188,7 +188,7 @@ class ExactScorer:
         """Return A_c = (K W + ridge I)^-1 K_t and what goes with each sample."""
         train, _ = self.train
         exact_need(len(train.ids), len(targets.ids)).check(compute.memory_mb)
-        if not self.loaded.gives(*self.train):
+        if not self.loaded.reproduces(*self.train):
             raise InputError(
                 "Training samples and the model must be the same in `fit` and in `score`, which "
                 "differentiates them again with `projection: exact`. Found other model outputs.",

@@ -203,11 +203,15 @@ class LoadedModel:
             return needed
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
-    def gives(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether some samples, spread over a split, still have these model outputs.
+    def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
+        """Return whether samples still have the model outputs and loss weights that were stored.
 
-        Outputs and loss weights of all samples are in ``columns``. A change of the model's code, of
-        the output's or of the data shows in them, whatever it is a change of. Rounding does not.
+        Eight samples, spread over the split, are compared up to rounding. So changes of the model's
+        code, of the output function and of the data are noticed, if outputs depend on them.
+
+        Args:
+            data: The split.
+            columns: Stored ``outputs`` and ``loss_weights`` of all its samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
         functions = self.output.value, self.output.loss_weight

@@ -30,7 +30,7 @@ _PAIRS = (
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
 _DEPTH = 4  # a Trainer's checkpoints may lie in runs/first/out
-# Labelled targets are all explained up to so many, because lists of suspects rest on hundreds.
+# Up to 2,000 labelled targets are all explained, because lists of suspects need hundreds.
 _N_TARGETS, _MOST_TARGETS = 3, 2000
 _NEEDED = (
     "a folder of weights in Hugging Face format (config.json or adapter_config.json, by itself or "
@@ -51,7 +51,7 @@ _TRANSFORM = (
     "null takes RGB from 0 to 1 in the images' own size; give file.py:function that makes a tensor "
     "of a PIL image in RGB, as evaluation did"
 )
-_SCALE = "null takes the columns as they are; standard if training scaled as StandardScaler does"
+_SCALE = "null leaves columns unscaled; give standard if training scaled them by StandardScaler"
 _RUNS = "names that differ in an epoch or a step alone are of one run, all others of their own"
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 _OUTPUT = "regression for a number, image_classification for a class"

@@ -231,7 +231,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     # Until the next Python can hear it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        # A module of the user's folder must not stand for an installed one, hence -P.
+        # -P: a module in the working folder must not shadow an installed one.
         code = _SNAKEMAKE.format(first=first) + (_CALL_BRIEFLY if is_here else _CALL)
         # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
         os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])

@@ -238,7 +238,7 @@ def _preflight_in_a_process(
     with tempfile.TemporaryDirectory() as name:
         asked, answer, said = (Path(name, file) for file in ("asked", "answer", "said"))
         asked.write_text(json.dumps(request), encoding="utf-8")
-        # No module of the user's folder may stand for one of ours, nor those beside the script.
+        # Modules in the working folder, or beside the script, must not shadow installed ones.
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         fork = Fork(_SCRIPT, [str(asked), str(answer), str(said)], environment)
         try:

@@ -452,10 +452,11 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config that ``check_config`` has taken with the defaults of its JSON Schema.
 
-    Equivalent to ``snakemake.utils.validate(config, schema)``, which changes the config in place.
+    The defaults are those that ``snakemake.utils.validate(config, schema)`` fills in; the argument
+    is not changed. The result is not validated again: a default may need a key that the config
+    leaves out.
     """
     filled = deepcopy(dict(config))
-    # Only to fill it in: a default may not stand where what it belongs to is missing.
     for _ in _Filler(schema).iter_errors(filled):
         pass
     return filled

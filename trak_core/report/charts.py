@@ -217,10 +217,11 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 
 
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
-    """Return what models make of targets without chosen samples, or on them, beside random ones.
+    """Return a chart for each measure of models retrained without, or on, chosen samples.
 
-    ``labels`` say in words what subsets are, and what was done with them: ``treated``. An empty
-    list has no charts.
+    A line shows the chosen samples, another as many random samples, against their number.
+    ``labels`` has a phrase for each subset, and ``treated``: ``removed`` or ``trained on``. There
+    are no charts of an empty list.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
