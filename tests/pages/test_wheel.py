@@ -20,7 +20,7 @@ from pages import blocks
 from workspace import REPOSITORY
 
 import trak_core
-from trak_core.dependency_digests import code_digest
+from trak_core.dependency_digests import stage_digest
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
@@ -47,10 +47,10 @@ for module in pkgutil.walk_packages(trak_core.__path__, "trak_core."):
 USE = f"""
 import numpy as np
 from trak_core.projection import project
-from trak_core.dependency_digests import code_digest
+from trak_core.dependency_digests import stage_digest
 from trak_core.spec import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=3, proj_dim=4, seed=0, stream=0)
-print(*project(np.float32([[1, 2, 3]]), spec)[0], code_digest({STAGE!r}))
+print(*project(np.float32([[1, 2, 3]]), spec)[0], stage_digest({STAGE!r}))
 """
 NET = """
 from torch import nn
@@ -140,7 +140,7 @@ def test_its_modules_its_numbers_and_its_digests_are_those_of_the_checkout(pytho
     *row, digest = used.split()
     spec = ProjectionSpec(kind=ProjectionKind.RADEMACHER, n_params=3, proj_dim=4, seed=0, stream=0)
     assert [float(entry) for entry in row] == project(np.float32([[1, 2, 3]]), spec)[0].tolist()
-    assert digest == code_digest(STAGE)
+    assert digest == stage_digest(STAGE)
 
 
 def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):

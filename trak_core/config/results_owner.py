@@ -4,12 +4,48 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.read_config import CONFIG_RECORD
+from trak_core.config.read_config import CONFIG_RECORD, record_config
 from trak_core.errors import InputError
-from trak_core.system.files import read_record
+from trak_core.system.files import check_results, hold_results, read_record
+
+
+def begin_run(
+    config: Mapping[str, Any],
+    results: Path,
+    config_files: Sequence[Path],
+    given: Mapping[str, Any],
+    entries: Sequence[str],
+) -> list[str]:
+    """Take a results folder for a run that has jobs to do.
+
+    What was ``given`` by ``--config`` stands in ``entries`` as on the command line.
+
+    Returns:
+        Warnings for the user.
+    """
+    check_results(results)
+    hold_results(results)
+    earlier = ", ".join(earlier_configs(results, config_files, config))
+    record_config(config, results, config_files, given, entries)
+    if not earlier:
+        return []
+    return [
+        f"{results} is what {earlier} made. This run replaces files of the same names there, and "
+        "leaves the others. To keep both, give each config a `results` of its own."
+    ]
+
+
+def told_by_report(results: Path) -> tuple[list[str], list[str]]:
+    """Return what a folder's report measured and the titles of what it warns of, in its words."""
+    written = results / "report.html"
+    page = written.read_text(encoding="utf-8") if written.exists() else ""
+    patterns = '<p class="fit">(.*?)</p>', '<div class="warning">\n<h3>(.*?)</h3>'
+    measures, warnings = ([unescape(t) for t in re.findall(p, page)] for p in patterns)
+    return measures, warnings
 
 
 def earlier_configs(
@@ -40,8 +76,8 @@ def earlier_configs(
     return [] if _is_copy(known, results) else earlier
 
 
-def changed_in_copy(config: Mapping[str, Any], results: Path) -> list[str]:
-    """Return the keys by which a copied folder's files were made that are others in ``config``.
+def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
+    """Return a warning of the keys by which a copied folder's files were made that are others now.
 
     Snakemake has no record of what made a copy's files, and takes them as finished. Keys that
     decide no numbers don't count; a folder that is no copy has none.
@@ -52,7 +88,13 @@ def changed_in_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     own, other = ({**c, "study": _study_of(c)[0]} for c in (config, known["config"]))
     keys = sorted((own.keys() | other) - {"results", "compute", "answers"})
     own = json.loads(json.dumps(own))
-    return [key for key in keys if own.get(key) != other.get(key)]
+    changed = [key for key in keys if own.get(key) != other.get(key)]
+    if not changed:
+        return []
+    return [
+        f"{results} is a copy of a folder that was made with another {', '.join(changed)}. Files "
+        "in it count as finished, whatever made them: run once with --forceall."
+    ]
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:

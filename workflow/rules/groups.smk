@@ -1,4 +1,4 @@
-rule sum_groups:
+use rule stage as sum_groups with:
     input:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
@@ -10,24 +10,14 @@ rule sum_groups:
         ),
     output:
         groups="<results>/groups/{experiment}.h5",
-    log:
-        "<results>/logs/sum_groups/{experiment}.log",
-    benchmark:
-        "<results>/benchmarks/sum_groups/{experiment}.tsv"
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
+    pathvars:
+        job="sum_groups/{experiment}",
     params:
         code=code_of("sum_groups"),
         spec=scores_spec,
         group_by=config["groups"],
     message:
         "Summing scores of experiment {wildcards.experiment} by groups: {output.groups}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("sum_groups/{e}", e=specs.scored)

@@ -1,4 +1,4 @@
-rule write_list:
+use rule stage as write_list with:
     input:
         scores=lambda wildcards: list_scores(wildcards.kind),
         self_influence=lambda wildcards: (
@@ -8,27 +8,17 @@ rule write_list:
         ),
     output:
         listed="<results>/lists/{kind}.csv",
-    log:
-        "<results>/logs/write_list/{kind}.log",
-    benchmark:
-        "<results>/benchmarks/write_list/{kind}.tsv"
+    pathvars:
+        job="write_list/{kind}",
     wildcard_constraints:
         kind=any_of([kind for kind in specs.lists if kind != "duplicates"]),
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("write_list"),
-        digest=specs.digests["whole"] if naming_study else None,
         study_file=naming_study,
         spec=lambda wildcards: specs.list_scores(wildcards.kind).as_dict(),
         fraction=lambda wildcards: specs.lists[wildcards.kind].get("fraction", 1.0),
     message:
         "Listing training samples: {output.listed}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("write_list/{kind}", kind=[kind for kind in specs.lists if kind != "duplicates"])
@@ -44,10 +34,8 @@ if specs.pool is not None:
             pool="<results>/features/{checkpoint}/pool.h5",
         output:
             scores="<results>/pool/{experiment}/{checkpoint}.h5",
-        log:
-            "<results>/logs/compute_scores_pool/{experiment}/{checkpoint}.log",
-        benchmark:
-            "<results>/benchmarks/compute_scores_pool/{experiment}/{checkpoint}.tsv"
+        pathvars:
+            job="compute_scores_pool/{experiment}/{checkpoint}",
         priority: 0
         params:
             keep="top_k",
@@ -63,10 +51,8 @@ if specs.pool is not None:
             features=of_checkpoints("features/{c}/pool.h5"),
         output:
             scores="<results>/pool/{experiment}.h5",
-        log:
-            "<results>/logs/average_scores_pool/{experiment}.log",
-        benchmark:
-            "<results>/benchmarks/average_scores_pool/{experiment}.tsv"
+        pathvars:
+            job="average_scores_pool/{experiment}",
         priority: 0
         params:
             spec=specs.list_scores("select").as_dict(),
@@ -84,36 +70,26 @@ if "duplicates" in specs.lists:
     compared = specs.self_influence.ends[0]
     compared_with = specs.lists["duplicates"]["experiment"]
 
-    rule find_duplicates:
+    use rule stage as find_duplicates with:
         input:
             train_path=f"<results>/features/{compared}/train.h5",
             targets_path=f"<results>/features/{compared}/{compared_with}.h5",
         output:
             listed="<results>/lists/duplicates.csv",
-        log:
-            "<results>/logs/find_duplicates.log",
-        benchmark:
-            "<results>/benchmarks/find_duplicates.tsv"
-        conda:
-            environment
+        pathvars:
+            job="find_duplicates",
         threads: compute["threads"]
-        resources:
-            mem_mb=job_mb,
-            memory_mb=compute["memory_mb"],
         params:
             code=code_of("find_duplicates"),
-            digest=specs.digests["whole"] if naming_study else None,
             study_file=naming_study,
             spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
         message:
             "Looking for copies among all samples: {output.listed}"
-        script:
-            "../scripts/stage.py"
 
     timed("find_duplicates")
 
 
-rule show_list:
+use rule stage as show_list with:
     input:
         listed="<results>/lists/{kind}.csv",
         scores=lambda wildcards: (
@@ -121,20 +97,13 @@ rule show_list:
         ),
     output:
         page=report("<results>/lists/{kind}.html", category="lists"),
-    log:
-        "<results>/logs/show_list/{kind}.log",
-    benchmark:
-        "<results>/benchmarks/show_list/{kind}.tsv"
+    pathvars:
+        job="show_list/{kind}",
     wildcard_constraints:
         kind=any_of(specs.lists),
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("show_list"),
-        digest=specs.digests["whole"],
+        digest=specs.study_digest,
         study_file=config["study"],
         experiment=lambda wildcards: specs.lists[wildcards.kind]["experiment"],
         pool=lambda wildcards: specs.lists[wildcards.kind].get("pool"),
@@ -145,8 +114,6 @@ rule show_list:
         ),
     message:
         "Showing the first rows of a list: {output.page}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("show_list/{kind}", kind=specs.lists)

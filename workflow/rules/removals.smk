@@ -2,21 +2,16 @@ removal_jobs = specs.removal_jobs
 
 
 # Without random samples, those of a target's largest scores, those of a baseline or a list's.
-rule retrain_removals:
+use rule stage as retrain_removals with:
     input:
         named_by=lambda wildcards: naming_samples(wildcards.by),
     output:
         retrained="<results>/retrained/{by}/{part}.h5",
-    log:
-        "<results>/logs/retrain_removals/{by}/{part}.log",
-    benchmark:
-        "<results>/benchmarks/retrain_removals/{by}/{part}.tsv"
+    pathvars:
+        job="retrain_removals/{by}/{part}",
     wildcard_constraints:
         by=any_of(removal_jobs),
         part=r"\d+",
-    conda:
-        environment
-    threads: 1
     resources:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
@@ -27,11 +22,9 @@ rule retrain_removals:
         naming=lambda wildcards: removal_jobs[wildcards.by][int(wildcards.part)],
     message:
         "Retraining without samples, or on them: {wildcards.by}, part {wildcards.part}"
-    script:
-        "../scripts/stage.py"
 
 
-rule compare_removals:
+use rule stage as compare_removals with:
     input:
         scores=lambda wildcards: (
             f"{folder}/scores/{specs.removals[wildcards.removed]['experiment']}.h5"
@@ -49,17 +42,10 @@ rule compare_removals:
         ],
     output:
         removals="<results>/removals/{removed}.h5",
-    log:
-        "<results>/logs/compare_removals/{removed}.log",
-    benchmark:
-        "<results>/benchmarks/compare_removals/{removed}.tsv"
+    pathvars:
+        job="compare_removals/{removed}",
     wildcard_constraints:
         removed=any_of(specs.removals),
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("compare_removals"),
         spec=lambda wildcards: (
@@ -70,8 +56,6 @@ rule compare_removals:
         },
     message:
         "Comparing removals: {wildcards.removed}"
-    script:
-        "../scripts/stage.py"
 
 
 for by, jobs in removal_jobs.items():
