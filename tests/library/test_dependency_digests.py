@@ -27,7 +27,7 @@ TOY = {
     **{name: {"solve", *SHOWING} for name in ("errors.py", "projection/deep/a.py", "new/b.py")},
     **{name: {"solve", *SHOWING} for name in ("system/job.py", "stages/_shared.py")},
     **{f"stages/{name}.py": {name} for name in ("solve", *sorted(SHOWING))},
-    **{name: SHOWING for name in ("report/page.py", "report/templates/a.j2", "report/style.css")},
+    **{f"report/{name}": {*SHOWING} for name in ("page.py", "templates/a.j2", "style.css")},
     **{name: set() for name in ("command/run.py", "queries/ask.py", "compat/traker.py")},
     **{name: set() for name in ("projection/notes.txt", "projection/__pycache__/a.pyc")},
 }

@@ -260,6 +260,7 @@ class Specs:
             self.all_features,
             projection={"kind": "embedding"},
             dtype="float32",
+            study_digest=self.study_digest,
             preconditioner=None,
             split="all",
         )
