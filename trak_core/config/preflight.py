@@ -1,7 +1,7 @@
 """Before any job, refuse missing files, a study that fails, misfit checkpoints, too little memory.
 
 A process of its own reads the study and its checkpoints: a fork of the process that will fork for
-jobs, where there is one. Its answer stays in the results folder under a key of all that it read, so
+jobs, where there is one. Its answer stays in the results folder under keys of all that it read, so
 that a further start costs nothing.
 """
 
@@ -201,22 +201,33 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return sizes of the study, of which the record has those of its key."""
-    request = _request(specs) | {
-        "splits": {split: specs.experiments.get(split) for split in specs.shards},
-        "shards": specs.shards,
-        "checkpoints": checkpoints,
+    """Return sizes of the study, and keys of splits and checkpoints; read only what has a new key.
+
+    So an experiment can be added where training data are no more.
+    """
+    request, shards, known = _request(specs), specs.shards, read_record(record)
+    common = [specs.made_of, stage_digest(_STAGE), request]
+    decisive = {
+        s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards
+    } | {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
+    keys = {name: content_digest(name, common, own) for name, own in decisive.items()}
+    old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
+    if old == keys.keys():
+        return known
+    new = {path: c for path, c in checkpoints.items() if f"checkpoint {path}" not in old}
+    request |= {
+        "splits": {split: specs.experiments.get(split) for split in shards if split not in old},
+        "shards": shards,
+        "checkpoints": new,
         "questions": specs.questions,
         "conditions": specs.conditions,
+        "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
     }
-    decisive = [specs.made_of, stage_digest(_STAGE), request]
-    decisive += [[specs.targets_digest(split) for split in specs.shards], digests]
-    key, known = content_digest(*decisive), read_record(record)
-    if known.get("key") == key:
-        return known
-    request["without_numbers"] = any(_is_large(Path(path)) for path in checkpoints)
     minutes = specs.config["compute"].get("minutes")
-    facts = {"key": key, **_preflight_in_a_process(request, minutes, builder_of(specs.config))}
+    facts = _preflight_in_a_process(request, minutes, builder_of(specs.config))
+    facts["n_samples"] = known.get("n_samples", {}) | facts["n_samples"]
+    kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
+    facts |= {"keys": keys, "renamed": kept + facts["renamed"]}
     write_record(record, facts, must=False)
     return facts
 
@@ -302,7 +313,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         proj_dim = config["projection"]["proj_dim"]
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
-    n_targets = dict(facts["n_samples"])
+    n_targets = {split: facts["n_samples"][split] for split in specs.shards}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
     # Its scores are never in memory together.
