@@ -42,14 +42,7 @@ from snakemake_executor_plugin_forks.server import set_preload, start
 set_preload({preload})
 start()
 """
-_CALL = "main()"
-# Snakemake would look for a package of the plugin's name, and not find one that may be edited.
-_CALL_BRIEFLY = """
-from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
-from trak_core.command import run_log
-LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_trak", run_log)
-main(["--logger=trak", *sys.argv[1:]])
-"""
+_CALL, _CALL_BRIEFLY = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # And options by which jobs run elsewhere.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 # More than Snakemake writes into a folder of temporary files before the first job.

@@ -17,7 +17,7 @@ from typing import Any
 
 from snakemake_executor_plugin_forks.server import Fork
 from trak_core.config.bind_study_arguments import builder_of
-from trak_core.config.cross_checks import check_columns, check_sizes
+from trak_core.config.cross_checks import check_columns, check_paths, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need, weights_mb
 from trak_core.config.specs_from_config import Specs
 from trak_core.dependency_digests import content_digest, stage_digest
@@ -33,11 +33,13 @@ _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
 # Clocks of this machine and of a file server differ by so much without harm.
 _SKEW_SECONDS = 2
 # What is in Snakemake's list of configs without being one, from all modules of a workflow.
-brought_along: list[str] = []
+brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
-def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> dict[str, str]:
+def run_preflight(
+    specs: Specs, results: Path, config_files: Sequence[str], *, is_stored: bool
+) -> dict[str, str]:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
     Files that are ``is_stored`` lie in a store, which Snakemake reads.
@@ -45,6 +47,8 @@ def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> dict[str, 
     Returns:
         Hashes of the content of the user's checkpoints and retrained models on this disk, by path.
     """
+    listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, listed)])
     _check_files(specs, is_stored)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
     own = [] if is_stored else [*checkpoints, *_own_truth(specs)]
@@ -161,8 +165,8 @@ def _lacks_optimizer(checkpoint: Path) -> bool:
     return checkpoint.suffix == ".safetensors"
 
 
-def check_sources(files: Sequence[Path]) -> None:
-    """Refuse files that Snakemake would not bring to jobs that share no disk with it."""
+def bring_along(files: Sequence[Path]) -> list[str]:
+    """Return files for jobs that share no disk with Snakemake; refuse what it would not bring."""
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
     for wrong, rule in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
@@ -174,6 +178,8 @@ def check_sources(files: Sequence[Path]) -> None:
                 "fetch.",
                 code="config.sources",
             )
+    brought_along.extend(map(str, files))
+    return list(map(str, files))
 
 
 def _request(specs: Specs) -> dict[str, Any]:

@@ -39,13 +39,24 @@ def begin_run(
     ]
 
 
-def told_by_report(results: Path) -> tuple[list[str], list[str]]:
-    """Return what a folder's report measured and the titles of what it warns of, in its words."""
+def what_to_read(
+    files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
+) -> tuple[list[str], list[str]]:
+    """Return where a run has put what its user wants to read, and the report's warnings.
+
+    ``files`` has the names of files by kind; those that aren't there are left out.
+    """
+    there = {
+        kind: ", ".join(sorted(file for file in own if is_stored or Path(file).exists()))
+        for kind, own in files.items()
+    }
+    said = [f"{kind}: {names}" for kind, names in there.items() if names]
     written = results / "report.html"
-    page = written.read_text(encoding="utf-8") if written.exists() else ""
+    page = written.read_text(encoding="utf-8") if written.exists() and not is_stored else ""
     patterns = '<p class="fit">(.*?)</p>', '<div class="warning">\n<h3>(.*?)</h3>'
-    measures, warnings = ([unescape(t) for t in re.findall(p, page)] for p in patterns)
-    return measures, warnings
+    measures, titles = ([unescape(t) for t in re.findall(p, page)] for p in patterns)
+    warnings = [f"The report warns: {'; '.join(titles)}."] if titles else []
+    return said + measures, warnings
 
 
 def earlier_configs(

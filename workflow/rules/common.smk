@@ -7,10 +7,10 @@ from pathlib import Path
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
-from trak_core.config.cross_checks import check_given, check_paths
+from trak_core.config.cross_checks import check_given
 from trak_core.config.preflight import (
+    bring_along,
     brought_along,
-    check_sources,
     largest_weights_mb,
     run_preflight,
     stored_signature,
@@ -25,7 +25,7 @@ from trak_core.config.read_config import (
 from trak_core.config.results_owner import (
     begin_run,
     differences_of_copy,
-    told_by_report,
+    what_to_read,
 )
 from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
@@ -68,9 +68,7 @@ with explained():
     lock_tables_where_possible(Path() if stored else results)
     specs, digests = specs_of(config, results), {}
     if workflow.is_main_process:
-        listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
-        check_paths(config, [*files, *filter(None, listed)])
-        digests = run_preflight(specs, results, is_stored=stored)
+        digests = run_preflight(specs, results, files, is_stored=stored)
         if not stored:
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
@@ -78,20 +76,5 @@ with explained():
             if is_module or not has_record(results):
                 record_config(config, results, must=False)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
-            check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.
-            brought_along += map(str, specs.files)
-            workflow.configfiles += map(str, specs.files)
-compute, scoring = config["compute"], config["scoring"]
-any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
-
-
-pathvars:
-    results=config["results"],
-
-
-wildcard_constraints:
-    checkpoint=any_of(specs.checkpoints),
-    experiment=any_of(specs.scored),
-    split=any_of(specs.shards),
-    shard=r"\d+",
+            workflow.configfiles += bring_along(specs.files)

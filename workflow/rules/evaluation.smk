@@ -39,7 +39,7 @@ use rule model_stage as compute_embeddings with:
     params:
         code=code_of("compute_embeddings"),
         signature=checkpoint_signature,
-        spec=embeddings_spec,
+        spec=lambda wildcards: specs.embeddings.under(wildcards.checkpoint).as_dict(),
         study_file=config["study"],
     message:
         "Embedding all samples under checkpoint {wildcards.checkpoint}"

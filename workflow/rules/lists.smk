@@ -1,3 +1,15 @@
+# The study, where lists may have its names of classes.
+naming_study = (
+    config["study"] if mentions(Path(config["study"]), "class_names") else None
+)
+
+
+def list_scores(kind):
+    """The scores that a list is made of: of training samples, or of a pool."""
+    of = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
+
+
 use rule stage as write_list with:
     input:
         scores=lambda wildcards: list_scores(wildcards.kind),

@@ -1,6 +1,15 @@
 removal_jobs = specs.removal_jobs
 
 
+def naming_samples(by):
+    """The files that name samples which models are retrained without, or on, by a choice of them."""
+    if by == "top":
+        return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
+    if by == "embedding_cosine":
+        return of_ends("embeddings/{c}.h5")
+    return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []
+
+
 # Without random samples, those of a target's largest scores, those of a baseline or a list's.
 use rule stage as retrain_removals with:
     input:

@@ -3,8 +3,20 @@
 # Snakemake compares params as an unordered set of values, and each value as text. So numbers that
 # could change places go into one spec, with its keys sorted. Beside it stand values that no other
 # equals.
-folder = config["results"]
-trained = "training" in config
+compute, scoring = config["compute"], config["scoring"]
+folder, trained = config["results"], "training" in config
+any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
+
+
+pathvars:
+    results=config["results"],
+
+
+wildcard_constraints:
+    checkpoint=any_of(specs.checkpoints),
+    experiment=any_of(specs.scored),
+    split=any_of(specs.shards),
+    shard=r"\d+",
 
 
 def own_file(path):
@@ -42,10 +54,6 @@ def features_spec(wildcards):
     return specs.features(wildcards.checkpoint, wildcards.split).as_dict()
 
 
-def embeddings_spec(wildcards):
-    return specs.embeddings.under(wildcards.checkpoint).as_dict()
-
-
 def checkpoint_scores_spec(wildcards):
     return specs.checkpoint_scores(wildcards.experiment, wildcards.checkpoint).as_dict()
 
@@ -79,34 +87,9 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
-# The study, where lists may have its names of classes.
-naming_study = (
-    config["study"] if mentions(Path(config["study"]), "class_names") else None
-)
-
-
-def list_scores(kind):
-    """The scores that a list is made of: of training samples, or of a pool."""
-    of = "pool" if kind == "select" and specs.pool is not None else "scores"
-    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
-
-
-def shards_of(wildcards):
-    n = specs.shards[wildcards.split]
-    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
-
-
 train_features = (
     of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
 )
-
-
-def scores_shards(wildcards):
-    """The parts of an average, which is cut as training features are."""
-    n = compute["shards"]
-    shards = f"{folder}/scores/{wildcards.experiment}/shards"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
 
 
 # The files that Snakemake's `benchmark:` leaves. In a store they are inputs of the report. Elsewhere
@@ -130,33 +113,3 @@ known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [*(evaluation_files + removals_files + self_influence_files)]
-
-
-def name_results():
-    """Say where a run has put what its user wants to read."""
-    kinds = {
-        "Scores": [f"{folder}/scores/{e}.h5" for e in specs.scored],
-        "Answers": [f"{folder}/answers/{e}.html" for e in specs.scored],
-        "Lists": [f"{folder}/lists/{kind}.csv" for kind in specs.lists],
-        "Groups": group_files,
-        "Report": [f"{folder}/report.html"],
-    }
-    for kind, files in kinds.items():
-        there = [file for file in files if stored or Path(file).exists()]
-        if there:
-            logger.info(f"{kind}: {', '.join(sorted(there))}")
-    if not stored:
-        measures, warnings = told_by_report(results)
-        for measure in measures:
-            logger.info(measure)
-        if warnings:
-            logger.warning(f"The report warns: {'; '.join(warnings)}.")
-
-
-def naming_samples(by):
-    """The files that name samples which models are retrained without, or on, by a choice of them."""
-    if by == "top":
-        return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
-    if by == "embedding_cosine":
-        return of_ends("embeddings/{c}.h5")
-    return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []
