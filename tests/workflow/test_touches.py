@@ -66,10 +66,6 @@ assert store.mtime() > 1e9 and get_flag_value("stored.txt", "storage_object") is
 
 
 rule base:
-    log:
-        "logs/<job>.log",
-    pathvars:
-        job="base",
     shell:
         "touch {output}"
 
@@ -77,8 +73,6 @@ rule base:
 use rule base as made with:
     output:
         "results/{x}.txt",
-    pathvars:
-        job="made/{x}",
 
 
 rule all:
@@ -101,4 +95,3 @@ def test_snakemake_has_what_the_rules_take(tmp_path, monkeypatch):
     )
     assert status == 0, output
     assert Path("in/it/results/a.txt").exists()
-    assert Path("in/it/logs/made").exists()

@@ -13,8 +13,10 @@ elif "subsets" in specs.evaluation:
 use rule stage as retrain_subsets with:
     output:
         retrained="<results>/retrained/{first}-{last}.h5",
-    pathvars:
-        job="retrain_subsets/{first}-{last}",
+    log:
+        "<results>/logs/retrain_subsets/{first}-{last}.log",
+    benchmark:
+        "<results>/benchmarks/retrain_subsets/{first}-{last}.tsv"
     wildcard_constraints:
         first=r"\d+",
         last=r"\d+",
@@ -34,8 +36,10 @@ use rule model_stage as compute_embeddings with:
         checkpoint=checkpoint_input,
     output:
         embeddings="<results>/embeddings/{checkpoint}.h5",
-    pathvars:
-        job="compute_embeddings/{checkpoint}",
+    log:
+        "<results>/logs/compute_embeddings/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_embeddings/{checkpoint}.tsv"
     params:
         code=code_of("compute_embeddings"),
         signature=checkpoint_signature,
@@ -65,8 +69,10 @@ use rule stage as evaluate_scores with:
         ),
     output:
         evaluation="<results>/evaluation/{experiment}.h5",
-    pathvars:
-        job="evaluate_scores/{experiment}",
+    log:
+        "<results>/logs/evaluate_scores/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/evaluate_scores/{experiment}.tsv"
     params:
         code=code_of("evaluate_scores"),
         study_file=config["study"],

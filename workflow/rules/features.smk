@@ -10,8 +10,10 @@ use rule model_stage as compute_features with:
         selected=selected_targets if specs.conditions else [],
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
-    pathvars:
-        job="compute_features/{checkpoint}/{split}",
+    log:
+        "<results>/logs/compute_features/{checkpoint}/{split}.log",
+    benchmark:
+        "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
     # Before what is made of them: a job that waits for features leaves cores idle at the end.
@@ -30,8 +32,10 @@ use rule model_stage as compute_features with:
 use rule compute_features as compute_features_shard with:
     output:
         features=temp("<results>/shards/{checkpoint}/{split}/{shard}-of-{n_shards}.h5"),
-    pathvars:
-        job="compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}",
+    log:
+        "<results>/logs/compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}.log",
+    benchmark:
+        "<results>/benchmarks/compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}.tsv"
     wildcard_constraints:
         n_shards=r"\d+",
     message:
@@ -44,8 +48,10 @@ use rule stage as join_shards with:
         shards=shards_of,
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
-    pathvars:
-        job="join_shards/{checkpoint}/{split}",
+    log:
+        "<results>/logs/join_shards/{checkpoint}/{split}.log",
+    benchmark:
+        "<results>/benchmarks/join_shards/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n > 1]),
     priority: scores_first
@@ -61,8 +67,10 @@ use rule stage as compute_normal_matrix with:
         features="<results>/features/{checkpoint}/train.h5",
     output:
         normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
-    pathvars:
-        job="compute_normal_matrix/{checkpoint}",
+    log:
+        "<results>/logs/compute_normal_matrix/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_normal_matrix/{checkpoint}.tsv"
     priority: scores_first
     threads: compute["threads"]
     params:
@@ -79,8 +87,10 @@ use rule stage as compute_scores with:
         normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
     output:
         scores="<results>/scores/{experiment}/{checkpoint}.h5",
-    pathvars:
-        job="compute_scores/{experiment}/{checkpoint}",
+    log:
+        "<results>/logs/compute_scores/{experiment}/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
@@ -111,8 +121,10 @@ use rule stage as compute_self_influence with:
         normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
     output:
         self_influence="<results>/self_influence.h5",
-    pathvars:
-        job="compute_self_influence",
+    log:
+        "<results>/logs/compute_self_influence.log",
+    benchmark:
+        "<results>/benchmarks/compute_self_influence.tsv"
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     params:

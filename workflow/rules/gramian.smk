@@ -4,8 +4,10 @@ use rule model_stage as compute_gramian with:
         selected=selected_targets,
     output:
         gramian="<results>/gramian/{checkpoint}/{split}.h5",
-    pathvars:
-        job="compute_gramian/{checkpoint}/{split}",
+    log:
+        "<results>/logs/compute_gramian/{checkpoint}/{split}.log",
+    benchmark:
+        "<results>/benchmarks/compute_gramian/{checkpoint}/{split}.tsv"
     priority: scores_first
     params:
         code=code_of("compute_gramian"),
@@ -24,8 +26,10 @@ use rule stage as compute_exact_scores with:
         targets_path="<results>/gramian/{checkpoint}/{experiment}.h5",
     output:
         scores="<results>/scores/{experiment}/{checkpoint}.h5",
-    pathvars:
-        job="compute_exact_scores/{experiment}/{checkpoint}",
+    log:
+        "<results>/logs/compute_exact_scores/{experiment}/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first

@@ -10,8 +10,10 @@ use rule stage as sum_groups with:
         ),
     output:
         groups="<results>/groups/{experiment}.h5",
-    pathvars:
-        job="sum_groups/{experiment}",
+    log:
+        "<results>/logs/sum_groups/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/sum_groups/{experiment}.tsv"
     params:
         code=code_of("sum_groups"),
         spec=scores_spec,

@@ -20,8 +20,10 @@ use rule stage as write_list with:
         ),
     output:
         listed="<results>/lists/{kind}.csv",
-    pathvars:
-        job="write_list/{kind}",
+    log:
+        "<results>/logs/write_list/{kind}.log",
+    benchmark:
+        "<results>/benchmarks/write_list/{kind}.tsv"
     wildcard_constraints:
         kind=any_of([kind for kind in specs.lists if kind != "duplicates"]),
     params:
@@ -46,8 +48,10 @@ if specs.pool is not None:
             pool="<results>/features/{checkpoint}/pool.h5",
         output:
             scores="<results>/pool/{experiment}/{checkpoint}.h5",
-        pathvars:
-            job="compute_scores_pool/{experiment}/{checkpoint}",
+        log:
+            "<results>/logs/compute_scores_pool/{experiment}/{checkpoint}.log",
+        benchmark:
+            "<results>/benchmarks/compute_scores_pool/{experiment}/{checkpoint}.tsv"
         priority: 0
         params:
             keep="top_k",
@@ -63,8 +67,10 @@ if specs.pool is not None:
             features=of_checkpoints("features/{c}/pool.h5"),
         output:
             scores="<results>/pool/{experiment}.h5",
-        pathvars:
-            job="average_scores_pool/{experiment}",
+        log:
+            "<results>/logs/average_scores_pool/{experiment}.log",
+        benchmark:
+            "<results>/benchmarks/average_scores_pool/{experiment}.tsv"
         priority: 0
         params:
             spec=specs.list_scores("select").as_dict(),
@@ -88,8 +94,10 @@ if "duplicates" in specs.lists:
             targets_path=f"<results>/features/{compared}/{compared_with}.h5",
         output:
             listed="<results>/lists/duplicates.csv",
-        pathvars:
-            job="find_duplicates",
+        log:
+            "<results>/logs/find_duplicates.log",
+        benchmark:
+            "<results>/benchmarks/find_duplicates.tsv"
         threads: compute["threads"]
         params:
             code=code_of("find_duplicates"),
@@ -109,8 +117,10 @@ use rule stage as show_list with:
         ),
     output:
         page=report("<results>/lists/{kind}.html", category="lists"),
-    pathvars:
-        job="show_list/{kind}",
+    log:
+        "<results>/logs/show_list/{kind}.log",
+    benchmark:
+        "<results>/benchmarks/show_list/{kind}.tsv"
     wildcard_constraints:
         kind=any_of(specs.lists),
     params:

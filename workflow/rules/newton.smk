@@ -8,8 +8,10 @@ use rule model_stage as compute_newton_scores with:
         ],
     output:
         scores="<results>/scores/{experiment}/{checkpoint}.h5",
-    pathvars:
-        job="compute_newton_scores/{experiment}/{checkpoint}",
+    log:
+        "<results>/logs/compute_newton_scores/{experiment}/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_newton_scores/{experiment}/{checkpoint}.tsv"
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first

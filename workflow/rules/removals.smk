@@ -16,8 +16,10 @@ use rule stage as retrain_removals with:
         named_by=lambda wildcards: naming_samples(wildcards.by),
     output:
         retrained="<results>/retrained/{by}/{part}.h5",
-    pathvars:
-        job="retrain_removals/{by}/{part}",
+    log:
+        "<results>/logs/retrain_removals/{by}/{part}.log",
+    benchmark:
+        "<results>/benchmarks/retrain_removals/{by}/{part}.tsv"
     wildcard_constraints:
         by=any_of(removal_jobs),
         part=r"\d+",
@@ -51,8 +53,10 @@ use rule stage as compare_removals with:
         ],
     output:
         removals="<results>/removals/{removed}.h5",
-    pathvars:
-        job="compare_removals/{removed}",
+    log:
+        "<results>/logs/compare_removals/{removed}.log",
+    benchmark:
+        "<results>/benchmarks/compare_removals/{removed}.tsv"
     wildcard_constraints:
         removed=any_of(specs.removals),
     params:

@@ -13,8 +13,10 @@ use rule stage as average_scores with:
         shards=scores_shards,
     output:
         scores="<results>/scores/{experiment}.h5",
-    pathvars:
-        job="average_scores/{experiment}",
+    log:
+        "<results>/logs/average_scores/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/average_scores/{experiment}.tsv"
     priority: scores_first
     params:
         code=code_of("average_scores"),
@@ -36,8 +38,10 @@ use rule average_scores as average_scores_shard with:
         features=train_features,
     output:
         scores=temp("<results>/scores/{experiment}/shards/{shard}-of-{n_shards}.h5"),
-    pathvars:
-        job="average_scores/{experiment}/{shard}-of-{n_shards}",
+    log:
+        "<results>/logs/average_scores/{experiment}/{shard}-of-{n_shards}.log",
+    benchmark:
+        "<results>/benchmarks/average_scores/{experiment}/{shard}-of-{n_shards}.tsv"
     wildcard_constraints:
         n_shards=r"\d+",
     message:
@@ -55,8 +59,10 @@ if specs.means:
             ],
         output:
             scores="<results>/scores/{experiment}/{checkpoint}.h5",
-        pathvars:
-            job="average_targets/{experiment}/{checkpoint}",
+        log:
+            "<results>/logs/average_targets/{experiment}/{checkpoint}.log",
+        benchmark:
+            "<results>/benchmarks/average_targets/{experiment}/{checkpoint}.tsv"
         wildcard_constraints:
             experiment=any_of(specs.means),
         priority: scores_first
@@ -82,8 +88,10 @@ use rule model_stage as compute_token_scores with:
         normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
     output:
         token_scores="<results>/token_scores/{experiment}.h5",
-    pathvars:
-        job="compute_token_scores/{experiment}",
+    log:
+        "<results>/logs/compute_token_scores/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/compute_token_scores/{experiment}.tsv"
     priority: scores_first
     params:
         code=code_of("compute_token_scores"),
@@ -113,8 +121,10 @@ use rule stage as draw_influences with:
         figure=report("<results>/figures/{experiment}.png", category="figures"),
         answer=report("<results>/answers/{experiment}.html", category="answers"),
         texts="<results>/answers/{experiment}.h5",
-    pathvars:
-        job="draw_influences/{experiment}",
+    log:
+        "<results>/logs/draw_influences/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/draw_influences/{experiment}.tsv"
     priority: scores_first
     params:
         code=code_of("draw_influences"),

@@ -1,5 +1,5 @@
-# What all jobs have in common: a log, a benchmark and a script that runs the stage in the param
-# `code`. A rule names its `job`, after which log and benchmark are called.
+# What all jobs have in common: an environment, memory, and a script that runs the stage in the param
+# `code`. Logs and benchmarks stand in each rule: with a store, Snakemake fills in no rule's pathvars.
 # On Kubernetes 0 would be a request too.
 gpu = 1 if compute["device"] == "cuda" else None
 # A path of a conda environment's file would count from this folder, a name is one of an environment.
@@ -28,12 +28,6 @@ def model_job_mb(wildcards, attempt):
 
 
 rule stage:
-    log:
-        "<results>/logs/<job>.log",
-    benchmark:
-        "<results>/benchmarks/<job>.tsv"
-    pathvars:
-        job="stage",
     conda:
         environment
     threads: 1

@@ -4,8 +4,10 @@ use rule model_stage as compute_outputs with:
         checkpoint=checkpoint_input,
     output:
         outputs="<results>/outputs/{checkpoint}.h5",
-    pathvars:
-        job="compute_outputs/{checkpoint}",
+    log:
+        "<results>/logs/compute_outputs/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_outputs/{checkpoint}.tsv"
     priority: scores_first
     params:
         code=code_of("compute_outputs"),
@@ -21,8 +23,10 @@ use rule stage as select_targets with:
         outputs=of_ends("outputs/{c}.h5"),
     output:
         targets="<results>/targets/{experiment}.h5",
-    pathvars:
-        job="select_targets/{experiment}",
+    log:
+        "<results>/logs/select_targets/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/select_targets/{experiment}.tsv"
     wildcard_constraints:
         experiment=any_of(specs.conditions),
     priority: scores_first
