@@ -8,6 +8,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from trak_core.config.preflight import refuse_future
 from trak_core.config.read_config import CONFIG_RECORD, record_config
 from trak_core.errors import InputError
 from trak_core.system.files import check_results, hold_results, read_record
@@ -29,6 +30,7 @@ def begin_run(
     """
     check_results(results)
     hold_results(results)
+    refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
     earlier = ", ".join(earlier_configs(results, config_files, config))
     record_config(config, results, config_files, given, entries)
     if not earlier:
