@@ -39,7 +39,7 @@ PARAMS = {
     "question": "the experiment's own `data`",
     "retrained_spec": "`evaluation.subsets`",
     "scores_spec": "what decides the scores' numbers",
-    "signature": "what tells a file of your own: a hash of its content, or in a store size and time",
+    "signature": "what tells a file of your own: its content, or size and time in a store",
     "spec": "what decides its numbers (the file's attribute `spec`)",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",

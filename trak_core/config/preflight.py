@@ -38,7 +38,7 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only w
 
 
 def run_preflight(
-    specs: Specs, results: Path, config_files: Sequence[str], *, is_stored: bool
+    specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
