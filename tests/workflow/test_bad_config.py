@@ -10,7 +10,6 @@ from refusals import as_text, check, message, refuse
 from refused import refused
 from workspace import REPOSITORY, Workspace, as_a_module, snakemake
 
-
 # What the schema says of a key: its words are in the schema.
 ABOUT = re.compile(r"(?:Meaning|Known keys): \S[^\n]*")
 
