@@ -254,9 +254,7 @@ def test_shared_words_are_a_baseline_where_samples_have_texts(run, tmp_path):
     says = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
     study = tmp_path / "described.py"
     study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {says}\n")
-    path = run.evaluate(
-        tmp_path / "words.h5", study_file=study, baselines=["bm25"], digest="of the study"
-    )
+    path = run.evaluate(tmp_path / "words.h5", study_file=study, baselines=["bm25"])
     words = [
         [f"digit {int(y)} {'ink ' * int(x.sum() / 5)}".split() for x, y in zip(*batch, strict=True)]
         for batch in (run.train.batch(0, 150), run.study.split("mine", run.targets).batch(0, 5))

@@ -209,15 +209,6 @@ def test_runs_of_own_checkpoints_decide_averages_alone(own, tmp_path):
     assert (targets["output_sd"] == 0).all()
 
 
-def test_a_drawing_measures_nothing_again_and_a_text_does_where_words_are_compared(study):
-    path = study.path("along.py")
-    path.write_text(f"{path.read_text()}\n\ndef token_texts(sample):\n    return []\n")
-    shown = {"draw_influences": 1, "write_report_first": 1, "write_report": 1}
-    assert study.would_run("all") == shown
-    path.write_text(path.read_text().replace("tens of ink", "tens"))
-    assert study.would_run("all") == shown | {"evaluate_scores": 1}
-
-
 def test_the_report_is_a_target_of_its_own(study):
     assert study.would_run("report") == {}
     study.path("results/report.html").unlink()
