@@ -142,7 +142,7 @@ def _may_hold(path: Path) -> bool:
     """Return whether a path is a folder of a user's: no results, no environment of Python."""
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
-    return not any((path / own).exists() for own in ("pyvenv.cfg", "code.json"))
+    return not any((path / own).exists() for own in ("pyvenv.cfg", "study.json"))
 
 
 def _is_of_images(folder: Path) -> bool:
