@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import environment, write_csv
+from shared import environment, write_csv
 from torch import Tensor, nn
 
 from trak_core.gramian import Engine

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import environment, write_csv
-from planted_products import along, seconds_by_words
-from planted_ways import Scored, ways
+from shared import environment, write_csv
+from text_scores import Scored, along, seconds_by_words, ways
 from torch.utils.data import Subset
 
 from trak_core.attribution.sample_outputs import outputs_and_predictions

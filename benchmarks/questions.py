@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from machine import environment, write_csv
+from shared import environment, write_csv
 
 _N_TRAIN, _N_HELD, _VOCABULARY = 300, 12, 512
 _NOUNS = ["fox", "miller", "girl", "sailor", "crow", "king", "tailor", "bear"]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from machine import environment, write_csv
+from shared import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.scoring_settings import usual_power, usual_weighting
@@ -37,7 +37,7 @@ from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.study import Study
 
-_BENCHMARKS = Path(__file__).parent
+_STUDIES = Path(__file__).parent / "studies"
 _RUNS, _K, _SEEDS, _GROUP = 5, 512, 2, 10
 _DAMPINGS = 0.1, 0.3, 1, 2, 5, 10
 _FRACTIONS = 0.5, 0.9, 0.99
@@ -62,13 +62,13 @@ class Case:
 
 _IMAGES = "image_classification"
 CASES = {
-    "digits": Case(_BENCHMARKS.parent / "config/digits.py", _IMAGES, 15, 30),
-    "digits_mlp": Case(_BENCHMARKS / "digits_mlp.py", _IMAGES, 15, 60),
-    "digits_mlp_long": Case(_BENCHMARKS / "digits_mlp.py", _IMAGES, 60, 60),
-    "breast_cancer": Case(_BENCHMARKS / "breast_cancer.py", _IMAGES, 15, 60),
-    "breast_cancer_long": Case(_BENCHMARKS / "breast_cancer.py", _IMAGES, 60, 60),
-    "diabetes": Case(_BENCHMARKS / "diabetes.py", "regression", 15, 60),
-    "diabetes_long": Case(_BENCHMARKS / "diabetes.py", "regression", 60, 60),
+    "digits": Case(_STUDIES.parents[1] / "config/digits.py", _IMAGES, 15, 30),
+    "digits_mlp": Case(_STUDIES / "digits_mlp.py", _IMAGES, 15, 60),
+    "digits_mlp_long": Case(_STUDIES / "digits_mlp.py", _IMAGES, 60, 60),
+    "breast_cancer": Case(_STUDIES / "breast_cancer.py", _IMAGES, 15, 60),
+    "breast_cancer_long": Case(_STUDIES / "breast_cancer.py", _IMAGES, 60, 60),
+    "diabetes": Case(_STUDIES / "diabetes.py", "regression", 15, 60),
+    "diabetes_long": Case(_STUDIES / "diabetes.py", "regression", 60, 60),
 }
 Chosen = Sequence[tuple[int, float]]
 
