@@ -136,26 +136,17 @@ def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) 
 Share = Callable[[Products], np.ndarray]
 
 
-def undamped(made: list[Products], n: int) -> np.ndarray:
-    """Return TRAK's scores as its paper has them: no damping, average weights, shape (n, m)."""
-    found = []
-    for one in made:
-        phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
-        found.append(phi @ np.linalg.solve(phi.T @ phi, targets.T))
-    # 1 - p of a whole text, which is nearly 1.
-    weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
-    return weights[:, None] * np.mean(found, axis=0)
-
-
-def damped(made: list[Products], n: int, damping: float) -> np.ndarray:
-    """Return the same with damping."""
-    found = []
+def of_ends(made: list[Products], n: int, damping: float) -> np.ndarray:
+    """Return TRAK's scores as its paper has them except for the damping, shape (n, m)."""
+    shares = []
     for one in made:
         phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
         normal = phi.T @ phi
         shift = damping * np.trace(normal) / n
-        found.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
-    return np.mean(found, axis=0)
+        shares.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
+    # 1 - p of a whole text, which is nearly 1.
+    weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
+    return weights[:, None] * np.mean(shares, axis=0)
 
 
 def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
@@ -196,10 +187,10 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
             every = [of(way)(one) for one in made.values()]
             found[f"along {len(runs)} runs, {name}"] = np.mean(every, axis=0)
         if ends:
-            found[f"ends on 8 halves, k = {k}, {name}"] = damped(ends, n, damping)
+            found[f"ends on 8 halves, k = {k}, {name}"] = of_ends(ends, n, damping)
     if ends:
         name = f"TRAK as the board runs it: ends on 8 halves, k = {k}, no damping"
-        found[name] = undamped(ends, n)
+        found[name] = of_ends(ends, n, 0)
     found |= {
         "gradient dot, the end": of(Way(None, power=1, is_unit_average=False))(end),
         "gradient dot, along": along(of(Way(None))),

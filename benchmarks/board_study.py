@@ -84,7 +84,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(120, 8, 24, 200, 16, 1, 6, 1e-3, 4, 0, 4, runs=1, halves=0),  # does it run?
+    "tiny": Size(120, 8, 24, 200, 16, 1, 6, 1e-3, 4, 0, 4, runs=1, halves=2),  # does it run?
     "small": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 32, 12, 6),
     "brief": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 24, 0, 4, runs=1, halves=0),
     "few": Size(300, 50, 24, 600, 48, 2, 28, 1e-3, 24, 0, 4, runs=1, halves=0),

@@ -52,12 +52,12 @@ def environment(device: str, packages: Iterable[str]) -> dict[str, str]:
     return {"device": name, "python": python, **_versions(packages), "commit": commit}
 
 
-def seconds_now(device: str) -> float:
+def seconds_now(device: str, *, by_clock: bool = False) -> float:
     """Return this process's CPU time, or for ``cuda`` the wall's once the GPU has no more to do."""
     if device == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
-    return time.process_time()
+    return time.perf_counter() if by_clock else time.process_time()
 
 
 def write_csv(path: Path, rows: Sequence[Any], about: dict[str, str]) -> None:
@@ -105,15 +105,19 @@ class Row:
 
 
 def seconds_of(
-    sides: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
+    sides: dict[str, Callable[[], object]],
+    rounds: int,
+    device: str = "cpu",
+    *,
+    by_clock: bool = False,
 ) -> dict[str, list[float]]:
     """Return each side's times in rounds where all take turns, after one that warms up."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds + 1):
         for side, call in sides.items():
-            start = seconds_now(device)
+            start = seconds_now(device, by_clock=by_clock)
             call()
-            seconds[side].append(seconds_now(device) - start)
+            seconds[side].append(seconds_now(device, by_clock=by_clock) - start)
     return {side: taken[1:] for side, taken in seconds.items()}
 
 
@@ -133,7 +137,7 @@ def print_peak(call: Callable[[], object]) -> None:
     print("peak", _peak_kib() - before)
 
 
-def _peak_on_gpu(call: Callable[[], object]) -> int:
+def peak_on_gpu(call: Callable[[], object]) -> int:
     """Return the bytes that a call adds at its peak to what torch has allocated on the GPU."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -165,7 +169,7 @@ def measured(
     for side, taken in seconds.items():
         output = "nan"
         if device == "cuda":
-            output = str(_peak_on_gpu(sides[side]) / 1024)
+            output = str(peak_on_gpu(sides[side]) / 1024)
         elif arguments is not None:
             command = [sys.executable, sys.argv[0], *arguments, "--peak", side]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

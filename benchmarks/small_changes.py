@@ -16,7 +16,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -260,6 +260,8 @@ def main() -> None:
     """Measure every study at every fraction."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("studies", nargs="+", choices=CASES)
+    parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS, help="kept")
+    parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
     parser.add_argument("--folder", type=Path, help="where what is trained stays")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -272,9 +274,10 @@ def main() -> None:
             folder = (asked.folder or Path(temporary)) / name
             folder.mkdir(parents=True, exist_ok=True)
             began = time.process_time()
-            measured = Measured(CASES[name], folder)
+            case = replace(CASES[name], subsets=asked.subsets or CASES[name].subsets)
+            measured = Measured(case, folder)
             print(f"{name}: time: loss weight, part that carries it; {measured.fitted()}")
-            for fraction in _FRACTIONS:
+            for fraction in asked.fractions:
                 rows += measure(name, measured, fraction)
             print(f"{name}: {time.process_time() - began:.0f} processor seconds", flush=True)
     if asked.csv is not None:

@@ -2,20 +2,22 @@
 
     python benchmarks/wrong_labels.py --csv wrong_labels.csv
 
-The study is `studies/annotated_digits.py`, five draws of digits and of wrong labels. The stages of
-the pipeline make `suspects` and `groups` in this process: three runs with two checkpoints each, k =
-512, the 500 held-out digits as targets. Beside `suspects` stands cleanlab, if it is installed: its
-normalized margin of probabilities from five models of the same kind, each trained without the fifth
-that it judges; and once more with the held-out digits and their right labels in every training,
-because the targets of `suspects` have these too. AUC is the chance that a wrong label ranks before
-a right one; `precision` the part of wrong labels among as many first ranks as there are wrong ones.
-Intervals are 95 % bootstrap intervals over draws and samples, of what `suspects` has more than the
-row, from the same draws. The first draw's scores by annotator are printed too.
+The study is `studies/annotated_digits.py`, five draws of digits and of wrong labels. `trak run`
+makes `suspects` and `groups`: three runs with two checkpoints each, k = 512, the 500 held-out
+digits as targets. Beside `suspects` stands cleanlab, if it is installed: its normalized margin of
+probabilities from five models of the same kind, each trained without the fifth that it judges; and
+once more with the held-out digits and their right labels in every training, because the targets of
+`suspects` have these too. AUC is the chance that a wrong label ranks before a right one;
+`precision` the part of wrong labels among as many first ranks as there are wrong ones. Intervals
+are 95 % bootstrap intervals over draws and samples, of what `suspects` has more than the row, from
+the same draws. The first draw's scores by annotator are printed too.
 """
 
 import argparse
 import importlib
 import importlib.util
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,38 +28,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+import yaml
 from shared import environment, write_csv
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import ConcatDataset, Subset
-
-from trak_core.config.specs_from_config import specs_of
-from trak_core.stages.average_scores import average_scores
-from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_scores import (
-    compute_normal_matrix,
-    compute_scores,
-    compute_self_influence,
-)
-from trak_core.stages.sum_groups import sum_groups
-from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.stages.write_list import write_list
 
 _REPOSITORY = Path(__file__).parents[1]
 _RUNS, _FOLDS, _STEPS = 3, 5, 300
 _BOOTSTRAP = 1000
 _CONFIG = {
-    "model_output": "image_classification",
+    **{"study": "study.py", "model_output": "image_classification"},
     "training": {"steps": _STEPS, "at": [1, 5]},
     "checkpoints": {f"run{seed}": {"seed": seed} for seed in range(_RUNS)},
     "projection": {"kind": "rademacher", "proj_dim": 512, "seed": 0},
-}
-_DEFAULTS = {
-    "data_files": [],
-    "parameters": "all",
-    "preconditioner": "none",
-    "features_dtype": "float32",
-    "scoring": {"damping": 2, "normalize": False, "keep": "full", "top": 20},
-    "compute": {"shards": 1, "memory_mb": 1000, "device": "cpu"},
+    "scoring": {"damping": 2},
+    **{"lists": ["suspects"], "groups": ["annotator"], "results": "results"},
 }
 
 
@@ -99,78 +84,13 @@ def _study(folder: Path, draw: int) -> ModuleType:
 
 
 def _suspects(folder: Path, n_held: int) -> pd.DataFrame:
-    """Make the list of suspects by the stages of the pipeline, in this process."""
-    path, results = folder / "study.py", folder / "results"
-    config = _CONFIG | _DEFAULTS | {"study": str(path)}
-    config["experiments"] = {"held": {"targets": list(range(n_held)), "shards": 1}}
-    specs = specs_of(config, results)
-    scored, features, matrices = [], [], []
-    for run in specs.runs:
-        files = [results / f"checkpoints/{checkpoint}.pt" for checkpoint in specs.runs[run]]
-        train_checkpoint(
-            checkpoints=files,
-            study_file=path,
-            arguments=specs.training_arguments(run),
-            times=specs.times(run),
-            threads=1,
-        )
-    job = {"code": "code", "memory_mb": 1000}
-    for checkpoint in specs.self_influence.checkpoints:
-        both = [results / f"features/{checkpoint}/{split}.h5" for split in ("train", "held")]
-        for file in both:
-            compute_features(
-                features=file,
-                checkpoint=results / f"checkpoints/{checkpoint}.pt",
-                study_file=path,
-                spec=specs.features(checkpoint, file.stem),
-                targets=specs.experiments.get(file.stem),
-                device="cpu",
-                batch_size=100,
-                threads=1,
-                **job,
-            )
-        matrix, scores = (results / f"{kind}/{checkpoint}.h5" for kind in ("matrix", "scores/held"))
-        own = specs.normal_matrix(checkpoint)
-        compute_normal_matrix(normal_matrix=matrix, features=both[0], spec=own, **job)
-        compute_scores(
-            scores=scores,
-            train_path=both[0],
-            targets_path=both[1],
-            normal_matrix=matrix,
-            spec=specs.checkpoint_scores("held", checkpoint),
-            keep="full",
-            **job,
-        )
-        scored.append(scores)
-        features.append(both[0])
-        matrices.append(matrix)
-    average, own = results / "scores/held.h5", results / "self_influence.h5"
-    average_scores(
-        scores=average,
-        checkpoint_scores=scored,
-        features=[],
-        spec=specs.scores("held"),
-        defaults=specs.defaults,
-        columns=specs.columns,
-        top=20,
-        study_file=path,
-        **job,
-    )
-    influences = {"features": features, "normal_matrices": matrices, "spec": specs.self_influence}
-    compute_self_influence(self_influence=own, **influences, **job)
-    listed, groups = results / "lists/suspects.csv", results / "groups/held.h5"
-    given = {"scores": average, "self_influence": [own], "spec": specs.scores("held")}
-    write_list(listed=listed, **given, kind="suspects", code="code")
-    sum_groups(
-        groups=groups,
-        scores=average,
-        checkpoint_scores=scored,
-        features=[],
-        spec=specs.scores("held"),
-        group_by=["annotator"],
-        **job,
-    )
-    return pd.read_csv(listed).set_index("id").sort_index()
+    """Run the pipeline on a study; return its list of suspects."""
+    config = _CONFIG | {"experiments": {"held": {"targets": list(range(n_held))}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = [sys.executable, "-m", "trak_core.command.main", "run", "config.yaml"]
+    wanted = ["results/lists/suspects.csv", "results/groups/held.h5"]
+    subprocess.run([*command, *wanted, "--cores=1", "--quiet"], cwd=folder, check=True)
+    return pd.read_csv(folder / wanted[0]).set_index("id").sort_index()
 
 
 def _trained(study: ModuleType, seed: int, data: object) -> torch.nn.Module:
