@@ -120,7 +120,7 @@ def _refuse_damage(path: Path) -> None:
         _Mapped(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
         zipfile.ZipFile(cast("IO[bytes]", mapped)) as archive,
     ):
-        # Of a part that is marked as a folder torch may return memory that nothing was read into.
+        # torch may return unread memory for a part that is marked as a folder.
         if any(part.compress_type or part.external_attr & _FOLDER for part in archive.infolist()):
             raise ValueError("its parts are compressed, or folders: torch.save never does that")
         damaged = archive.testzip()
