@@ -35,7 +35,12 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
-from trak_core.study.load_checkpoint import load_checkpoint, load_state_dict, state_dict_sha256
+from trak_core.study.load_checkpoint import (
+    load_checkpoint,
+    load_state_dict,
+    model_to_load,
+    state_dict_sha256,
+)
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
@@ -96,7 +101,7 @@ class LoadedModel:
 
         ``output_of`` returns the model output, which may depend on the loaded weights.
         """
-        model = make_model()
+        model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # Before its weights come, which are never beside it then.
         _move(model, device)
         if isinstance(weights, Path):

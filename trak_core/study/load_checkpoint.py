@@ -1,7 +1,7 @@
 """Fit the weights of a checkpoint to a model."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
+from trak_core.study.build_empty import built_empty
 from trak_core.study.fit_weights import fit_weights, in_words, misfits_of
 from trak_core.study.hugging_face_weights import Adapter
 from trak_core.study.weight_files import (
@@ -212,6 +213,19 @@ def _check_tied(
             "training, and nothing else.",
             code="study.checkpoint_tied",
         )
+
+
+def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
+    """Return the model that is to get a checkpoint's weights.
+
+    Weights that it will get are not drawn first, where that decides no number.
+    """
+    # An adapter's files have a few of the weights. A model's own way to load may leave some out.
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        model = built_empty(make_model)
+        if model is not None and _loads_plainly(model):
+            return model
+    return make_model()
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> dict[str, str]:

@@ -1,0 +1,257 @@
+"""A model that is built without drawing its weights is, once they are read, the one it was."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from trak_core.study.build_empty import built_empty
+from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
+
+
+class Layers(nn.Module):
+    """Every way to draw weights, and a buffer that follows from sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4, padding_idx=0)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.linear = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.token = nn.Parameter(torch.zeros(1, 4))
+        self.place = nn.Parameter(torch.empty(3).to(torch.bfloat16))
+        nn.init.normal_(self.place)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.trunc_normal_(self.linear.bias, std=0.02)
+        nn.init.orthogonal_(self.head.weight)
+        self.norm.bias.data.normal_()
+        self.register_buffer("frequencies", 10.0 ** -torch.arange(4), persistent=False)
+        own = torch.Generator().manual_seed(3)
+        self.register_buffer("drawn", torch.randn(3, generator=own).mul_(2), persistent=False)
+
+
+def everything(model):
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def same(model, other):
+    own, others = everything(model), everything(other)
+    assert own.keys() == others.keys()
+    assert all(torch.equal(own[key], others[key]) for key in own)
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in other.parameters()
+    ]
+
+
+def built_and_loaded(make, folder):
+    """The model, and what making it as it stands gives, under one checkpoint."""
+    torch.manual_seed(5)
+    saved = make()
+    with torch.no_grad():
+        for value in saved.state_dict().values():
+            value.add_(1)
+    torch.save(saved.state_dict(), folder / "a.pt")
+    built = built_empty(make)
+    assert built is not None
+    drawn = make()
+    for model in (built, drawn):
+        load_checkpoint(model, folder / "a.pt")
+    return built, drawn
+
+
+def test_numbers_are_those_of_a_model_that_was_drawn(tmp_path):
+    built, drawn = built_and_loaded(Layers, tmp_path)
+    same(built, drawn)
+    assert built.head.weight is built.embedding.weight
+
+
+def test_nothing_is_drawn(monkeypatch):
+    make = lambda: nn.Sequential(nn.Linear(500, 500), nn.Embedding(500, 500))  # ruff: ignore[lambda-assignment]
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert built_empty(make) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+
+class Buffer(Base):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.register_buffer("features", torch.randn(3), persistent=False)
+
+
+class Attribute(Base):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.linear.weight.detach().std()
+
+
+class Number(Base):
+    def __init__(self):
+        super().__init__()
+        self.scale = float(self.linear.weight.detach().std())
+
+
+class Branch(Base):
+    def __init__(self):
+        super().__init__()
+        self.positive = bool((self.linear.weight.detach() > 0).all())
+
+
+class Swallowed(Base):
+    def __init__(self):
+        super().__init__()
+        try:
+            self.scale = self.linear.weight.detach().std().item()
+        except Exception:
+            self.scale = 1.0
+
+
+class Array(Base):
+    def __init__(self):
+        super().__init__()
+        array = np.sign(self.linear.weight.detach().numpy())
+        self.register_buffer("signs", torch.from_numpy(array), persistent=False)
+
+
+class List(Base):
+    def __init__(self):
+        super().__init__()
+        self.weights = self.linear.weight.detach().tolist()
+
+
+class Hidden(Base):
+    def __init__(self):
+        super().__init__()
+        self.first = [copy.deepcopy(self.linear)]
+
+
+class Copied(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(3, 3), persistent=False)
+        self.first.copy_(self.linear.weight.detach())
+
+
+class Shuffled(Base):
+    def __init__(self):
+        super().__init__()
+        self.order = torch.randperm(3)
+
+
+class Part(Base):
+    def __init__(self):
+        super().__init__()
+        weights = torch.empty(4, 3).normal_()
+        self.linear.weight = nn.Parameter(weights[:3])
+        self.left = weights[3:]
+
+
+class Shared(Base):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 3)
+        self.other.weight.data = self.linear.weight.data
+
+
+class Recurrent(Base):
+    """torch keeps a second list of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.LSTM(3, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Buffer,
+        Attribute,
+        Number,
+        Branch,
+        Swallowed,
+        Array,
+        List,
+        Hidden,
+        Copied,
+        Shuffled,
+        Part,
+        Recurrent,
+    ],
+)
+def test_what_comes_of_numbers_that_no_checkpoint_gives_has_them(make, tmp_path):
+    """As they were: random features are those of the seed."""
+    torch.save(make().state_dict(), tmp_path / "a.pt")
+    torch.manual_seed(7)
+    expected = make()
+    torch.manual_seed(7)
+    assert built_empty(make) is None
+    model = model_to_load(make, tmp_path / "a.pt")
+    own, others = vars(model), vars(expected)
+    for name in own.keys() - vars(nn.Module()).keys():
+        left, right = (value[name] for value in (own, others))
+        if make is Hidden:
+            left, right = (value[0].weight.detach() for value in (left, right))
+        assert np.array_equal(np.asarray(left), np.asarray(right))
+    same(model, expected)
+
+
+class OwnWay(Base):
+    def load_state_dict(self, state, *args, **kwargs):
+        return super().load_state_dict({"linear.bias": state["linear.bias"]}, strict=False)
+
+
+def test_a_model_that_loads_in_a_way_of_its_own_is_drawn(tmp_path):
+    torch.save(Base().state_dict(), tmp_path / "a.pt")
+    torch.manual_seed(2)
+    expected = OwnWay()
+    torch.manual_seed(2)
+    same(model_to_load(OwnWay, tmp_path / "a.pt"), expected)
+
+
+def test_an_adapter_leaves_most_weights_as_they_are(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    torch.manual_seed(2)
+    expected = Base()
+    torch.manual_seed(2)
+    same(model_to_load(Base, tmp_path), expected)
+
+
+def test_a_build_that_fails_says_so_itself(tmp_path):
+    def make():
+        raise ZeroDivisionError
+
+    assert built_empty(make) is None
+    with pytest.raises(ZeroDivisionError):
+        model_to_load(make, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("make", ["gpt2", "llama", "bert", "t5", "bart"])
+def test_models_of_transformers(make, tmp_path):
+    texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
+    same(*built_and_loaded(getattr(texts, make), tmp_path))
+
+
+def test_no_compiler_is_imported():
+    """Torch's would take each job a second, and leave a folder among temporary files."""
+    code = (
+        "import sys; from torch import nn\n"
+        "from trak_core.study.build_empty import built_empty\n"
+        "assert built_empty(lambda: nn.Linear(3, 2)) is not None\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
