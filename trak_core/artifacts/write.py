@@ -305,8 +305,9 @@ def create(
             for key, _, _ in writer.tables:
                 file.create_group(key)  # those of PyTables have the time in them
         # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
-        fields = {key: _put_table(partial, key, rows, s) for key, rows, s in writer.tables}
-        for key, rows, _ in writer.tables:
+        fields: dict[str, list[_Place]] = {}
+        for key, rows, searchable in writer.tables:
+            fields[key] = _put_table(partial, key, rows, searchable)
             if not _reads_back(partial, key, rows, fields[key]):
                 raise does_not_fit(path, f"the table {key} does not read as it was written")
         with h5py.File(partial, "r+", locking=False) as file:
