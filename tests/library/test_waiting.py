@@ -1,8 +1,8 @@
 """A batch's features wait for a GPU once, where they are done: no operation on the way does.
 
 What waits is an operation that hands a number to Python, or whose result has a size that numbers
-decide. Operations are counted where torch dispatches them, on a CPU as on a GPU. What the forward pass
-of the model does is not ours: transformers looks at a mask.
+decide. Operations are counted where torch dispatches them, on a CPU as on a GPU. What the forward
+pass of the model does is not ours: transformers looks at a mask.
 """
 
 from collections import Counter
