@@ -49,7 +49,7 @@ def launch(
 
     Args:
         kernel: The kernel, which is compiled if this machine has not done so.
-        types: Of the arguments: ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8, and
+        types: Types of the arguments: ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8, and
             ``float32[:]`` for a tensor of one dimension without gaps.
         grid: Blocks of threads in up to three dimensions.
         n_threads: Threads of a block.
