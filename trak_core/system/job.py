@@ -235,11 +235,11 @@ def stop_before_jobs() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: bool) -> None:
+def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
-    If ``jobs_run``, Snakemake still waits for them to clear up; it unlocks the folder. Another
-    Ctrl-C stops the waiting. A program that has its own handler of SIGINT keeps it. Only
+    Snakemake still waits for running jobs to clear up, and unlocks the folder. Another Ctrl-C
+    stops the waiting. A program that has its own handler of SIGINT keeps it. Only
     the Snakemake that the user started (``is_main``) speaks; those that it starts for jobs don't.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -259,8 +259,7 @@ def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: b
         # What Snakemake says of jobs that end now is no news: each has the reason in its log.
         logging.disable(logging.CRITICAL)
         if is_main:
-            waits = ": waiting for running jobs to clear up" if jobs_run() else ""
-            print(f"\nStopping by Ctrl-C{waits}.", file=sys.stderr)
+            print("\nStopping by Ctrl-C: running jobs clear up first.", file=sys.stderr)
             atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler takes it like a KeyboardInterrupt; elsewhere it has no traceback.
         raise SystemExit(128 + signal.SIGINT)
