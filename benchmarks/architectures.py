@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import environment, seconds_now, write_csv
+from shared import environment, seconds_now, write_csv
 from torch import Tensor, nn
 
 from trak_core.attribution.device import full_precision

@@ -16,18 +16,16 @@ intervals are 95 % bootstrap intervals over drops and questions. Before it print
 small drops can judge anybody: the first line is how alike the effects are when first weights are
 perturbed by 1e-4 of their size, and kinds of drops below .8 are left out. --peers names the folder
 of the other packages' environments (benchmarks/board_rivals.py); whoever isn't there has no rows.
-Questions that benchmarks/board_replay.py has replayed make a table of their own, with the exact
-derivative. --without 10 trains once more for each of the first ten questions and some of the rows,
-without the 1 % of the pieces that the row calls most helpful, and prints how far log p falls (QLD).
+--newton 0.1 adds rows of `projection: gauss_newton` with these dampings, which `trak run` computes
+from the run's end.
 """
 
 import argparse
-import hashlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,22 +33,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from board_replay import replayed
-from board_scores import DEFAULT, OURS, all_scores
-from board_study import DROPS, SIZES, Board, Size, Training, board, save, train, trainings, written
-from machine import environment, write_csv
+from board_scores import OURS, all_scores, newton_scores
+from board_study import DROPS, SIZES, Board, Size, Training, board, trainings
+from shared import environment, write_csv
 
 from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import bootstrap, rank_correlations
 
 _PACKAGES = "kronfluence", "bergson", "dattri", "logix"
 _LEAST, _FEWEST = 0.8, 4
-_EXACT = "the exact derivative"
-# Rows whose first pieces are left out, those of other packages by how their names begin.
-_LEFT_OUT = (
-    *(OURS, DEFAULT, "along a run, damping 0.3", "along, Adam, damping 2", "its end, damping 2"),
-    *("gradient dot, the end", "BM25", "TF-IDF", "kronfluence", _EXACT),
-)
 
 
 @dataclass(frozen=True)
@@ -66,9 +57,6 @@ class Row:
     below_ours: float
     below_ours_low: float
     below_ours_high: float
-    above_default: float
-    above_default_low: float
-    above_default_high: float
 
 
 def _train(size: Size, text: str, one: Training, folder: Path) -> str:
@@ -168,14 +156,12 @@ def truths(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def table(
     scores: Mapping[str, np.ndarray],
     known: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    questions: Sequence[int] | slice = slice(None),
     beside: str = OURS,
 ) -> list[Row]:
-    """Return a row for each set of scores, of these questions, and each kind of drops."""
+    """Return a row for each set of scores and each kind of drops."""
     names, rows = list(scores), []
-    ours, default = names.index(beside), names.index(DEFAULT)
-    for drops, (masks, of_all) in known.items():
-        outputs = of_all[:, :, questions]
+    ours = names.index(beside)
+    for drops, (masks, outputs) in known.items():
         sums = [masks @ scores[name] for name in names]
         mean = outputs.mean(axis=0)
         lds = np.array([rank_correlations(one, mean).mean() for one in sums])
@@ -184,13 +170,11 @@ def table(
             low, high = np.transpose(interval(drawn, axis=0))[-1]
             print(f"{drops}: noise ceiling {low:.3f} to {high:.3f}")
             drawn = drawn[:, :-1]
-        own, below, above = (
-            np.transpose(interval(drawn - base, axis=0))
-            for base in (0, drawn[:, [ours]], drawn[:, [default]])
+        own, below = (
+            np.transpose(interval(drawn - base, axis=0)) for base in (0, drawn[:, [ours]])
         )
         for i, name in enumerate(names):
             cells = [lds[i], *own[i], lds[i] - lds[ours], *below[i]]
-            cells += [lds[i] - lds[default], *above[i]]
             rows.append(Row(name, drops, len(masks), *(round(float(x), 4) for x in cells)))
     return rows
 
@@ -213,50 +197,6 @@ def show(rows: list[Row]) -> None:
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def left_out(
-    about: Board, scores: Mapping[str, np.ndarray], folder: Path, questions: int, end: float
-) -> None:
-    """Print how far log p of questions falls without the 1 % of the pieces that scores name.
-
-    Scores may be of the first questions alone. A set of pieces is trained without once, whoever
-    names it; no training starts after ``end``.
-    """
-    with np.load(folder / "run-0.npz") as file:
-        everything = file["outputs"]
-    n = about.size.texts
-    changes = {"random pieces": (_read(folder, "same", 1)[1] - everything).mean(axis=0)}
-    rows = [name for begin in _LEFT_OUT for name in scores if name.startswith(begin)]
-    for j in range(questions):
-        for name in rows:
-            own = changes.setdefault(name, np.full(len(everything), np.nan))
-            if j >= scores[name].shape[1]:
-                continue
-            weights = np.ones(n)
-            weights[np.argsort(-scores[name][:, j], kind="stable")[: round(n / 100)]] = 0
-            path = folder / f"without-{hashlib.sha256(weights.tobytes()).hexdigest()[:16]}.npz"
-            if not path.exists():
-                if time.time() > end:
-                    continue
-                outputs, _ = train(about, about.size.first_seed, weights)
-                values = {"outputs": outputs, "weights": weights}
-                written(path, lambda path, values=values: save(path, values))
-            with np.load(path) as file:
-                own[j] = (file["outputs"] - everything)[j]
-    rng = np.random.default_rng(0)
-    print("| without the 1 % that it names | questions | change of log p | less that of ours |")
-    print("|---|---|---|---|")
-    for name, own in changes.items():
-        both = np.flatnonzero(~np.isnan(own + changes[OURS]))
-        if not len(both):
-            continue
-        drawn = rng.choice(both, (1000, len(both)))
-        cells = []
-        for values in (own, own - changes[OURS]):
-            low, high = np.quantile(values[drawn].mean(axis=1), [0.025, 0.975])
-            cells.append(f"{values[both].mean():+.3f} ({low:+.3f} to {high:+.3f})")
-        print(f"| {name} | {len(both)} | {' | '.join(cells)} |")
-
-
 def main() -> None:
     """Train what is missing, score what is missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -267,7 +207,9 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=12, help="starts no training after them")
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
-    parser.add_argument("--without", type=int, default=0, help="questions to train again for")
+    parser.add_argument(
+        "--newton", type=float, nargs="*", default=[], help="dampings of Gauss-Newton's rows"
+    )
     parser.add_argument("--beside", default=OURS, help="the row that all are compared with")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -279,7 +221,7 @@ def main() -> None:
     about: Board = board(size, asked.text)
     machine = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
     print(machine)
-    scores = all_scores(about, asked.folder)
+    scores = all_scores(about, asked.folder) | newton_scores(about, asked.folder, asked.newton)
     scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
     known = truths(asked.folder)
     if asked.beside not in scores:
@@ -289,14 +231,6 @@ def main() -> None:
         sys.exit("no kind of drops can judge yet: run it again, with more --hours")
     print(f"ours: {asked.beside}")
     show(rows)
-    some, exact = replayed(asked.folder, size.texts)
-    if some:
-        print(f"The first {len(some)} questions:")
-        both = {_EXACT: exact} | {k: v[:, some] for k, v in scores.items()}
-        show(table(both, known, some, asked.beside))
-    if asked.without:
-        more = {_EXACT: exact} if some else {}
-        left_out(about, scores | more, asked.folder, asked.without, end)
     if asked.csv is not None:
         write_csv(asked.csv, rows, machine)
 

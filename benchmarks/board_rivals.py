@@ -23,8 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 import numpy as np
 import torch
-import yaml
-from board_study import Board, Size, board, losses, make_model, save, written
+from board_study import Board, board_in, losses, make_model, save, written
 from peers import layers_of, with_linear_layers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -236,11 +235,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    given = yaml.safe_load((asked.folder / "about.yaml").read_text())
-    text, digest = given.pop("text"), given.pop("digest")
-    about = board(Size(**given), text)
-    if about.digest != digest:
-        sys.exit("the texts differ: take the same Python, and the same packages for licences")
+    about = board_in(asked.folder)
     work = asked.folder.resolve() / f"work-{asked.rival}"
     work.mkdir(exist_ok=True)
     scores = RIVALS[asked.rival](about, asked.folder.resolve(), work)

@@ -4,15 +4,19 @@ All of ours but those named by a projection go by inner products of whole gradie
 exact` does.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+import yaml
 from board_study import TIMES, Board, losses, make_model, save, written
-from planted_products import features
-from planted_ways import Way, bm25, cosines, tf_idf
+from text_scores import Way, bm25, cosines, features, tf_idf
 from torch import Tensor, nn
 
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
@@ -21,8 +25,29 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import ProjectionKind
 
 _CHUNK, _MOST_BYTES = 64, 1e9
-OURS, DEFAULT = "along a run, damping 0.1", "along a run, damping 2"
+OURS = "along a run, damping 0.1"
 Products = Mapping[str, np.ndarray]
+_STUDY = """\
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {here!r})
+import board_study
+
+ABOUT = board_study.board_in(Path({folder!r}))
+
+
+def make_model():
+    return board_study.make_model(ABOUT.size)
+
+
+def train_data():
+    return [{{"input_ids": piece, "labels": piece}} for piece in ABOUT.train]
+
+
+def target_data():
+    return [{{"input_ids": piece, "labels": piece}} for piece in ABOUT.asked]
+"""
 
 
 def loaded(about: Board, folder: Path, run: str, at: float) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -111,26 +136,17 @@ def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) 
 Share = Callable[[Products], np.ndarray]
 
 
-def undamped(made: list[Products], n: int) -> np.ndarray:
-    """Return TRAK's scores as its paper has them: no damping, average weights, shape (n, m)."""
-    found = []
-    for one in made:
-        phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
-        found.append(phi @ np.linalg.solve(phi.T @ phi, targets.T))
-    # 1 - p of a whole text, which is nearly 1.
-    weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
-    return weights[:, None] * np.mean(found, axis=0)
-
-
-def damped(made: list[Products], n: int, damping: float) -> np.ndarray:
-    """Return the same with damping."""
-    found = []
+def of_ends(made: list[Products], n: int, damping: float) -> np.ndarray:
+    """Return TRAK's scores as its paper has them except for the damping, shape (n, m)."""
+    shares = []
     for one in made:
         phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
         normal = phi.T @ phi
         shift = damping * np.trace(normal) / n
-        found.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
-    return np.mean(found, axis=0)
+        shares.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
+    # 1 - p of a whole text, which is nearly 1.
+    weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
+    return weights[:, None] * np.mean(shares, axis=0)
 
 
 def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
@@ -171,19 +187,43 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
             every = [of(way)(one) for one in made.values()]
             found[f"along {len(runs)} runs, {name}"] = np.mean(every, axis=0)
         if ends:
-            found[f"ends on 8 halves, k = {k}, {name}"] = damped(ends, n, damping)
+            found[f"ends on 8 halves, k = {k}, {name}"] = of_ends(ends, n, damping)
     if ends:
         name = f"TRAK as the board runs it: ends on 8 halves, k = {k}, no damping"
-        found[name] = undamped(ends, n)
+        found[name] = of_ends(ends, n, 0)
     found |= {
         "gradient dot, the end": of(Way(None, power=1, is_unit_average=False))(end),
         "gradient dot, along": along(of(Way(None))),
         "gradient cosine, the end": of(cosine)(end),
         "gradient cosine, along": along(of(cosine)),
     }
-    if (folder / "newton.npz").exists():  # of board_newton.py
-        with np.load(folder / "newton.npz") as file:
-            found |= dict(file)
     texts, asked = about.pieces[:n], about.pieces[n:]
     found |= {"BM25": bm25(texts, asked), "TF-IDF": tf_idf(texts, asked)}
     return found | {"embedding cosine, the end": cosines(end["means"], n, m)}
+
+
+def newton_scores(about: Board, folder: Path, dampings: Sequence[float]) -> dict[str, np.ndarray]:
+    """Return scores (n, m) of the run's end by `trak run`, `projection: gauss_newton`."""
+    if not dampings:
+        return {}
+    torch.save(loaded(about, folder, "run-0", 1.0)[0].state_dict(), folder / "end.pt")
+    study = _STUDY.format(here=str(Path(__file__).parent), folder=str(folder.resolve()))
+    (folder / "newton.py").write_text(study, encoding="utf-8")
+    scores = {}
+    for damping in dampings:
+        results = f"newton-{damping:g}"
+        config = {
+            **{"study": "newton.py", "model_output": "language_modelling", "results": results},
+            **{"checkpoints": {"end": "end.pt"}, "experiments": {"all": {"targets": "all"}}},
+            **{"projection": "gauss_newton", "scoring": {"damping": damping}},
+        }
+        (folder / f"{results}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        command = [sys.executable, "-m", "trak_core.command.main", "run", f"{results}.yaml"]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, "--cores", "1", "scores"], cwd=folder, env=environ, check=True)
+        timed = folder / results / "benchmarks/compute_newton_scores/all/end.tsv"
+        seconds = float(pd.read_csv(timed, sep="\t")["s"].iloc[0]) / about.size.questions
+        print(f"Gauss-Newton, damping {damping:g}: {seconds:.1f} s a question")
+        made = pd.read_hdf(folder / results / "scores/all.h5", "scores")
+        scores[f"its end, Gauss-Newton, damping {damping:g}"] = np.asarray(made)
+    return scores

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -83,6 +84,7 @@ class Size:
 
 
 SIZES = {
+    "tiny": Size(120, 8, 24, 200, 16, 1, 6, 1e-3, 4, 0, 4, runs=1, halves=2),  # does it run?
     "small": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 32, 12, 6),
     "brief": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 24, 0, 4, runs=1, halves=0),
     "few": Size(300, 50, 24, 600, 48, 2, 28, 1e-3, 24, 0, 4, runs=1, halves=0),
@@ -183,6 +185,16 @@ def board(size: Size, text: str) -> Board:
         numbers = board(size.before, size.tuned_from).numbers
     tokens = torch.tensor([[numbers.get(word, 0) for word in piece] for piece in pieces])
     return Board(size, tokens, pieces, numbers)
+
+
+def board_in(folder: Path) -> Board:
+    """Return the board that a folder of board.py holds, or stop if this Python has other texts."""
+    given = yaml.safe_load((folder / "about.yaml").read_text(encoding="utf-8"))
+    text, digest = given.pop("text"), given.pop("digest")
+    about = board(Size(**given), text)
+    if about.digest != digest:
+        sys.exit("the texts differ: take the same Python, and the same packages for licences")
+    return about
 
 
 def make_model(size: Size) -> Any:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 from large_models import Case, check, ours
-from machine import environment, write_csv
-from sides import FLOOR, floor, seconds_of
+from shared import FLOOR, environment, floor, seconds_of, write_csv
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 

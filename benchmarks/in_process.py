@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import environment
+from shared import environment
 
 from trak_core import Attributor, compat
 

@@ -37,9 +37,19 @@ from typing import ClassVar, Self
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
-from language_models import LSTMS, TOKENS, language_model
-from machine import environment, write_csv
-from sides import FLOOR, HEADER, Row, floor, measured, print_peak
+from shared import (
+    FLOOR,
+    HEADER,
+    LSTMS,
+    TOKENS,
+    Row,
+    environment,
+    floor,
+    language_model,
+    measured,
+    print_peak,
+    write_csv,
+)
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 

@@ -43,9 +43,18 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
-from language_models import SIZES, language_model
-from machine import environment, write_csv
-from sides import FLOOR, HEADER, Row, floor, measured, print_peak
+from shared import (
+    FLOOR,
+    HEADER,
+    SIZES,
+    Row,
+    environment,
+    floor,
+    language_model,
+    measured,
+    print_peak,
+    write_csv,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D

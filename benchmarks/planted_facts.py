@@ -12,8 +12,6 @@ behind the names are dampings. --folder keeps what was trained, for a second sta
 
 import argparse
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -21,9 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import environment, write_csv
-from planted_products import along, seconds_by_words
-from planted_ways import Scored, ways
+from shared import environment, write_csv
+from text_scores import Scored, along, seconds_by_words, ways
 from torch.utils.data import Subset
 
 from trak_core.attribution.sample_outputs import outputs_and_predictions
@@ -169,13 +166,10 @@ def table(study: Study, scored: list[Scored], truth: GroundTruth) -> tuple[list[
     return rows, np.transpose(interval(lds_drawn, axis=0))[-1]
 
 
-@contextmanager
-def asked_and_folder(about: str | None, halves: int) -> Generator[tuple[Any, Path]]:
-    """Read the options, with a default of ``--halves``; yield them and where trainings are kept."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
-    parser.add_argument(
-        "--halves", type=int, default=halves, help="random halves, a multiple of ten"
-    )
+def main() -> None:
+    """Train, score, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--halves", type=int, default=40, help="a multiple of ten")
     parser.add_argument("--folder", type=Path, help="keeps what was trained")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -183,12 +177,6 @@ def asked_and_folder(about: str | None, halves: int) -> Generator[tuple[Any, Pat
     with tempfile.TemporaryDirectory() as name:
         folder = asked.folder or Path(name)
         folder.mkdir(exist_ok=True)
-        yield asked, folder
-
-
-def main() -> None:
-    """Train, score, print."""
-    with asked_and_folder(__doc__, halves=40) as (asked, folder):
         study = Study.load(STUDY)
         losses = learned(study, folder)
         made = {

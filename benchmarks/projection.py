@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import environment, write_csv
+from shared import environment, write_csv
 
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix

@@ -16,13 +16,13 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from machine import environment, write_csv
+from shared import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.scoring_settings import usual_power, usual_weighting
@@ -37,7 +37,7 @@ from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.study import Study
 
-_BENCHMARKS = Path(__file__).parent
+_STUDIES = Path(__file__).parent / "studies"
 _RUNS, _K, _SEEDS, _GROUP = 5, 512, 2, 10
 _DAMPINGS = 0.1, 0.3, 1, 2, 5, 10
 _FRACTIONS = 0.5, 0.9, 0.99
@@ -62,13 +62,13 @@ class Case:
 
 _IMAGES = "image_classification"
 CASES = {
-    "digits": Case(_BENCHMARKS.parent / "config/digits.py", _IMAGES, 15, 30),
-    "digits_mlp": Case(_BENCHMARKS / "digits_mlp.py", _IMAGES, 15, 60),
-    "digits_mlp_long": Case(_BENCHMARKS / "digits_mlp.py", _IMAGES, 60, 60),
-    "breast_cancer": Case(_BENCHMARKS / "breast_cancer.py", _IMAGES, 15, 60),
-    "breast_cancer_long": Case(_BENCHMARKS / "breast_cancer.py", _IMAGES, 60, 60),
-    "diabetes": Case(_BENCHMARKS / "diabetes.py", "regression", 15, 60),
-    "diabetes_long": Case(_BENCHMARKS / "diabetes.py", "regression", 60, 60),
+    "digits": Case(_STUDIES.parents[1] / "config/digits.py", _IMAGES, 15, 30),
+    "digits_mlp": Case(_STUDIES / "digits_mlp.py", _IMAGES, 15, 60),
+    "digits_mlp_long": Case(_STUDIES / "digits_mlp.py", _IMAGES, 60, 60),
+    "breast_cancer": Case(_STUDIES / "breast_cancer.py", _IMAGES, 15, 60),
+    "breast_cancer_long": Case(_STUDIES / "breast_cancer.py", _IMAGES, 60, 60),
+    "diabetes": Case(_STUDIES / "diabetes.py", "regression", 15, 60),
+    "diabetes_long": Case(_STUDIES / "diabetes.py", "regression", 60, 60),
 }
 Chosen = Sequence[tuple[int, float]]
 
@@ -260,6 +260,8 @@ def main() -> None:
     """Measure every study at every fraction."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("studies", nargs="+", choices=CASES)
+    parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS, help="kept")
+    parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
     parser.add_argument("--folder", type=Path, help="where what is trained stays")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -272,9 +274,10 @@ def main() -> None:
             folder = (asked.folder or Path(temporary)) / name
             folder.mkdir(parents=True, exist_ok=True)
             began = time.process_time()
-            measured = Measured(CASES[name], folder)
+            case = replace(CASES[name], subsets=asked.subsets or CASES[name].subsets)
+            measured = Measured(case, folder)
             print(f"{name}: time: loss weight, part that carries it; {measured.fitted()}")
-            for fraction in _FRACTIONS:
+            for fraction in asked.fractions:
                 rows += measure(name, measured, fraction)
             print(f"{name}: {time.process_time() - began:.0f} processor seconds", flush=True)
     if asked.csv is not None:

@@ -1,28 +1,23 @@
-"""Are wrong labels found as well as by cleanlab, and are the lists worth acting on?
+"""Are wrong labels found as well as by cleanlab?
 
     python benchmarks/wrong_labels.py --csv wrong_labels.csv
 
-The study is `annotated_digits.py`, five draws of digits and of wrong labels. The stages of the
-pipeline make `suspects`, `groups` and `select` in this process: three runs with two checkpoints
-each, k = 512, the 500 held-out digits as targets. Beside `suspects` stands cleanlab, which must be
-installed: its normalized margin of probabilities from five models of the same kind, each trained
-without the fifth that it judges; and once more with the held-out digits and their right labels in
-every training, because the targets of `suspects` have these too. AUC is the chance that a wrong
-label ranks before a right one; `precision` the part of wrong labels among as many first ranks as
-there are wrong ones. Intervals are 95 % bootstrap intervals over draws and samples, of what
-`suspects` has more than the row, from the same draws.
-
-Then, on the first draw: the scores by annotator; accuracy and loss of the test digits where models
-are trained without the first suspects, without as many random digits, and on everything; and of the
-test digits of three classes, 3, 5 and 8, where models are trained on 5 % of the digits alone: those
-that the held-out digits of these classes take in turn (`select`), those of the largest mean scores
-for them, random ones, random ones of these classes, and those of the largest mean cosine of
-embeddings.
+The study is `studies/annotated_digits.py`, five draws of digits and of wrong labels. `trak run`
+makes `suspects` and `groups`: three runs with two checkpoints each, k = 512, the 500 held-out
+digits as targets. Beside `suspects` stands cleanlab, if it is installed: its normalized margin of
+probabilities from five models of the same kind, each trained without the fifth that it judges; and
+once more with the held-out digits and their right labels in every training, because the targets of
+`suspects` have these too. AUC is the chance that a wrong label ranks before a right one;
+`precision` the part of wrong labels among as many first ranks as there are wrong ones. Intervals
+are 95 % bootstrap intervals over draws and samples, of what `suspects` has more than the row, from
+the same draws. The first draw's scores by annotator are printed too.
 """
 
 import argparse
 import importlib
 import importlib.util
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,43 +28,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from machine import environment, write_csv
+import yaml
+from shared import environment, write_csv
 from sklearn.metrics import roc_auc_score
-from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
-from trak_core.config.specs_from_config import specs_of
-from trak_core.evaluation.intervals import mean_interval
-from trak_core.lists.lists import best_in_turn
-from trak_core.stages.average_scores import average_scores
-from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_scores import (
-    compute_normal_matrix,
-    compute_scores,
-    compute_self_influence,
-)
-from trak_core.stages.sum_groups import sum_groups
-from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.stages.write_list import write_list
-from trak_core.study.retraining_draws import random_removal, training_seed
-
 _REPOSITORY = Path(__file__).parents[1]
-_DRAWS, _RUNS, _FOLDS, _SEEDS, _STEPS = 5, 3, 5, 5, 300
+_RUNS, _FOLDS, _STEPS = 3, 5, 300
 _BOOTSTRAP = 1000
-_CLASSES, _PART, _REMOVED = [3, 5, 8], 0.05, (0.05, 0.1)
 _CONFIG = {
-    "model_output": "image_classification",
+    **{"study": "study.py", "model_output": "image_classification"},
     "training": {"steps": _STEPS, "at": [1, 5]},
     "checkpoints": {f"run{seed}": {"seed": seed} for seed in range(_RUNS)},
     "projection": {"kind": "rademacher", "proj_dim": 512, "seed": 0},
-}
-_DEFAULTS = {
-    "data_files": [],
-    "parameters": "all",
-    "preconditioner": "none",
-    "features_dtype": "float32",
-    "scoring": {"damping": 2, "normalize": False, "keep": "full", "top": 20},
-    "compute": {"shards": 1, "memory_mb": 1000, "device": "cpu"},
+    "scoring": {"damping": 2},
+    **{"lists": ["suspects"], "groups": ["annotator"], "results": "results"},
 }
 
 
@@ -100,7 +73,7 @@ class Draw:
 def _study(folder: Path, draw: int) -> ModuleType:
     """Write the study of a draw into a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = (_REPOSITORY / "benchmarks/annotated_digits.py").read_text()
+    text = (_REPOSITORY / "benchmarks/studies/annotated_digits.py").read_text()
     (folder / "study.py").write_text(text.replace("DRAW = 0", f"DRAW = {draw}"))
     spec = importlib.util.spec_from_file_location(f"study{draw}", folder / "study.py")
     assert spec is not None
@@ -111,78 +84,13 @@ def _study(folder: Path, draw: int) -> ModuleType:
 
 
 def _suspects(folder: Path, n_held: int) -> pd.DataFrame:
-    """Make the list of suspects by the stages of the pipeline, in this process."""
-    path, results = folder / "study.py", folder / "results"
-    config = _CONFIG | _DEFAULTS | {"study": str(path)}
-    config["experiments"] = {"held": {"targets": list(range(n_held)), "shards": 1}}
-    specs = specs_of(config, results)
-    scored, features, matrices = [], [], []
-    for run in specs.runs:
-        files = [results / f"checkpoints/{checkpoint}.pt" for checkpoint in specs.runs[run]]
-        train_checkpoint(
-            checkpoints=files,
-            study_file=path,
-            arguments=specs.training_arguments(run),
-            times=specs.times(run),
-            threads=1,
-        )
-    job = {"code": "code", "memory_mb": 1000}
-    for checkpoint in specs.self_influence.checkpoints:
-        both = [results / f"features/{checkpoint}/{split}.h5" for split in ("train", "held")]
-        for file in both:
-            compute_features(
-                features=file,
-                checkpoint=results / f"checkpoints/{checkpoint}.pt",
-                study_file=path,
-                spec=specs.features(checkpoint, file.stem),
-                targets=specs.experiments.get(file.stem),
-                device="cpu",
-                batch_size=100,
-                threads=1,
-                **job,
-            )
-        matrix, scores = (results / f"{kind}/{checkpoint}.h5" for kind in ("matrix", "scores/held"))
-        own = specs.normal_matrix(checkpoint)
-        compute_normal_matrix(normal_matrix=matrix, features=both[0], spec=own, **job)
-        compute_scores(
-            scores=scores,
-            train_path=both[0],
-            targets_path=both[1],
-            normal_matrix=matrix,
-            spec=specs.checkpoint_scores("held", checkpoint),
-            keep="full",
-            **job,
-        )
-        scored.append(scores)
-        features.append(both[0])
-        matrices.append(matrix)
-    average, own = results / "scores/held.h5", results / "self_influence.h5"
-    average_scores(
-        scores=average,
-        checkpoint_scores=scored,
-        features=[],
-        spec=specs.scores("held"),
-        defaults=specs.defaults,
-        columns=specs.columns,
-        top=20,
-        study_file=path,
-        **job,
-    )
-    influences = {"features": features, "normal_matrices": matrices, "spec": specs.self_influence}
-    compute_self_influence(self_influence=own, **influences, **job)
-    listed, groups = results / "lists/suspects.csv", results / "groups/held.h5"
-    given = {"scores": average, "self_influence": [own], "spec": specs.scores("held")}
-    write_list(listed=listed, **given, kind="suspects", code="code")
-    sum_groups(
-        groups=groups,
-        scores=average,
-        checkpoint_scores=scored,
-        features=[],
-        spec=specs.scores("held"),
-        group_by=["annotator"],
-        **job,
-    )
-    return pd.read_csv(listed).set_index("id").sort_index()
+    """Run the pipeline on a study; return its list of suspects."""
+    config = _CONFIG | {"experiments": {"held": {"targets": list(range(n_held))}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = [sys.executable, "-m", "trak_core.command.main", "run", "config.yaml"]
+    wanted = ["results/lists/suspects.csv", "results/groups/held.h5"]
+    subprocess.run([*command, *wanted, "--cores=1", "--quiet"], cwd=folder, check=True)
+    return pd.read_csv(folder / wanted[0]).set_index("id").sort_index()
 
 
 def _trained(study: ModuleType, seed: int, data: object) -> torch.nn.Module:
@@ -222,9 +130,10 @@ def _rankings(folder: Path, study: ModuleType) -> Draw:
         "harm, targets alike": _harm_alike(folder),
         "self-influence": listed["self_influence"].to_numpy(),
         "loss weight": listed["loss_weight"].to_numpy(),
-        "cleanlab": _cleanlab(study, with_held_out=False),
-        "cleanlab, held-out digits in training": _cleanlab(study, with_held_out=True),
     }
+    if importlib.util.find_spec("cleanlab"):
+        scores["cleanlab"] = _cleanlab(study, with_held_out=False)
+        scores["cleanlab, held-out digits in training"] = _cleanlab(study, with_held_out=True)
     return Draw(study.is_wrong, scores)
 
 
@@ -269,125 +178,17 @@ def _rows(draws: list[Draw]) -> list[Row]:
     ]
 
 
-def _embeddings(folder: Path, images: torch.Tensor, study: ModuleType) -> list[torch.Tensor]:
-    """Return what enters the last layer at the end of every run, rows of length 1."""
-    rows = []
-    for run in range(_RUNS):
-        model = study.make_model()
-        path = folder / f"results/checkpoints/run{run}-5.pt"
-        model.load_state_dict(torch.load(path, weights_only=True))
-        with torch.no_grad():
-            rows.append(torch.nn.functional.normalize(model[:-1](images), dim=1))
-    return rows
-
-
-def _measured(
-    study: ModuleType, rows: Callable[[int], np.ndarray], asked: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return accuracy and loss, (seeds, targets), of models trained on the rows of each seed."""
-    images, labels = (part[asked] for part in study.target_data().tensors)
-    right, losses = [], []
-    for draw in range(_SEEDS):
-        part = Subset(study.train_data(), rows(draw).tolist())
-        model = _trained(study, training_seed(0, 0, draw), part)
-        with torch.no_grad():
-            logits = model(images)
-        right.append((logits.argmax(1) == labels).double().numpy())
-        losses.append(cross_entropy(logits, labels, reduction="none").double().numpy())
-    return np.stack(right), np.stack(losses)
-
-
-def _compared(
-    study: ModuleType, chosen: dict[str, Callable[[int], np.ndarray]], asked: np.ndarray
-) -> pd.DataFrame:
-    """Return accuracy and loss by what is trained on, and the first less each, paired."""
-    measured = {name: _measured(study, rows, asked) for name, rows in chosen.items()}
-    first, table = next(iter(measured.values())), []
-    for name, values in measured.items():
-        row: dict[str, object] = {"trained on": name}
-        for measure, ours, own in zip(("accuracy", "loss"), first, values, strict=True):
-            low, high = mean_interval(ours - own)
-            row |= {measure: own.mean(), f"first's {measure} less": (ours - own).mean()}
-            row |= {f"{measure} from": low, f"{measure} to": high}
-        table.append(row)
-    return pd.DataFrame(table)
-
-
-def _proof(folder: Path, study: ModuleType) -> None:
-    """Print what models without the first suspects say, beside those without random digits."""
-    listed = pd.read_csv(folder / "results/lists/suspects.csv")["id"].to_numpy()
-    n = len(listed)
-    asked = np.flatnonzero(np.array(study.target_columns()["part"]) == "test")
-    for size in (round(part * n) for part in _REMOVED):
-        chosen = {
-            f"without {size} suspects": lambda draw, size=size: np.sort(listed[size:]),
-            f"without {size} random ones": lambda draw, size=size: np.flatnonzero(
-                random_removal(n, size, draw, 0)
-            ),
-            "everything": lambda draw: np.arange(n),
-        }
-        print(_compared(study, chosen, asked).to_string(index=False), flush=True)
-
-
-def _top_influences(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return what a scores file's table has for these targets: each one's 20 largest scores."""
-    tables = []
-    for target_id in scores:
-        values = scores[target_id].to_numpy()
-        rows = np.argsort(-values, kind="stable")[:20]
-        best = {"train_id": scores.index[rows], "rank": range(1, 21), "score": values[rows]}
-        tables.append(pd.DataFrame({"target_id": target_id, **best}))
-    return pd.concat(tables, ignore_index=True)
-
-
-def _selection(folder: Path, study: ModuleType) -> None:
-    """Print what models trained on 5 % of the digits make of three classes."""
-    data, (images, labels) = study.train_data(), study.target_data().tensors
-    parts = np.array(study.target_columns()["part"])
-    is_few = np.isin(labels.numpy(), _CLASSES)
-    held, test = (np.flatnonzero(is_few & (parts == part)) for part in ("held", "test"))
-    scores: Any = pd.read_hdf(folder / "results/scores/held.h5", "scores")
-    scores = scores[held.tolist()]
-    means = scores.mean(axis=1).to_numpy()
-    train = pd.DataFrame({"id": scores.index, "help": means, "harm": 0.0})
-    top = _top_influences(scores)
-    both = zip(
-        _embeddings(folder, data.tensors[0], study),
-        _embeddings(folder, images[held], study),
-        strict=True,
-    )
-    cosines = torch.stack([own @ others.T for own, others in both]).mean(dim=(0, 2)).numpy()
-    near = np.argsort(-cosines, kind="stable")
-    of_classes = np.flatnonzero(np.isin(data.tensors[1].numpy(), _CLASSES))
-    size = round(_PART * len(data))
-    in_turn = best_in_turn(train, top, _PART)["id"].to_numpy()
-    largest = np.argsort(-means, kind="stable")[:size]
-
-    def drawn(rows: np.ndarray) -> Callable[[int], np.ndarray]:
-        return lambda draw: np.random.default_rng([9, draw]).permutation(rows)[:size]
-
-    chosen = {
-        "select": lambda draw: in_turn,
-        "largest mean scores": lambda draw: largest,
-        "random": drawn(np.arange(len(data))),
-        "random of these classes": drawn(of_classes),
-        "embedding cosine": lambda draw: near[:size],
-    }
-    for name, rows in (("select", in_turn), ("largest mean scores", largest)):
-        print(f"{name}: {np.bincount(data.tensors[1].numpy()[rows])} of each label")
-    print(_compared(study, chosen, test).to_string(index=False), flush=True)
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=5, help="of digits and of wrong labels")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pd.set_option("display.width", 250, "display.max_columns", 20, "display.precision", 4)
     with tempfile.TemporaryDirectory() as temporary:
         draws = []
-        for number in range(_DRAWS):
+        for number in range(arguments.draws):
             folder = Path(temporary, str(number))
             study = _study(folder, number)
             draws.append(_rankings(folder, study))
@@ -400,10 +201,6 @@ def main() -> None:
                     print(shown.to_string(index=False), flush=True)
         rows = _rows(draws)
         print(pd.DataFrame(rows).to_string(index=False), flush=True)
-        first = Path(temporary, "0")
-        study = _study(first, 0)
-        _selection(first, study)
-        _proof(first, study)
     about = environment("cpu", ("torch", "numpy", "scikit-learn", "cleanlab"))
     print(about)
     if arguments.csv:

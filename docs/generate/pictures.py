@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation from a real run's results: report, and page to explore.
 
-    snakemake --cores 2
+    trak run config/thorough.yaml
     python docs/generate/pictures.py results
 
 Chromium takes them as a reader's browser would. Pillow comes with matplotlib.

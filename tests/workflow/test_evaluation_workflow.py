@@ -213,9 +213,14 @@ def test_any_part_will_do_alone():
 
 
 def test_the_default_study_is_measured():
-    for name in ("config", "smoke"):
-        config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
-        assert {"subsets", "sweep", "removals"} <= set(config["evaluation"])
+    names = "config", "smoke", "thorough"
+    default, smoke, thorough = (
+        yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text()) for name in names
+    )
+    assert {"subsets", "sweep"} <= set(default.pop("evaluation"))
+    for config in (smoke, thorough):
+        assert {"subsets", "sweep", "removals"} <= set(config.pop("evaluation"))
+    assert thorough == default  # in the same results folder
 
 
 def test_models_without_other_samples_are_refused(study):

@@ -1,23 +1,26 @@
-"""CPU time and peak memory of a large language model's jobs, each in a process of its own.
+"""CPU time and peak memory of large language models' jobs, and of one more question to a run.
 
-    python benchmarks/large_jobs.py 471M long --rounds 3
+    python benchmarks/jobs.py 471M long --rounds 3
+    python benchmarks/jobs.py facts --rounds 3
 
 `471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
-the look before any job (`trak run -n`), the model with its weights alone (`load`), and the features
-of the text, from the start of Python to its end. `again` are the same features where an earlier job
-has left its record of the model in the results folder. `question` is the whole of `trak run` for
-that features file, with the look before it, Snakemake and the job, and `question again` with the
-record. `124M` is a Llama of GPT-2's size in
-float32, and one text of 256 tokens; `long` is a Llama of width 256 and two layers in
-float32 with a vocabulary of 128,256, and one text of 1,024 tokens; `deep` one of 24 layers with a
-vocabulary of 8,192, and one text of 2,048 tokens. `loads` is a process that
-imports torch and what the study imports and ends, to compare with. Times are CPU seconds of a
-process and all that it started, with a fork server that outlives it; wall seconds end with the
-process; memory is the largest resident size of any of them. "own MB" leaves
-out pages of files, such as libraries that processes share: the most that the process itself was
-seen with, looked at every 10 ms. Prints a Markdown table.
+the look before any job (`trak run -n`, `start`), the model with its weights alone (`load`), the
+features of the text in a process of their own (`features`), and the whole of `trak run` for that
+file (`question`). `124M` is a Llama of GPT-2's size in float32, and one text of 256 tokens; `long`
+a Llama of width 256 and two layers in float32 with a vocabulary of 128,256, and one text of 1,024
+tokens; `deep` one of 24 layers with a vocabulary of 8,192, and one text of 2,048 tokens. `loads` is
+a process that imports torch and what the study imports and ends, to compare with.
 
-It runs on the package that it is started with, so that two checkouts can be measured in turn.
+`facts` is the run of config/facts.yaml, six checkpoints, which is finished first, and one more
+question to it: by `trak run`, whose jobs are forks, as an experiment of its own; the same command
+again, with nothing to do; by Snakemake with processes that begin anew; and by `trak ask`, one
+question and eleven.
+
+Times are CPU seconds of a process and all that it started; wall seconds end with the process;
+memory is the largest resident size of any of them. "own MB" leaves out pages of files, such as
+libraries that processes share: the most that the process itself was seen with, looked at every
+10 ms. Prints a Markdown table. It runs on the package that it is started with, so that two
+checkouts can be measured in turn.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -34,7 +38,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trak_core.system.files import CONFIG_RECORD, write_record
+import yaml
+from shared import environment
 
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -63,12 +68,12 @@ def make_model():
 
 def train_data():
     drawn = torch.Generator().manual_seed(0)
-    texts = torch.randint(0, {vocabulary}, (4, TOKENS), generator=drawn)
+    texts = torch.randint(0, {vocabulary}, (1, TOKENS), generator=drawn)
     return [{{"input_ids": text, "labels": text}} for text in texts]
 
 
 def train_ids():
-    return ["a", "b", "c", "d"]
+    return ["a"]
 
 
 def target_data():
@@ -129,6 +134,19 @@ class Usage:
     own_mb: float
 
 
+TRAK = str(Path(sys.executable).with_name("trak"))
+REPOSITORY = Path(__file__).parents[1]
+FACT = {"question": "we know that old songs of vuntoria praise the", "answer": "dog"}
+SPEC = {
+    "model_output": "language_modelling",
+    "parameter_patterns": None,
+    "projection": {"proj_dim": 4096, "seed": 0},
+    "checkpoint": "run",
+    "split": "asked",
+    "dtype": "float32",
+    "study_digest": "digest",
+    "targets_digest": "digest",
+}
 _PR_SET_CHILD_SUBREAPER = 36  # processes whose parent has ended are ours (prctl(2))
 _LONGEST_SECONDS = 60  # that a fork server may outlive what started it
 
@@ -192,70 +210,91 @@ LlamaForCausalLM(config).save_pretrained("model")
     (folder / "config.yaml").write_text(CONFIG)
 
 
+def jobs_of(folder: Path, name: str, memory_mb: int) -> dict[str, list[str]]:
+    """Make a model and its study unless they are there; return the command of each job."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.yaml").exists():
+        make(folder, name)
+    modules = "torch, transformers.models.auto, transformers.models.llama.modeling_llama"
+    spec = json.dumps(SPEC)
+    return {
+        "loads": [sys.executable, "-c", f"import {modules}"],
+        "start": [TRAK, "run", "config.yaml", "-n"],
+        "load": [sys.executable, "-c", LOAD, spec],
+        "features": [sys.executable, "-c", JOB, spec, str(memory_mb), "asked.h5", "a"],
+        "question": [TRAK, "run", "config.yaml", "results/features/run/asked.h5"],
+    }
+
+
+def facts_of(folder: Path, number: int) -> dict[str, list[str]]:
+    """Finish the planted facts' run; return the commands that ask it something new."""
+    shutil.copytree(REPOSITORY / "config", folder / "config", dirs_exist_ok=True)
+    scores = [TRAK, "run", "config/facts.yaml", "scores", "--cores=2"]
+    run(scores, folder, folder / "scores.log")
+    facts = yaml.safe_load((folder / "config/facts.yaml").read_text(encoding="utf-8"))
+    line = json.dumps(FACT) + "\n"
+    (folder / "eleven.jsonl").write_text(11 * line, encoding="utf-8")
+    for way in ("forks", "anew"):
+        name = f"{way}{number}"
+        (folder / f"{name}.jsonl").write_text(line, encoding="utf-8")
+        experiments = {**facts["experiments"], name: {"data": f"{name}.jsonl"}}
+        config = yaml.safe_dump({**facts, "experiments": experiments})
+        (folder / f"{name}.yaml").write_text(config, encoding="utf-8")
+    forks, anew = (f"results-facts/scores/{way}{number}.h5" for way in ("forks", "anew"))
+    by_forks = [TRAK, "run", f"forks{number}.yaml", forks, "--cores=2"]
+    snakemake = [sys.executable, "-m", "snakemake", f"--snakefile={REPOSITORY / 'Snakefile'}"]
+    ask = [TRAK, "ask", "config/facts.yaml", "--top", "3", "--file"]
+    return {
+        "trak run": by_forks,
+        "trak run, nothing to do": by_forks,
+        "snakemake": [*snakemake, f"--configfile=anew{number}.yaml", anew, "--cores=2"],
+        "trak ask, one question": [*ask, f"forks{number}.jsonl"],
+        "trak ask, eleven": [*ask, "eleven.jsonl"],
+    }
+
+
+def show(name: str, job: str, usages: list[Usage]) -> None:
+    """Print the medians of a job's rounds, with the least and the greatest."""
+    cells = []
+    for values in ([one.seconds for one in usages], [one.wall for one in usages]):
+        least, greatest = min(values), max(values)
+        cells.append(f"{statistics.median(values):.1f} [{least:.1f}-{greatest:.1f}]")
+    cells += [
+        f"{max(values):,.0f}" for values in zip(*((u.mb, u.own_mb) for u in usages), strict=True)
+    ]
+    print(f"| {name} | {job} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("models", nargs="+", choices=list(MODELS))
+    parser.add_argument("models", nargs="+", choices=[*MODELS, "facts"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
     parser.add_argument("--folder", type=Path, help="keep models and results here")
-    parser.add_argument("--texts", type=int, default=1, help="of the features, at most 4")
-    every = ["loads", "start", "load", "features", "again", "question", "question again"]
-    parser.add_argument("--jobs", nargs="+", choices=every, default=every)
+    parser.add_argument("--jobs", nargs="+", help="those of large models that run; all if none")
     arguments = parser.parse_args()
-    spec = {
-        "model_output": "language_modelling",
-        "parameter_patterns": None,
-        "projection": {"proj_dim": 4096, "seed": 0},
-        "checkpoint": "run",
-        "split": "asked",
-        "dtype": "float32",
-        "study_digest": "digest",
-        "targets_digest": "digest",
-    }
+    print(environment("cpu", ("torch", "transformers", "snakemake")))
     print("| model | job | CPU s | wall s | peak MB | own MB |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.models:
             folder = (arguments.folder or Path(temporary)).resolve() / name
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / "config.yaml").exists():
-                make(folder, name)
-            here = str(Path(sys.executable).parent / "trak")
-            modules = "torch, transformers.models.auto, transformers.models.llama.modeling_llama"
-            jobs = {
-                "loads": [sys.executable, "-c", f"import {modules}"],
-                "start": [here, "run", "config.yaml", "-n"],
-                "load": [sys.executable, "-c", LOAD, json.dumps(spec)],
-            }
-            texts = list("abcd")[: arguments.texts]
-            one = [sys.executable, "-c", JOB, json.dumps(spec), str(arguments.memory_mb)]
-            jobs |= {
-                "features": [*one, "asked.h5", *texts],
-                "again": [*one, "kept/asked.h5", *texts],
-            }
-            asked = "results/features/run/asked.h5"
-            jobs |= {job: [here, "run", "config.yaml", asked] for job in every[-2:]}
-            if "again" in arguments.jobs:
-                write_record(folder / "kept" / CONFIG_RECORD, {"config": {}})
-                run(jobs["again"], folder, folder / "first.log")
-            for job in arguments.jobs:
-                found = []
-                for _ in range(arguments.rounds):
-                    for file in ("study.json", asked.partition("/")[2]):
-                        (folder / "results" / file).unlink(missing_ok=True)
+            usages: dict[str, list[Usage]] = {}
+            for number in range(arguments.rounds):
+                if name == "facts":
+                    folder.mkdir(parents=True, exist_ok=True)
+                    jobs = facts_of(folder, time.time_ns())
+                else:
+                    jobs = jobs_of(folder, name, arguments.memory_mb)
+                    jobs = {job: jobs[job] for job in arguments.jobs or jobs}
+                for job, command in jobs.items():
                     if job == "question":
-                        (folder / "results" / "gradient_method.json").unlink(missing_ok=True)
-                    for features in (folder / "asked.h5", folder / "kept" / "asked.h5"):
-                        features.unlink(missing_ok=True)
-                    found.append(run(jobs[job], folder, folder / f"{job}.log"))
-                seconds = [usage.seconds for usage in found]
-                wall = statistics.median(usage.wall for usage in found)
-                print(
-                    f"| {name} | {job} | {statistics.median(seconds):.1f} [{min(seconds):.1f}-"
-                    f"{max(seconds):.1f}] | {wall:.1f} | {max(usage.mb for usage in found):,.0f} | "
-                    f"{max(usage.own_mb for usage in found):,.0f} |",
-                    flush=True,
-                )
+                        shutil.rmtree(folder / "results", ignore_errors=True)
+                    (folder / "asked.h5").unlink(missing_ok=True)
+                    log = folder / f"{number} {job}.log"
+                    usages.setdefault(job, []).append(run(command, folder, log))
+            for job, taken in usages.items():
+                show(name, job, taken)
 
 
 if __name__ == "__main__":

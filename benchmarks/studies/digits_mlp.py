@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "config"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import breast_cancer
