@@ -1,2 +1,6 @@
-# So that `snakemake` in this folder runs the workflow, its default target too, which `include:` drops.
-workflow.include("workflow/Snakefile", overwrite_default_target=True)
+# So that `snakemake` in this folder runs the workflow.
+include: "workflow/Snakefile"
+
+
+# Its default target too, which `include` leaves to the file that includes.
+use rule all as default

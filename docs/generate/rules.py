@@ -23,7 +23,7 @@ PARAMS = {
     "columns": "what labels and predictions are called",
     "config": "any key of the config except `answers` and `compute`",
     "defaults": "what the config leaves out of `scoring`",
-    "digest": "the study: the parts of its code that count, and `data_files`",
+    "digest": "the study: its file, the modules that it imports, and `data_files`",
     "experiment": "`lists.{list}.experiment`",
     "early": "`at` of checkpoints",
     "embeddings_spec": "what decides the embeddings",
@@ -39,12 +39,12 @@ PARAMS = {
     "question": "the experiment's own `data`",
     "retrained_spec": "`evaluation.subsets`",
     "scores_spec": "what decides the scores' numbers",
-    "signature": "what tells a file of your own: size and time, or parts of it",
+    "signature": "what tells a file of your own: its content, or size and time in a store",
     "spec": "what decides its numbers (the file's attribute `spec`)",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",
     "targets": "the experiment's `targets`",
-    "targets_digest": "the experiment's `where`, and the study",
+    "targets_digest": "the experiment's `where`",
     "times": "`at`",
     "top": "`scoring.top`",
     "where": "the experiment's `where`",
@@ -106,7 +106,7 @@ def rule_sections() -> str:
         summary = (stage_of(rule["stage"]).__doc__ or "").partition("\n\n")[0]
         reads = [f"[`{other}`](#{other})" for other in rule["reads"]]
         again = [PARAMS[param] for param in rule["params"] if param != "code"]
-        again += ["what it reads", "the code that its stage reaches"]
+        again += ["what it reads", "`trak_core` itself"]
         lines = [
             f"## `{name}`\n\n{' '.join(summary.split())}\n",
             f"- writes {', '.join(f'`{_pattern(path)}`' for path in rule['writes'])}",

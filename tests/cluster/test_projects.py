@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from own_checkpoints import own_study
+from own_checkpoints import own_study, save_own_checkpoint
 from pages import blocks
 from workspace import REPOSITORY, artifacts_in, scoring, snakemake
 from workspace import jobs as jobs_in
@@ -98,7 +98,8 @@ def test_two_modules_with_and_without_a_prefix(local, tmp_path):
     summary = study.path("summary.txt").read_text().split()
     assert summary == ["in/it/results/scores/few.h5", "results/scores/few.h5"]
     assert run(study.folder, "--dry-run", "--rerun-triggers", "mtime", "params", "input")[0] == {}
-    # Own checkpoints are where they are, whatever the prefix, and count by size and time.
+    # Own checkpoints are where they are, whatever the prefix, and an older one counts.
+    save_own_checkpoint(study, 0, scale=2)
     os.utime(study.path("mine/c0.pt"), (1e9, 1e9))
     assert run(study.folder, "--dry-run", "--rerun-triggers", "mtime", "params", "input")[0] == ran
 

@@ -18,7 +18,7 @@ from refused import refused
 from stores import s3_server, write_scheduler
 from workspace import REPOSITORY, artifacts_in, as_a_module, jobs, scoring
 
-from trak_core.config.preflight import check_sources
+from trak_core.config.preflight import bring_along
 
 # The page's commands, each by an option that it alone has.
 COMMANDS = [
@@ -71,19 +71,21 @@ def test_a_folder_as_a_store(local, tmp_path):
     assert str(store) in arguments
     assert study.run("scores", *arguments) == scoring(2, 1)
     assert artifacts_in(store / "results") == local.artifacts()
-    assert [p.name for p in study.path("results").iterdir()] == ["study.json"]
+    kept = {path.name for path in study.path("results").iterdir()}
+    assert kept - {"checkpoints.json"} == {"study.json"}
     assert study.would_run("scores", *arguments) == {}
     # An older file in its place: no newer than the results, but not the one they were made of.
-    os.utime(store / "mine/c1.pt", (1e9, 1e9))
+    weights = store / "mine/c1.pt"
+    save_own_checkpoint(study, 1, scale=2).rename(weights)
+    os.utime(weights, (1e9, 1e9))
     assert study.would_run("scores", *arguments) == AGAIN
     # A folder counts by every file in it.
-    weights = store / "mine/c1.pt"
     weights.rename(store / "weights")
     weights.mkdir()
     (store / "weights").rename(weights / "pytorch_model.bin")
     assert study.run("scores", *arguments) == AGAIN
     assert study.would_run("scores", *arguments) == {}
-    os.utime(weights / "pytorch_model.bin", (1e9 + 5, 1e9 + 5))
+    (weights / "notes.txt").write_text("new")
     assert study.would_run("scores", *arguments) == AGAIN
     (store / "mine/c1.pt").rename(store / "mine/c7.pt")
     output = study.fail("--dry-run", "scores", *arguments)
@@ -228,4 +230,4 @@ def test_what_cannot_come_along(tmp_path, monkeypatch):
     with Path("large.bin").open("wb") as file:
         file.truncate(10_000_001)
     with refused("config.sources", "10 MB", "large.bin"):
-        check_sources([Path("diabetes.py"), Path("large.bin")])
+        bring_along([Path("diabetes.py"), Path("large.bin")])

@@ -7,7 +7,7 @@ import pytest
 from refused import refused
 from snakemake_interface_executor_plugins.utils import format_cli_value
 
-from trak_core.config.cross_checks import check_given, check_paths, check_python_path
+from trak_core.config.cross_checks import check_given, check_paths
 
 CONFIG = {
     "study": "study.py",
@@ -75,11 +75,3 @@ def test_values_that_snakemake_quotes_badly_are_refused(text, sign, tmp_path):
         )
         assert found.stdout == value
     assert not list(tmp_path.iterdir())
-
-
-def test_a_python_whose_path_a_shell_cuts_runs_forks_alone():
-    """Snakemake writes it into lines of shell as it is."""
-    with refused("config.python_path", "Found /opt/my env/python"):
-        check_python_path("/opt/my env/python", "local")
-    check_python_path("/opt/my env/python", "forks")
-    check_python_path("/opt/env/python", "slurm")

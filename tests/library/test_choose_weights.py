@@ -63,10 +63,10 @@ def test_weights_of_every_ending_and_wrapper_are_seen(name, wrapper):
         ("scheduler.pt", {"last_epoch": 3, "base_lrs": [0.1]}, "last_epoch, base_lrs"),
         ("embedding.pt", torch.ones(3), "Found Tensor"),
         ("module.pt", torch.nn.Linear(2, 2), "it holds"),
-        ("tokens.bin", b"\x01\x00\x02\x00", "it begins with"),
-        ("empty.pth.tar", b"", "it is empty"),
+        ("tokens.bin", b"\x01\x00\x02\x00", "It begins with"),
+        ("empty.pth.tar", b"", "It begins with b''"),
         ("cut.pt", b"PK\x03\x04 and no more", "was cut off"),
-        ("lfs.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ("lfs.safetensors", b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
         ("objects.pt", pickle.dumps({"a": Path()}), "Reading it failed"),
     ],
 )

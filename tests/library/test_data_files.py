@@ -1,11 +1,12 @@
 import os
+import shutil
 import time
 
 import pytest
 
 from trak_core.errors import InputError
 from trak_core.system import files
-from trak_core.system.files import data_digests
+from trak_core.system.files import data_digests, path_digests
 
 
 @pytest.fixture
@@ -120,5 +121,50 @@ def test_a_file_that_cannot_be_read_is_named(folder, record, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("hashlib.file_digest", refuse)
-    with pytest.raises(InputError, match=r"a\.csv: a data file must be readable.*denied"):
+    with pytest.raises(InputError, match=r"a\.csv: the file must be readable.*denied"):
         data_digests(["data/a.csv"], record)
+
+
+@pytest.fixture
+def digest(folder, record):
+    """What a further start says of a checkpoint."""
+    return lambda path: path_digests([str(path)], record)[str(path)]
+
+
+def test_a_checkpoint_counts_by_its_content(folder, digest, hashed):
+    path = folder / "data/a.csv"
+    before = digest(path)
+    for _ in range(2):
+        assert digest(path) == before
+    assert len(hashed) == 1
+    path.touch()
+    path.chmod(0o400)
+    assert digest(path) == before
+    other = folder / "other.csv"
+    other.write_text("data/x.csv")
+    for times in ((1, 1), (path.stat().st_atime, path.stat().st_mtime)):
+        os.utime(other, times)
+        shutil.copy2(other, path)
+        assert digest(path) != before
+        path.write_text("data/a.csv")
+    assert digest(path) == before
+
+
+def test_a_folder_counts_by_every_file_in_it(folder, digest):
+    seen = {digest("data")}
+    for change in ("data/deep/b.csv", "data/deep/new.bin"):
+        (folder / change).write_text("new")
+        seen.add(digest("data"))
+    (folder / "data/deep/new.bin").rename(folder / "data/new.bin")
+    seen.add(digest("data"))
+    assert len(seen) == 4
+    (folder / "data").rename(folder / "moved")
+    assert digest("moved") in seen
+    (folder / "moved/.hidden").write_text("new")
+    assert digest("moved") in seen
+
+
+def test_a_lost_record_changes_no_digest(folder, record, digest):
+    before = digest("data")
+    record.write_text("{")
+    assert digest("data") == before

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import patience
 import pytest
-from damage_worker import seal
 
 from trak_core.artifacts import FEATURES, ArtifactError, create, open_artifact, read_frame, verify
 
@@ -58,7 +57,7 @@ def as_little(file, name, _other):
 
 
 PLACES = {
-    as_external_link: "'{}' is a link to another file",
+    as_external_link: "'{}' is a link to another place",
     as_soft_link: "'{}' is a link to another place",
     as_virtual_dataset: "'{}' takes its values from another file",
     as_external_storage: "'{}' takes its values from another file",
@@ -69,7 +68,6 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_artifact_has_its_values_in_itself(place, tmp_path):
-    """By a writer who makes the seal anew; what the content hash is of, readers don't compute."""
     path, other = features(tmp_path / "a.h5"), features(tmp_path / "b.h5")
     with h5py.File(path, "r+") as file:
         attributes = dict(file[VALUES].attrs)
@@ -77,8 +75,7 @@ def test_an_artifact_has_its_values_in_itself(place, tmp_path):
         place(file, VALUES, other)
         if VALUES in file:
             file[VALUES].attrs.update(attributes)
-    seal(path)
-    message = rf"a\.h5: a trak-.* must be whole\. .*{PLACES[place].format(VALUES)}\. .*remakes it"
+    message = rf"a\.h5: a trak-.* must be whole.* {PLACES[place].format(VALUES)}\. .*remakes it"
     with pytest.raises(ArtifactError, match=message), open_artifact(path, FEATURES):
         pass
     with pytest.raises(ArtifactError, match=PLACES[place].format(VALUES)):
@@ -90,7 +87,6 @@ def test_a_link_around_a_whole_group_is_seen(tmp_path):
     with h5py.File(path, "r+") as file:
         del file["features"]
         as_external_link(file, "features", other)
-    seal(path)
     with pytest.raises(ArtifactError, match="'features' is a link"), open_artifact(path, FEATURES):
         pass
 
@@ -103,8 +99,7 @@ def test_a_part_that_does_not_read_is_one_message(tmp_path):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    seal(path)
-    message = rf"a\.h5: .* must be whole\. Reading '{VALUES}' failed: .*remakes it"
+    message = rf"a\.h5: .* must be whole, as .* Reading '{VALUES}' failed: .*remakes it"
     with open_artifact(path, FEATURES) as file, pytest.raises(ArtifactError, match=message):
         file.matrix("features")[:]
 
@@ -171,6 +166,5 @@ def test_int8_frames_without_their_scales_are_refused(tmp_path):
             if case != "none":
                 dtype = np.float64 if case == "float64" else np.float32
                 file["features_scales"] = np.ones(3 - (case == "fewer"), dtype)
-        seal(tmp_path / "a.h5")
         with pytest.raises(ArtifactError, match="features_scales"):
             verify(tmp_path / "a.h5")

@@ -92,31 +92,6 @@ class Dropped:
 def in_callback():
     ctypes.CFUNCTYPE(None)(told)()
 
-def in_hdf5():
-    import h5py
-    from trak_core.artifacts.sealed_file import SealingFile
-
-    class Slow(SealingFile):
-        def _written(self, block, place, part):
-            if place == 0:  # HDF5 writes its metadata
-                told()
-            super()._written(block, place, part)
-
-    with Slow(Path("ended"), "w+") as raw:
-        with h5py.File(raw, "w", rdcc_nbytes=0) as file:
-            rows = file.create_dataset("x", (2, 9), "f4", chunks=(1, 9))
-            rows[0] = rows[1] = 1
-            file.flush()
-            time.sleep(1)
-
-def before_hdf5_has_ended():
-    import h5py
-    from trak_core.artifacts.sealed_file import SealingFile
-    with SealingFile(Path("ended"), "w+") as raw:
-        file = h5py.File(raw, "w")
-        file.create_dataset("x", data=[1])
-        told()
-
 def in_a_study():
     try:
         told()
@@ -143,7 +118,7 @@ with logged_to("a.log"):
 """
 
 
-WHERE = ("told", "Dropped", "in_callback", "in_a_study", "in_hdf5", "before_hdf5_has_ended")
+WHERE = ("told", "Dropped", "in_callback", "in_a_study")
 
 
 @pytest.fixture(scope="module")

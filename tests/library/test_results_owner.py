@@ -7,7 +7,7 @@ import pytest
 from refused import refused
 
 from trak_core.config.read_config import record_config
-from trak_core.config.results_owner import changed_in_copy, earlier_configs
+from trak_core.config.results_owner import differences_of_copy, earlier_configs
 from trak_core.errors import InputError
 
 
@@ -60,12 +60,14 @@ def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(
     (shutil.copytree if is_kept else shutil.move)(made, now)
     assert earlier_configs(Path(now), [two], copied) == []
     # Its files have no record, and count as finished.
-    assert changed_in_copy(copied, Path(now)) == []
+    warning = f"{now} is a copy of a folder that was made with another {{}}. Files in it count as "
+    warning += "finished, whatever made them: run once with --forceall."
+    assert differences_of_copy(copied, Path(now)) == []
     other = copied | {"scoring": {"damping": 7}, "projection": {"proj_dim": 8}}
-    assert changed_in_copy(other, Path(now)) == ["projection", "scoring"]
-    assert changed_in_copy({**copied, "study": "t.py"}, Path(now)) == ["study"]
+    assert differences_of_copy(other, Path(now)) == [warning.format("projection, scoring")]
+    assert differences_of_copy({**copied, "study": "t.py"}, Path(now)) == [warning.format("study")]
     if is_kept:
-        assert changed_in_copy(other | {"results": made}, Path(made)) == []
+        assert differences_of_copy(other | {"results": made}, Path(made)) == []
         assert earlier_configs(Path(made), [two], own) == ["one.yaml"]
     # Another study's files would lie among this one's; the folder has a name of its own already.
     if made.count("/") == now.count("/"):
@@ -85,7 +87,7 @@ def test_a_copy_of_a_ready_made_studys_results_is_of_the_same_study(tmp_path, mo
             shutil.copytree("results-one", "results-two")
         else:
             assert earlier_configs(Path("results-two"), [Path("two.yaml")], own) == []
-            assert changed_in_copy(own, Path("results-two")) == []
+            assert differences_of_copy(own, Path("results-two")) == []
 
 
 def test_a_copy_of_a_whole_project_is_its_own(tmp_path, monkeypatch):

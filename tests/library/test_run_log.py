@@ -11,7 +11,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 from snakemake_interface_logger_plugins.settings import LogHandlerSettingsBase
 
-from trak_core.command import run_log
+import snakemake_logger_plugin_trak as run_log
 
 JOB = {
     **{key: [] for key in ("input", "log")},

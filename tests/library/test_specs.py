@@ -141,7 +141,7 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     assert {name for name in after if after[name] != before[name]} == set(after) - {"embeddings"}
     assert {name for name in after if after[name] != edited[name]} == set(after) - {"embeddings"}
     assert edited == worded
-    assert len({specs.digests["training"] for specs in found}) == 1
+    assert len({specs.study_digest for specs in found}) == 1
     assert found[2].output_words == {}
     assert found[3].output_words == words
     assert {"outputs.py", "beside.py"} <= {str(path) for path in found[3].files}
@@ -149,7 +149,7 @@ def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no
     Path("study.py").write_text("make_model = None\n\ndef f(x):\n    return x.sum()\n")
     study = made(model_output="study.py:f")
     assert study.output_digest is None
-    assert study.all_features.study_digest == study.digests["training"]
+    assert study.all_features.study_digest == study.study_digest
 
 
 @pytest.mark.parametrize(
@@ -173,19 +173,6 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
         made(experiments__asked={"data": question, "shards": 1})
 
 
-def test_columns_decide_targets_whose_description_names_them(made):
-    made()  # and now we are where the study is
-    study = Path("study.py")
-    before, digests = study.read_text(), {}
-    for value in (1, 2):
-        study.write_text(f"{before}\ndef target_columns():\n    return {{'size': [{value}]}}\n")
-        for where in ("label != prediction and output > 0", "label == 1 and size > 2"):
-            specs = made(experiments__asked={"where": where, "shards": 1})
-            digests.setdefault(where, set()).add(specs.targets_digest("asked"))
-        study.write_text(before)
-    assert list(map(len, digests.values())) == [1, 2]
-
-
 def test_what_a_question_imports_beside_the_study_decides_it(made):
     made()  # and now we are where the study is
     Path("apart").mkdir()
@@ -195,7 +182,7 @@ def test_what_a_question_imports_beside_the_study_decides_it(made):
         Path("mine.py").write_text(text)
         specs_from_config._question_digest.cache_clear()
         specs = made(experiments__asked={"data": "apart/asked.py", "shards": 1})
-        found.append((specs.targets_digest("asked"), specs.digests["training"]))
+        found.append((specs.targets_digest("asked"), specs.study_digest))
         assert Path("mine.py") in specs.files
     (first, second), (of_training, unchanged) = zip(*found, strict=True)
     assert first != second
@@ -280,8 +267,7 @@ def test_a_checkpoints_spec_knows_nothing_of_the_others(made):
     assert own.features.checkpoint == "c1"
     assert own.of_train() == made().features("c1", "train")
     assert own.of_targets() == made().features("c1", "few")
-    code = made().digests["targets"]
-    assert own.of_targets().targets_digest == content_digest(["3", "1"], code)
+    assert own.of_targets().targets_digest == content_digest(["3", "1"])
 
 
 ENDS, ALONG = CONFIG["checkpoints"], {"c": {"seed": 0, "at": [1, 5]}}

@@ -20,7 +20,7 @@ from pages import blocks
 from workspace import REPOSITORY
 
 import trak_core
-from trak_core.dependency_digests import code_digest
+from trak_core.dependency_digests import stage_digest
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
@@ -32,10 +32,10 @@ WORKFLOW = {
     "slurm": "trak_core/workflow/profiles/slurm",
     "slurm-gpu": "trak_core/workflow/profiles/slurm-gpu",
 }
-PLUGIN = "snakemake_executor_plugin_forks"
+PLUGINS = ("snakemake_executor_plugin_forks", "snakemake_logger_plugin_trak")
 STAGE = "trak_core.stages.compute_features"
 # What the editable install of the tests' own environment consists of.
-OURS = ("trak_core", PLUGIN, "__editable__", "__pycache__")
+OURS = ("trak_core", *PLUGINS, "__editable__", "__pycache__")
 MODULES = """
 import importlib, pathlib, pkgutil, sys
 import trak_core
@@ -47,10 +47,10 @@ for module in pkgutil.walk_packages(trak_core.__path__, "trak_core."):
 USE = f"""
 import numpy as np
 from trak_core.projection import project
-from trak_core.dependency_digests import code_digest
+from trak_core.dependency_digests import stage_digest
 from trak_core.spec import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=3, proj_dim=4, seed=0, stream=0)
-print(*project(np.float32([[1, 2, 3]]), spec)[0], code_digest({STAGE!r}))
+print(*project(np.float32([[1, 2, 3]]), spec)[0], stage_digest({STAGE!r}))
 """
 NET = """
 from torch import nn
@@ -85,7 +85,7 @@ def wheel(tmp_path_factory):
     (source / "docs").mkdir()
     for name in ("pyproject.toml", "setup.py", "docs/package.md", "LICENSE"):
         shutil.copy2(REPOSITORY / name, source / name)
-    for name in ("trak_core", PLUGIN, *WORKFLOW):
+    for name in ("trak_core", *PLUGINS, *WORKFLOW):
         unused = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, source / name, ignore=unused)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
@@ -120,7 +120,7 @@ def isolated(python, code, folder):
 def test_the_wheel_holds_every_file_of_package_and_workflow(wheel):
     files = {
         f"{inside}/{path.relative_to(REPOSITORY / folder)}"
-        for folder, inside in {"trak_core": "trak_core", PLUGIN: PLUGIN, **WORKFLOW}.items()
+        for folder, inside in {name: name for name in ("trak_core", *PLUGINS)} | WORKFLOW.items()
         for path in (REPOSITORY / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyi"
     }
@@ -140,7 +140,7 @@ def test_its_modules_its_numbers_and_its_digests_are_those_of_the_checkout(pytho
     *row, digest = used.split()
     spec = ProjectionSpec(kind=ProjectionKind.RADEMACHER, n_params=3, proj_dim=4, seed=0, stream=0)
     assert [float(entry) for entry in row] == project(np.float32([[1, 2, 3]]), spec)[0].tolist()
-    assert digest == code_digest(STAGE)
+    assert digest == stage_digest(STAGE)
 
 
 def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):

@@ -16,7 +16,7 @@ from trak_core.projection.cuda import (
     device_functions,
     project_cuda,
     project_slices,
-    sketches,
+    variants,
 )
 from trak_core.projection.cuda import project as project_module
 from trak_core.projection.reference import projection_matrix
@@ -51,18 +51,18 @@ def small_and_poisoned(monkeypatch):
     """Many slices and launches of small inputs; memory that a kernel must write starts as NaN."""
     monkeypatch.setattr(project_slices, "SLICE", SLICE)
     monkeypatch.setattr(project_slices, "_FILL", 1)
-    monkeypatch.setattr(dense, "FLUSH", 256)
-    monkeypatch.setattr(sketches, "INNER", 128)
-    monkeypatch.setattr(sketches, "FLUSH", 4)
+    monkeypatch.setattr(variants, "FLUSH", 256)
+    monkeypatch.setattr(variants, "HADAMARD_INNER", 128)
+    monkeypatch.setattr(variants, "HADAMARD_FLUSH", 4)
     monkeypatch.setattr(project_module, "require_right_matrix", lambda *_: None)
     if not HAS_GPU:
         from simulator import run_one_thread_at_a_time
 
-        monkeypatch.setattr(dense, "THREADS", 4)
-        monkeypatch.setattr(dense, "SAMPLES", (2, 4))
-        monkeypatch.setattr(sketches, "_THREADS", 4)
-        tiles = dense.Tile(1, 2, 1, 1), dense.Tile(2, 2, 2, 1)
-        monkeypatch.setattr(dense, "TILES", tiles)
+        monkeypatch.setattr(variants, "THREADS", 4)
+        monkeypatch.setattr(variants, "SAMPLES", (2, 4))
+        monkeypatch.setattr(variants, "HADAMARD_THREADS", 4)
+        tiles = variants.Tile(1, 2, 1, 1), variants.Tile(2, 2, 2, 1)
+        monkeypatch.setattr(variants, "TILES", tiles)
         run_one_thread_at_a_time(monkeypatch)
     # Fills new memory. `use_deterministic_algorithms` imports the compiler too, for seconds.
     torch.set_deterministic_debug_mode("error")
@@ -167,16 +167,16 @@ def test_every_width(name, proj_dim, use):
 @pytest.mark.parametrize("proj_dim", [512, 8192, 16384])
 def test_transforms_of_full_length(proj_dim, use, monkeypatch):
     """Three and four rounds of butterflies, and two inputs added up."""
-    monkeypatch.setattr(sketches, "INNER", min(proj_dim, 8192))
+    monkeypatch.setattr(variants, "HADAMARD_INNER", min(proj_dim, 8192))
     monkeypatch.setattr(project_slices, "SLICE", 16384)
     spec = use("hadamard", FAR + 100, proj_dim=proj_dim)
     gradients = integers(1, 100)
     np.testing.assert_array_equal(projected(gradients, spec, FAR), exact(gradients, spec, FAR))
 
 
-@pytest.mark.parametrize("tile", dense.TILES, ids=str)
+@pytest.mark.parametrize("tile", variants.TILES, ids=str)
 def test_tiles_of_full_size(tile, use, monkeypatch):
-    monkeypatch.setattr(dense, "TILES", (tile,))
+    monkeypatch.setattr(variants, "TILES", (tile,))
     n_samples = 8 * tile.sample_tiles - 1
     spec = use("tensor_core", 130, proj_dim=tile.n_columns + 3 if HAS_GPU else 200)
     gradients = integers(n_samples, 130, torch.float16)
@@ -380,7 +380,7 @@ class TestSelfTest:
         self.check(spec, dtype, 3)
 
     def test_each_variant_is_tested(self, use):
-        for n_samples in dense.SAMPLES:
+        for n_samples in variants.SAMPLES:
             self.check(use("portable-normal", 100), torch.float32, n_samples)
         assert len(project_module._passed) == 2
 

@@ -107,7 +107,7 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     naming = {
         "top": [{"scores_spec": run.spec.as_dict(), "target_ids": target_ids}],
         "random": [{}],
-        "bm25": [{"digest": "texts", "target_ids": target_ids}],
+        "bm25": [{"target_ids": target_ids}],
         "embedding_cosine": [of_embeddings | {"target_ids": target_ids}],
     }
     files = {"top": [run.scores], "embedding_cosine": embeddings}

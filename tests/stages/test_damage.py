@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import patience
 import pytest
-from damage_worker import seal
 from linear_study import SPEC, with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_exact_stages, run_stages
 
@@ -30,7 +29,6 @@ from trak_core.artifacts import (
     open_artifact,
     verify,
 )
-from trak_core.artifacts.sealed_file import SEAL_BYTES
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.join_shards import join_shards
@@ -104,18 +102,16 @@ def copy(results, tmp_path):
 
 
 def data_bytes(path):
-    """Return a mask of the bytes that hold values of datasets."""
+    """Return a mask of the bytes that hold values which our reader reads: no frame's second ids."""
     mask = np.zeros(path.stat().st_size, bool)
 
-    def visit(_, node):
-        if isinstance(node, h5py.Dataset):
-            if node.chunks:
-                chunks = [node.id.get_chunk_info(i) for i in range(node.id.get_num_chunks())]
-                places = [(chunk.byte_offset, chunk.size) for chunk in chunks]
-            else:
-                places = [(node.id.get_offset() or 0, node.id.get_storage_size())]
-            for start, size in places:
-                mask[start : start + size] = True
+    def visit(name, node):
+        if isinstance(node, h5py.Dataset) and not name.endswith("block0_items"):
+            # A number lies among the metadata, and nothing at all nowhere.
+            assert node.chunks or node.id.get_offset() is None
+            for i in range(node.id.get_num_chunks() if node.chunks else 0):
+                chunk = node.id.get_chunk_info(i)
+                mask[chunk.byte_offset : chunk.byte_offset + chunk.size] = True
 
     with h5py.File(path) as file:
         file.visititems(visit)
@@ -156,9 +152,13 @@ def test_every_kind_of_file_is_damaged_here():
 
 
 @pytest.mark.gate
-def test_a_flipped_bit_is_found_by_the_seal(outcomes):
-    assert [flip for flip in outcomes if flip[-1] != "found"] == []
+def test_a_flipped_bit_is_found_or_is_in_no_use(outcomes):
+    """Each in a dataset is found; elsewhere HDF5 leaves some bytes free, and nobody reads them."""
+    in_use = {path: data_bytes(Path(path)) for path in {flip[0] for flip in outcomes}}
+    assert [flip for flip in outcomes if flip[-1] not in {"found", "harmless"}] == []
+    assert [flip for flip in outcomes if flip[-1] != "found" and in_use[flip[0]][flip[1]]] == []
     assert len(outcomes) == 200 * len(FILES)
+    assert sum(flip[-1] == "harmless" for flip in outcomes) < len(outcomes) / 3
 
 
 def test_a_file_cut_short_is_found(copy):
@@ -166,11 +166,10 @@ def test_a_file_cut_short_is_found(copy):
     for name, file in FILES.items():
         path, kind = copy(file), getattr(artifacts, name)
         data = path.read_bytes()
-        last = [len(data) - 1, len(data) - SEAL_BYTES, len(data) - SEAL_BYTES - 1]
-        for size in [0, 1, 511, *last, *random.integers(0, len(data) - 99, 16)]:
+        for size in [0, 1, 511, len(data) - 1, *random.integers(0, len(data) - 1, 16)]:
             path.write_bytes(data[:size])
             with (
-                pytest.raises(ArtifactError, match=r"must end with a hash .* remakes it"),
+                pytest.raises(ArtifactError, match=r"must be whole.* remakes it"),
                 open_artifact(path, kind),
             ):
                 pass
@@ -181,19 +180,16 @@ def test_verify_knows_every_kind_of_file(copy):
         path, kind = copy(file), getattr(artifacts, name)
         assert verify(path).encoding_type == kind.encoding_type
         assert verify(path).keys == kind.keys
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
+        data, in_use = bytearray(path.read_bytes()), data_bytes(path)
+        data[np.flatnonzero(in_use)[in_use.sum() // 2]] ^= 1
         path.write_bytes(data)
-        with pytest.raises(ArtifactError, match=r"every byte must be as it was written"):
+        with pytest.raises(ArtifactError, match=r"must be whole, as it was written"):
             verify(path)
 
 
 def test_verify_says_what_a_foreign_file_is(tmp_path):
     path = tmp_path / "a.h5"
     pd.DataFrame({"a": [1]}).to_hdf(path, key="a")
-    with pytest.raises(ArtifactError, match=r"a\.h5: .* must end with a hash"):
-        verify(path)
-    seal(path)
     with pytest.raises(
         ArtifactError, match=r"a\.h5: the file must be one of trak-features, .*None"
     ):
@@ -226,15 +222,15 @@ def test_pandas_alone_notices_a_flipped_bit_in_data(copy, key):
             pd.read_hdf(path, key)
 
 
-def test_pandas_alone_does_not_notice_a_flipped_bit_elsewhere(copy):
-    """Why docs/how-to/faults.md names a function for files that only pandas reads."""
+def test_h5py_alone_notices_a_flipped_bit_elsewhere(copy):
+    """PyTables, under pandas, may crash of the error that HDF5 reports."""
     path = copy(FILES["SCORES"])
-    data = path.read_bytes()
-    name = b"prediction"
+    data, name = path.read_bytes(), b"prediction"
     assert name in data
     path.write_bytes(data.replace(name, b"predictioo"))
-    assert "predictioo" in pd.read_hdf(path, "train").columns
-    with pytest.raises(ArtifactError, match="damaged"):
+    with pytest.raises((OSError, RuntimeError, KeyError)), h5py.File(path) as file:
+        dict(file["train/table"].attrs)
+    with pytest.raises(ArtifactError, match=r"mine\.h5: the file must be"):
         verify(path)
 
 

@@ -309,8 +309,11 @@ def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
         (lambda m, o: (m.rename(columns={m.columns[0]: 9999}), o), r"Found others, such as 9999"),
         (lambda m, o: (m, o.iloc[1:]), r"as many models of one as of any other.* 1 to 2 models"),
         (lambda m, o: (m.iloc[1:], o), r"must be named by its subset.* Found 'subset-0'"),
-        (lambda m, o: (m, o * np.nan), r"frame 'outputs' must be whole and finite"),
-        (lambda m, o: (m, o.assign(x="text")), r"frame 'outputs' in pandas' fixed layout, of one"),
+        (lambda m, o: (m, o * np.nan), r"frame 'outputs' of numbers, whole and finite"),
+        (
+            lambda m, o: (m, o.assign(x="text")),
+            r"not in pandas' fixed layout, or of several dtypes",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pandas.errors.PerformanceWarning")

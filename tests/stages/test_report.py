@@ -4,7 +4,6 @@ import base64
 import hashlib
 import io
 import re
-import shutil
 from pathlib import Path
 
 import h5py
@@ -36,7 +35,6 @@ from trak_core.artifacts import (
     SCORES,
     SELF_INFLUENCE,
     Artifact,
-    ArtifactError,
     create,
     open_artifact,
 )
@@ -163,14 +161,6 @@ def test_a_study_that_describes_has_texts(results, tmp_path):
     assert len([text for text in ODD_TEXTS.values() if text in page.text]) > len(ODD_TEXTS) / 2
     assert "W" * 201 not in page.text
     assert not re.search(r"label \S+ \[\S+, ", page.text)
-
-
-def test_scores_of_an_earlier_version_are_refused(results, tmp_path):
-    old = Path(__file__).parents[1] / "data/artifacts/1/scores.h5"
-    (tmp_path / "results/scores").mkdir(parents=True)
-    shutil.copy(old, tmp_path / "results/scores/mine.h5")
-    with pytest.raises(ArtifactError, match=r"mine\.h5: .*'targets'.*rule average_scores"):
-        write(tmp_path / "results", study=study_with(tmp_path, ""))
 
 
 def artifact(path, kind, spec=(), attributes=(), **tables):

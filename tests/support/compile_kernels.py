@@ -14,13 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from numba import cuda
 from numba.cuda import dispatcher
 from numba.cuda.cudadrv import nvrtc, nvvm
-from numba.cuda.typing.typeof import Purpose, typeof
 
+from trak_core.projection.cuda import compiled, project_slices
 from trak_core.projection.cuda import project as project_cuda
-from trak_core.projection.cuda import project_slices
 from trak_core.spec import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
@@ -136,23 +134,22 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
             toolkits[version].build(modules, capability, way, path)
         return b""
 
-    def compile_instead(kernel, grid, n_threads, *arguments):
+    def compile_instead(named, types, grid, n_threads, *arguments):
         nonlocal name
+        kernel = compiled.definition(named)
         name, bounds = kernel.py_func.__name__.strip("_"), kernel.targetoptions["launch_bounds"]
         if n_threads > bounds[0]:
             raise ValueError(
                 f"{name} is started with {n_threads} threads and compiled for {bounds}"
             )
-        values = (a.numpy() if isinstance(a, torch.Tensor) else a for a in arguments)
-        types = tuple(typeof(value, Purpose.argument) for value in values)
-        if (kernel, types) not in done:
-            done.add((kernel, types))
-            options = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": bounds}
-            cuda.compile(kernel.py_func, types, cc=(8, 0), **options)
+        if (named, types) not in done:
+            done.add((named, types))
+            compiled.compile_kernel(named, types, (8, 0))
 
     name = ""
     nvvm.compile_ir = build
     nvrtc.get_arch_option = lambda *_: ""
+    compiled._linked = lambda code, _: code
     # Functions of kernels are compiled for the GPU at hand; there is none.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(8, 0))
     project_slices.launch = compile_instead

@@ -14,13 +14,6 @@ import numpy as np
 
 from trak_core import artifacts
 from trak_core.artifacts import ArtifactError, open_artifact
-from trak_core.artifacts.sealed_file import SealingFile
-
-
-def seal(path):
-    """Put the seal at the end of a complete file, as who writes others' files could."""
-    with SealingFile(path, "r+") as file:
-        file.finish()
 
 
 def contents(path, kind):

@@ -52,7 +52,7 @@ def scores_spec(
         norm_power=power if combine == "unit_average" else None,
         normalize=normalize,
         experiment="mine",
-        targets_digest=targets_digest(targets, None, {"targets": None}),
+        targets_digest=targets_digest(targets),
         runs=runs or {checkpoint: [checkpoint] for checkpoint in sorted(checkpoints)},
         combine=combine,
         loss_weight_power=power,
@@ -77,7 +77,7 @@ def features_spec(
         "split": "train",
         "dtype": "float32",
         "study_digest": "digest",
-        "targets_digest": targets and targets_digest(targets, None, {"targets": None}),
+        "targets_digest": targets and targets_digest(targets),
         **more,
     })
 

@@ -14,9 +14,7 @@ import snakemake.workflow  # ruff: ignore[unused-import]
 from snakemake.cli import get_argument_parser
 
 import trak_core.config.preflight
-from trak_core.dependency_digests import code_digest
 
 get_argument_parser()  # looks for plugins
 for _file in Path(trak_core.__file__).parent.glob("stages/[a-z]*.py"):
     importlib.import_module(f"trak_core.stages.{_file.stem}")
-    code_digest(f"trak_core.stages.{_file.stem}")  # reads every module

@@ -10,8 +10,6 @@ from refusals import as_text, check, message, refuse
 from refused import refused
 from workspace import REPOSITORY, Workspace, as_a_module, snakemake
 
-from trak_core.system.files import read_record
-
 # What the schema says of a key: its words are in the schema.
 ABOUT = re.compile(r"(?:Meaning|Known keys): \S[^\n]*")
 
@@ -402,15 +400,6 @@ def test_lists_of_an_output_that_says_what_is_better(workspace):
     study.write_text(f"{study.read_text()}\n\ndef f(x, y):\n    return -(x[0] - y) ** 2\n")
     own = {"function": "diabetes.py:f", "larger_is_better": True}
     check(workspace, {"model_output": own, "lists": ["suspects"]})
-
-
-def test_what_left_the_config_costs_no_memory(workspace):
-    mine = {"targets": ["patient-342"]}
-    check(workspace, {"experiments": {"mine": mine, "other": {"targets": ["patient-343"]}}})
-    check(workspace, {"experiments": {"mine": mine}})
-    known = read_record(workspace.path("results/study.json"))
-    assert known["splits"].keys() == {"train", "mine"}
-    assert known["n_params"]
 
 
 def test_a_good_config_alone_decides_what_runs(workspace):

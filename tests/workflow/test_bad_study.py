@@ -141,9 +141,15 @@ def test_a_study_that_crashes(workspace):
 
 
 TEXTS_OF_A_STUDY = {
-    "a study with a null byte": (b"a = 1\0\n", r"The study must be Python\. Found in .*bytes\.py"),
-    "a study that is not UTF-8": (b"a = '\xe9'\n", r"The study must be Python\. Found .*utf-8"),
-    "a study with a mistake": (b"def f(:\n", r"The study must be Python\. Found in .*, line 1: in"),
+    "a study with a null byte": (
+        b"a = 1\0\n",
+        r"bytes\.py: the study must be code that Python.* null bytes",
+    ),
+    "a study that is not UTF-8": (b"a = '\xe9'\n", r"bytes\.py: the study must be code .*utf-8"),
+    "a study with a mistake": (
+        b"def f(:\n",
+        r"bytes\.py: the study must be .* syntax \(bytes\.py, line 1\)",
+    ),
 }
 
 

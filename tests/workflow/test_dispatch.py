@@ -14,7 +14,7 @@ import yaml
 from refusals import GOOD, save_weights
 from workspace import REPOSITORY, forked_python
 
-from trak_core.dependency_digests import code_digest
+from trak_core.dependency_digests import stage_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.job import convert_param, describe_job, run, stage_module, stage_of
 
@@ -166,7 +166,7 @@ def test_everything_reaches_the_stage_as_what_it_takes(jobs):
 def test_the_code_of_a_job_is_that_of_its_stage(jobs):
     for rule, job in jobs.items():
         name = stage(job).__name__
-        assert job["params"]["code"] == f"{name} {code_digest(stage_module(name))}", rule
+        assert job["params"]["code"] == f"{name} {stage_digest(stage_module(name))}", rule
 
 
 def test_a_name_that_the_stage_does_not_take():

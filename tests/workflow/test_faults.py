@@ -153,7 +153,7 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     os.killpg(running.process.pid, signal.SIGINT)
     assert running.finish() != 0
     assert running.output.splitlines()[-2:] == [
-        "Stopping by Ctrl-C: waiting for running jobs to clear up.",
+        "Stopping by Ctrl-C: running jobs clear up first.",
         "Stopped by Ctrl-C. What is finished stays in results, and nothing there is half-written. "
         "To go on, run the same command again.",
     ]
@@ -186,7 +186,7 @@ def test_ctrl_c_names_the_folder_that_a_prefix_leads_to(study):
     study.path("Snakefile").write_text(as_a_module("in/it") + interrupt)
     _, output = Workspace(study.folder, study.config, "Snakefile").snakemake("--dry-run")
     stopping, kept = output.splitlines()[-2:]
-    assert stopping == "Stopping by Ctrl-C."  # no job runs, to be waited for
+    assert stopping == "Stopping by Ctrl-C: running jobs clear up first."
     assert "What is finished stays in in/it/results, and" in kept
 
 

@@ -72,7 +72,8 @@ WRITERS = {
     "        torch.save({'a': torch.zeros(10**5)}, f)",
     "pandas": "import pandas\n    from trak_core.artifacts import SCORES, create\n"
     "    with create(path, SCORES, {}, {}) as writer:\n"
-    "        writer.table('train', pandas.DataFrame({'id': range(10**5)}), ['id'])",
+    "        for name in ('train', 'targets'):\n"
+    "            writer.table(name, pandas.DataFrame({'id': range(10**5)}), ['id'])",
     "matplotlib": "from matplotlib.figure import Figure\n    with written_whole(path) as p:\n"
     "        Figure().savefig(p, format='png', dpi=400, pil_kwargs={'compress_level': 0})",
     "text": "with written_whole(path) as p:\n        p.write_text('a' * 10**6)",

@@ -58,6 +58,8 @@ def test_a_trained_checkpoint_that_changed(study):
 
 SCORES = {"compute_scores": 6, "average_scores": 2}
 SHOWN = {"draw_influences": 2, "write_report": 1}
+SOLVED = {"compute_normal_matrix": 3, **SCORES, **SHOWN}
+EVERYTHING = {"train_checkpoint": 3, "compute_features": 9, **SOLVED}
 ONE_EXPERIMENT = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
 # Another damping, other targets, a checkpoint less: for real, in test_workflow_own.py.
 CHANGES = {
@@ -88,9 +90,18 @@ def test_what_a_change_of_the_config_runs_again(study, name):
 def test_a_module_edited(study):
     """That a digest is of all imports: test_dispatch.py, test_dependency_digests.py."""
     study.take_code()
-    path = study.path("trak_core/attribution/solve.py")
-    path.write_text(path.read_text() + "\n_EDITED = 1\n")
-    assert study.would_run("all") == {"compute_normal_matrix": 3, **SCORES, **SHOWN}
+    edited = (
+        ("report/charts.py", SHOWN),
+        ("stages/compute_scores.py", SOLVED),
+        ("new.py", EVERYTHING),
+    )
+    for name, rules in edited:
+        path = study.path(f"trak_core/{name}")
+        before = path.read_text() if path.exists() else None
+        path.write_text(f"{before or ''}\n# a comment\n")
+        assert study.would_run("all") == rules
+        path.write_text(before) if before is not None else path.unlink()
+    assert study.would_run("all") == {}
 
 
 def without_timings(workspace):
@@ -102,26 +113,18 @@ def without_timings(workspace):
 
 
 def test_the_study_edited(study):
+    """The whole file counts: a comment as well."""
     path = study.path("small_digits.py")
-    text = path.read_text()
-    path.write_text(text.replace("lr=1e-2", "lr=2e-2"))
-    assert study.would_run()["train_checkpoint"] == 3
-    path.write_text(text.replace("_scans(_IDS[150:])", "_scans(_IDS[150:190])"))
-    assert study.would_run() == {"compute_features": 6, "compute_scores": 6, "average_scores": 2}
-    path.write_text(f"{text}\n\ndef describe(sample):\n    return str(sample[1])\n")
-    assert study.would_run("all") == {"draw_influences": 2, "write_report": 1}
+    path.write_text(f"{path.read_text()}\n# a comment\n")
+    assert study.would_run("all") == EVERYTHING
 
 
-def test_comments_and_files_touched(study):
+def test_files_touched(study):
     """Snakemake compares the content of files below 1 MB: touching those reruns nothing."""
-    for path in study.path("results/checkpoints").iterdir():
-        path.touch()
     study.take_code()
-    for name in ("trak_core/gradients/choose_method.py", "small_digits.py"):
-        path = study.path(name)
-        path.write_text(path.read_text() + "\n# a comment\n")
-    study.path("Snakefile").touch()
-    for path in study.path("workflow/scripts").iterdir():
+    touched = [*study.path("results/checkpoints").iterdir(), *study.path("trak_core").rglob("*.py")]
+    touched += [study.path("small_digits.py"), study.path("Snakefile")]
+    for path in [*touched, *study.path("workflow/scripts").iterdir()]:
         path.touch()
     assert study.would_run() == {}
 

@@ -68,28 +68,27 @@ def test_an_edit_of_an_own_output_runs_again_what_it_decides(study):
 
 
 def test_own_checkpoint_touched(study):
-    """Its time counts, since its content is never read to find out: its own jobs run again."""
     study.path("mine/c1.pt").touch()
-    before = study.artifacts()
-    assert study.would_run()["compute_features"] == 3
-    assert study.run("results/features/c1/one.h5") == {"compute_features": 1}
-    assert study.artifacts() == before
+    assert study.would_run() == {}
 
 
-def test_own_checkpoint_replaced_by_one_of_its_size_and_time(study):
-    """As by `cp -p`, `rsync -t` or `tar`: Snakemake alone would serve the old scores."""
+@pytest.mark.parametrize("age", [0, 1e9])
+def test_own_checkpoint_replaced(study, age):
+    """By one of its size and time, as `cp -p` or `tar` leaves it, or by an older one."""
     assert study.would_run() == {}
     path = study.path("mine/c1.pt")
     before = path.stat()
+    times = before.st_atime_ns - int(age), before.st_mtime_ns - int(age)
     save_own_checkpoint(study, 1, scale=2)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    after = path.stat()
-    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    os.utime(path, ns=times)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, times[1])
     assert study.would_run() == scoring(1, 2)
+    if age:
+        return
     assert study.run("results/scores/few.h5", "results/scores/one.h5") == scoring(1, 2)
     assert study.would_run("scores") == {}
     save_own_checkpoint(study, 1)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(path, ns=times)
     assert study.would_run() == scoring(1, 2)
 
 
@@ -181,9 +180,7 @@ def test_one_byte_of_a_data_file_runs_again_what_an_edit_of_the_study_does(tmp_p
     study.path("rows/a.csv").write_text("1,2\n")
     file = study.path("diabetes.py")
     before = file.read_text()
-    file.write_text(f"{before}\ndef describe(sample):\n    return str(sample)\n")
-    assert study.run(target, "-n") == {}
-    file.write_text(f"{before}\nNOBODY_SAYS_THIS = 1\n")
+    file.write_text(f"{before}\n# a comment\n")
     assert study.run(target, "-n") == {"compute_features": 1}
 
 
@@ -220,15 +217,6 @@ def test_results_that_may_only_be_read(own, tmp_path):
     call += ["--snakefile", mine.snakefile]
     new = ["--config", 'experiments={"new": {"targets": ["patient-350"]}}']
 
-    theirs.config["scoring"] = {"damping": 1.5}
-    theirs.would_run()  # writes the config
-    for place in ("results/scores/few", "results/logs/average_scores"):
-        with read_only(theirs.path(place)):
-            ended, output = run_as_reader(*call, cwd=theirs.folder)
-        assert ended == 1
-        assert "results: the results folder must be" in output, output
-        assert f"Found Permission denied at {place}. Mend it" in output
-        assert "Traceback" not in output
     with read_only(theirs.folder):
         for more, status, said in (
             (["-n"], 0, "Nothing to be done"),

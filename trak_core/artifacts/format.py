@@ -1,5 +1,9 @@
 """The file format that writer and reader share: kinds, layout, JSON objects and content hash.
 
+Every dataset with values has HDF5's own checksums, Fletcher-32, and the file the layout of HDF5
+1.10, which has checksums of all else: names, attributes, shapes and places. So h5py and pandas
+notice a flipped bit where they read it.
+
 Specification and provenance are JSON in an attribute each, except for their lists, because an
 attribute holds 64 KiB and lists grow with a study. Each list is a vector in the group of the same
 name, one JSON text an element. With h5py alone:
@@ -18,13 +22,13 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5l  # pyright: ignore[reportAttributeAccessIssue] -- a compiled module
 
 from trak_core.errors import InputError
 from trak_core.spec import EXACT, GAUSS_NEWTON
 
-VERSION = 1
-_HASH_BLOCK_BYTES = 2**24
+VERSION = 2
+# HDF5 of before has no checksums of metadata; PyTables brings an HDF5 that can read no later one.
+LIBVER = ("v110", "v110")
 _DIGEST_BYTES = 16
 
 
@@ -131,15 +135,11 @@ def plain_ids(stored: np.ndarray) -> list[Any]:
 
 
 def _blocks(dataset: h5py.Dataset) -> Iterator[np.ndarray]:
-    if dataset.shape == ():
+    if not dataset.chunks:  # one value, or none
         yield np.asarray(dataset[()])
         return
-    row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
-    rows = max(1, _HASH_BLOCK_BYTES // max(1, row_bytes))
-    if dataset.chunks and rows > dataset.chunks[0]:
-        rows -= rows % dataset.chunks[0]
-    for start in range(0, dataset.shape[0], rows):
-        yield dataset[start : start + rows]
+    for start in range(0, len(dataset), dataset.chunks[0]):
+        yield dataset[start : start + dataset.chunks[0]]
 
 
 def _is_finite(block: np.ndarray) -> bool:
@@ -170,7 +170,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
     Datasets whose ``ValuesHash`` is known, by name, are not read again. A ``ValueError`` names a
-    dataset that isn't filled, or holds a number that isn't finite.
+    dataset that holds a number that isn't finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
 
@@ -179,26 +179,18 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
         for attribute in sorted(node.attrs):
             if (name, attribute) != ("", "content-hash"):
                 value = node.attrs[attribute]
-                value = "" if isinstance(value, h5py.Empty) else value
-                text = value.encode() if isinstance(value, str) else np.asarray(value).tobytes()
-                digest.update(attribute.encode() + b"\0" + text)
+                value = b"" if isinstance(value, h5py.Empty) else np.asarray(value).tobytes()
+                digest.update(attribute.encode() + b"\0" + value)
         if isinstance(node, h5py.Dataset):
             digest.update(f"{node.dtype.descr}{node.shape}".encode())
-            # Nothing here is compressed; a part that was never filled would read as zeros.
-            if node.id.get_storage_size() < node.size * node.dtype.itemsize:
-                raise ValueError(f"{name!r} is shorter than its shape {node.shape}")
-            digest.update((known.get(name) or _values_hash(name, node)).encode())
+            values = ValuesHash(name)
+            for block in () if name in known else _blocks(node):
+                values.add(block)
+            digest.update(known.get(name, values.hexdigest()).encode())
 
     visit("", file)
     file.visititems(visit)
     return digest.hexdigest()
-
-
-def _values_hash(name: str, dataset: h5py.Dataset) -> str:
-    values = ValuesHash(name)
-    for block in _blocks(dataset):
-        values.add(block)
-    return values.hexdigest()
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
@@ -217,11 +209,17 @@ def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
-    for key in sorted(lists):
-        # JSON is ASCII here. In one piece, without a checksum of its own: its chunks would cost KiB
-        # of index a list, and the content hash covers them.
+    group = file.create_group(name) if lists else file
+    for key in sorted(lists):  # JSON is ASCII here
         texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
-        file[f"{name}/{key}"] = np.array(texts, dtype="S")
+        put_vector(group, key, np.array(texts, dtype="S"))
+
+
+def put_vector(group: h5py.Group, name: str, values: np.ndarray, chunk: int | None = None) -> Any:
+    """Return a new dataset of these values, with checksums, which nothing at all needs none of."""
+    chunks = (min(len(values), chunk or len(values)),)
+    stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(values) else {}
+    return group.create_dataset(name, data=values, **stored)
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:
@@ -278,52 +276,27 @@ _MOST_UNPACKED = 1032
 _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
-def check_stored(name: str, dataset: h5py.Dataset, file_bytes: int) -> int:
-    """Return the bytes that a dataset takes in its file, which must hold all of its values.
+def check_stored(file: h5py.File, name: str) -> None:
+    """Refuse, by a ``ValueError``, a link, and a dataset whose file does not hold all its values.
 
-    A ``ValueError`` refuses one whose values lie in another file, or that is larger than what is
-    stored: HDF5 would fill the rest with zeros.
+    They may lie in another file, or be fewer than its shape says: HDF5 would fill in zeros.
     """
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise ValueError(f"{name!r} is a link to another place")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        return
     if dataset.is_virtual or dataset.external:
         raise ValueError(f"{name!r} takes its values from another file")
     plist, stored = dataset.id.get_create_plist(), dataset.id.get_storage_size()
     filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
     most = stored if filters <= _PLAIN_FILTERS else stored * _MOST_UNPACKED
     n_bytes = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
-    if dataset.shape is None or n_bytes > most or stored > file_bytes:
+    if dataset.shape is None or n_bytes > most or stored > file.id.get_filesize():
         raise ValueError(
             f"{name!r} has the shape {dataset.shape} of {dataset.dtype}, and the file {stored} "
             "bytes of it"
         )
-    return stored
-
-
-def is_link(file: h5py.File, name: str) -> bool:
-    """Return whether a name is a link to elsewhere, which is not followed."""
-    try:
-        return file.id.links.get_info(name.encode()).type != h5l.TYPE_HARD
-    except KeyError:
-        return False
-
-
-def check_local(file: h5py.File) -> None:
-    """Refuse, by a ``ValueError``, a file some of whose values lie elsewhere, or don't exist.
-
-    The hashes of a file cover its own bytes alone. All that is in it must be reached by ordinary
-    links.
-    """
-    links, total, file_bytes = [], 0, file.id.get_filesize()
-    # Unlike h5py's own walk, this one comes to soft and external links.
-    file.id.links.visit(lambda name, info: links.append((name.decode(), info.type)), info=True)
-    for name, kind in links:
-        if kind != h5l.TYPE_HARD:
-            where = "another file" if kind == h5l.TYPE_EXTERNAL else "another place"
-            raise ValueError(f"{name!r} is a link to {where}")
-        node = file[name]
-        if isinstance(node, h5py.Dataset):
-            total += check_stored(name, node, file_bytes)
-    if total > file_bytes:
-        raise ValueError(f"its datasets take {total} bytes, and the file has {file_bytes}")
 
 
 def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:

@@ -1,15 +1,14 @@
 """Read artifacts, after making sure of all of them, and frames that users wrote with pandas.
 
-Nothing is unpickled. A file is read once: its bytes are compared with its seal as HDF5 reads them,
-so that whoever needs little of a file reads little of it. Few files are open at a time, because one
-job may read thousands: an open HDF5 file takes 0.8 MB, and on most systems a process may have 1,024
-files open.
+Nothing is unpickled. HDF5 compares checksums of what it reads: whoever needs little of a file reads
+little of it. Few files are open at a time, because one job may read thousands: an open HDF5 file
+takes 0.8 MB, and on most systems a process may have 1,024 files open.
 """
 
 import contextlib
 import json
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,14 @@ from trak_core.artifacts.format import (
     ArtifactError,
     ArtifactKind,
     check_layout,
-    check_local,
     check_stored,
+    content_hash,
     dataset_in,
-    is_link,
     plain_ids,
     read_object,
     scales_of,
     table_columns,
 )
-from trak_core.artifacts.sealed_file import Damaged, SealedFile, read_seal
 from trak_core.system.files import knows_locks
 
 if TYPE_CHECKING:  # most jobs read no table
@@ -39,7 +36,6 @@ if TYPE_CHECKING:  # most jobs read no table
 
 
 _MOST_OPEN = 64
-_SCALES_HELD = 2**15
 
 
 def _signature(path: Path) -> tuple[int, ...]:
@@ -53,15 +49,8 @@ class _HeldFile:
     _open: dict["_HeldFile", h5py.File] = {}  # by last use  # ruff: ignore[mutable-class-default]
 
     def __init__(self, path: Path) -> None:
-        """Remember which file lies at a path; an ``OSError`` if there is none, or a damaged one."""
+        """Remember which file lies at a path; an ``OSError`` if there is none."""
         self.path, self._seen = path, _signature(path)
-        self._seal = read_seal(path)
-        self._bytes: SealedFile | None = None
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the file ends with a hash of its bytes."""
-        return self._seal is not None
 
     def file(self) -> h5py.File:
         """Return the open file, valid until another is read; an ``OSError`` if it was replaced."""
@@ -69,48 +58,19 @@ class _HeldFile:
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
-            self._check_same()
             # Blocks are read once: a cache a file would add up over the checkpoints.
             # A whole file changes no more: it needs no lock, which some disks don't know.
-            file = h5py.File(self._source(), "r", rdcc_nbytes=0, locking=False)
-            try:
-                self._check_same()
-            except OSError:
+            file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
+            if _signature(self.path) != self._seen:
                 file.close()
-                raise
+                raise OSError("it was replaced or changed while it was read")
         self._open[self] = file
         return file
-
-    def _check_same(self) -> None:
-        if _signature(self.path) != self._seen:
-            raise OSError("it was replaced or changed while it was read")
-
-    def _source(self) -> "Path | SealedFile":
-        """Return what HDF5 reads: bytes that are compared, unless they all were."""
-        hashes, n_bytes = self._seal or (b"", 0)
-        if not hashes:
-            return self.path
-        self._bytes = SealedFile(self.path, hashes, n_bytes)
-        return self._bytes
-
-    def raise_if_damaged(self) -> None:
-        """Raise what was found of the file's bytes, for good: HDF5 may make an answer of it."""
-        if self._bytes is not None and self._bytes.damage is not None:
-            raise Damaged(self._bytes.damage)
-
-    def read_all(self) -> None:
-        """Compare every byte with the seal."""
-        hashes, n_bytes = self._seal or (b"", 0)
-        if hashes:
-            with SealedFile(self.path, hashes, n_bytes) as file:
-                file.read_all()
 
     def close(self) -> None:
         """Close the file, if it is open."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
-        if self._bytes is not None:
-            self._bytes.close()
 
 
 def _text(attribute: Any) -> Any:
@@ -133,10 +93,7 @@ class Artifact:
     def file(self) -> h5py.File:
         """The file itself, valid until another artifact is read."""
         try:
-            self.held.raise_if_damaged()
             return self.held.file()
-        except Damaged as error:
-            raise _damaged(self.path, self.kind) from error
         except OSError as error:
             must = "a file must stay as it is while a job reads it"
             raise _refused(self.path, self.kind, must, f"Found: {error}") from error
@@ -153,7 +110,7 @@ class Artifact:
         return dataset
 
     def _read(self, key: str, rows: Any) -> np.ndarray:
-        with _explained(self.held, self.kind, f"Reading {key!r}"):
+        with _explained(self.path, self.kind, f"Reading {key!r}"):
             return self._dataset(key)[rows]
 
     def matrix(self, key: str) -> "Rows":
@@ -172,7 +129,7 @@ class Artifact:
 
     def has(self, key: str) -> bool:
         """Return whether the file holds this key."""
-        with _explained(self.held, self.kind, f"Looking for {key!r}"):
+        with _explained(self.path, self.kind, f"Looking for {key!r}"):
             return key in self.file
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -189,16 +146,10 @@ class Artifact:
 
     def table(self, key: str) -> "pd.DataFrame":
         """Return a table, as pandas reads it but without unpickling anything."""
-        with _explained(self.held, self.kind, f"Reading {key!r}"):
-            places = self.file[key].attrs.get("columns") if key in self.file else None
-        if places is None:
-            must = f"what reads this file needs a table {key!r} that says where its columns lie"
-            others = f"Found none in {', '.join(self.file)}: an earlier version's file has none"
-            raise _refused(self.path, self.kind, must, others)
-        columns = json.loads(str(_text(places)))
         import pandas as pd
 
-        with _explained(self.held, self.kind, f"Reading {key!r}"):
+        with _explained(self.path, self.kind, f"Reading {key!r}"):
+            columns = json.loads(str(_text(self.file[key].attrs["columns"])))
             return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
 
@@ -215,7 +166,6 @@ class Rows:
     shape: tuple[int, int]
     dtype: np.dtype
     scales: str | None = None
-    _window: list[Any] = field(default_factory=list, compare=False)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -228,21 +178,8 @@ class Rows:
             return values
         # Float32 holds these products exactly.
         chosen = rows[0] if isinstance(rows, tuple) else rows
-        scales = self._read_scales(self.scales, chosen)
+        scales = self.artifact._read(self.scales, chosen)
         return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
-
-    def _read_scales(self, key: str, rows: Any) -> np.ndarray:
-        """Return the scales of some rows; those of the next rows are kept, for who reads on."""
-        if not isinstance(rows, slice):
-            return self.artifact._read(key, rows)
-        start, stop, step = rows.indices(len(self))
-        stop = max(start, stop)
-        first, held = self._window or (0, ())
-        if not first <= start <= stop <= first + len(held):
-            first, end = start, max(stop, start + _SCALES_HELD)
-            held = self.artifact._read(key, slice(first, end))
-            self._window[:] = first, held
-        return np.asarray(held)[start - first : stop - first : step]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read all rows."""
@@ -260,35 +197,24 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _damaged(path: Path, kind: ArtifactKind) -> ArtifactError:
-    reason = "The hash at the end differs: the file was damaged"
-    return _refused(path, kind, "every byte must be as it was written", reason)
-
-
 @contextlib.contextmanager
 def _explained(
-    held: _HeldFile, kind: ArtifactKind, doing: str = "Reading it"
+    path: Path, kind: ArtifactKind, doing: str = "Reading it"
 ) -> Generator[None, None, None]:
     try:
         yield
-        held.raise_if_damaged()
     except ArtifactError:
         raise
     except Exception as error:
         # What h5py makes of damaged metadata is open-ended: any error is the file's.
-        try:
-            held.raise_if_damaged()
-        except Damaged:
-            raise _damaged(held.path, kind) from error
-        must = f"a {kind.encoding_type} file must be whole"
-        finding = f"{doing} failed: {_first_line(error)}"
-        raise _refused(held.path, kind, must, finding) from error
+        must = f"a {kind.encoding_type} file must be whole, as it was written"
+        raise _refused(path, kind, must, f"{doing} failed: {_first_line(error)}") from error
 
 
 def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
     """Return the artifact in a file whose metadata is what its kind must have."""
     path, name = held.path, kind.encoding_type
-    with _explained(held, kind):
+    with _explained(path, kind):
         file = held.file()
         own_name, version = (_text(file.attrs.get(f"encoding-{of}")) for of in ("type", "version"))
         if (own_name, version) != (name, VERSION):
@@ -303,42 +229,27 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
         return Artifact(path, kind, held, spec, provenance, str(_text(file.attrs["content-hash"])))
 
 
-def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
-    """Return a file that is sealed, all of whose values lie in it."""
-    name = kind.encoding_type
+@contextlib.contextmanager
+def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
+    """Yield a file all of whose values lie in it."""
     if not path.is_file():
-        raise _refused(path, kind, f"a {name} file must be here", "Found nothing")
-    must = f"a {name} file must be readable HDF5"
-    try:
-        held = _HeldFile(path)
-    except Damaged as error:
-        raise _damaged(path, kind) from error
-    except OSError as error:
-        raise _refused(path, kind, must, f"Found {_first_line(error)}") from error
-    if not held.is_sealed:
-        must = f"a {name} file must end with a hash of its bytes"
-        reason = "Found none: it was cut short, opened for writing, or made by an earlier version"
-        raise _refused(path, kind, must, reason)
-    with contextlib.ExitStack() as stack:
-        stack.callback(held.close)
-        try:
+        raise _refused(path, kind, f"a {kind.encoding_type} file must be here", "Found nothing")
+    held = _HeldFile(path)
+    with contextlib.closing(held):
+        with _explained(path, kind):
             file = held.file()
-        except OSError as error:
-            with _explained(held, kind):
-                held.raise_if_damaged()
-            raise _refused(path, kind, must, f"Found {_first_line(error)}") from error
-        with _explained(held, kind):
-            check_local(file)
-        stack.pop_all()
-    return held
+            names: list[str] = []
+            file.visititems_links(lambda name, _link: names.append(name))
+            for name in names:
+                check_stored(file, name)
+        yield held
 
 
 @contextlib.contextmanager
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after making sure of what it is.
 
-    Every byte is compared with the seal before it is used: damage is refused at the latest when the
-    numbers are read that it is in.
+    Damage is refused at the latest when the numbers are read that it is in.
 
     Raises:
         ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
@@ -359,21 +270,17 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
         {'weighting': 'plain'} [1. 2.]
         >>> folder.cleanup()
     """
-    with contextlib.closing(_opened(path, kind)) as held:
+    with _opened(path, kind) as held:
         yield _verified(held, kind)
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return a file's kind, after making sure of every byte of it.
+    """Return a file's kind, after reading all of it and comparing its content hash.
 
-    pandas and h5py alone notice damage in bulk data only. See ``open_artifact`` for the errors.
+    See ``open_artifact`` for the errors.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
-    with contextlib.closing(_opened(path, unknown)) as held, _explained(held, unknown):
-        try:
-            held.read_all()
-        except Damaged as error:
-            raise _damaged(path, unknown) from error
+    with _opened(path, unknown) as held, _explained(path, unknown):
         file = held.file()
         name = _text(file.attrs.get("encoding-type"))
         alike = [kind for kind in KINDS if kind.encoding_type == name]
@@ -381,7 +288,8 @@ def verify(path: Path) -> ArtifactKind:
             known = ", ".join(dict.fromkeys(kind.encoding_type for kind in KINDS))
             raise _refused(path, unknown, f"the file must be one of {known}", f"Found {name}")
         kind = next((k for k in alike if all(key in file for key in k.keys)), alike[-1])
-        _verified(held, kind)
+        if _verified(held, kind).content_hash != content_hash(file):
+            raise ValueError("its content hash differs")
     return kind
 
 
@@ -393,44 +301,32 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     Returns:
         Values of shape (rows, columns), row ids and column ids.
     """
+    must = (
+        f"{path}: the file must be readable HDF5 that holds a frame {key!r} of numbers, whole and "
+        "finite, under ids that are all integers or all strings"
+    )
     how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
-    if not path.is_file():
-        raise ArtifactError(f"{path}: the file must exist. Found nothing there.")
     try:
         with path.open("rb") as raw:
             locking = None if knows_locks(raw.fileno()) else False
         with h5py.File(path, "r", locking=locking) as file:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
-            if any(is_link(file, name) for name in (key, *parts)):
-                raise ValueError(f"a link in place of {key!r}, or of a part of it")
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:
-                raise ArtifactError(
-                    f"{path}: the file must hold a frame {key!r} in pandas' fixed layout, of one "
-                    f"dtype. Found {', '.join(file) or 'nothing'}. {how}"
-                )
-            file_bytes = file.id.get_filesize()
-            for part in parts:
-                check_stored(part, dataset_in(file, part), file_bytes)
-            values, index, columns = (np.asarray(file[part]) for part in parts)
+                holds = ", ".join(file) or "nothing"
+                raise ValueError(f"{holds}, not in pandas' fixed layout, or of several dtypes")
+            for name in (key, *parts):
+                check_stored(file, name)
+            values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)
             row_ids, column_ids = plain_ids(index), plain_ids(columns)
-    except (ArtifactError, MemoryError):
+        if values.dtype.kind not in "biuf" or not {index.dtype.kind, columns.dtype.kind} <= set(
+            "iuS"
+        ):
+            raise ValueError(f"values of {values.dtype}, ids of {index.dtype} and {columns.dtype}")
+        if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
+            size = f"{len(index)} rows and {len(columns)} columns"
+            raise ValueError(f"{values.shape} values for {size}, or NaN among them")
+    except MemoryError:
         raise
-    except Exception as error:
-        # As above: a damaged file's errors are of any kind.
-        raise ArtifactError(
-            f"{path}: the file must be readable HDF5, with all values of the frame {key!r} in it. "
-            f"Found {_first_line(error)}. Write it again."
-        ) from error
-    kinds = {index.dtype.kind, columns.dtype.kind}
-    if values.dtype.kind not in "biuf" or not kinds <= {"i", "u", "S"} or values.ndim != 2:
-        raise ArtifactError(
-            f"{path}: the frame {key!r} must hold numbers, under ids that are all integers or "
-            f"all strings. Found values of {values.dtype}, ids of {index.dtype} and "
-            f"{columns.dtype}. {how}"
-        )
-    if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
-        raise ArtifactError(
-            f"{path}: the frame {key!r} must be whole and finite. Found {values.shape} values for "
-            f"{len(index)} rows and {len(columns)} columns, or NaN among them."
-        )
+    except Exception as error:  # as above: a damaged file's errors are of any kind
+        raise ArtifactError(f"{must}. Found: {_first_line(error)}. {how}") from error
     return values, row_ids, column_ids

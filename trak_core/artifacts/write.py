@@ -15,6 +15,7 @@ import numpy as np
 
 from trak_core import __version__
 from trak_core.artifacts.format import (
+    LIBVER,
     VERSION,
     ArtifactError,
     ArtifactKind,
@@ -23,12 +24,12 @@ from trak_core.artifacts.format import (
     ids_array,
     plain_ids,
     put_attributes,
+    put_vector,
     scaled_integers,
     scales_of,
     table_columns,
     write_object,
 )
-from trak_core.artifacts.sealed_file import SealingFile
 from trak_core.system.files import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table
@@ -53,7 +54,7 @@ _AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
 
 def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None:
     values = ids_array(ids)
-    dataset = group.create_dataset(name, data=values, fletcher32=True, chunks=values.shape)
+    dataset = put_vector(group, name, values)
     kind = "string" if values.dtype.kind == "S" else "integer"
     # pandas' own spelling of "the axis has no name".
     put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
@@ -69,18 +70,16 @@ def _even(length: int, most: int) -> int:
 
 
 class MatrixWriter:
-    """A new frame's values, to fill by blocks of rows: ``values[start:stop] = block``.
+    """A new frame's values, to fill by blocks of rows from the top down: ``values[a:b] = block``.
 
-    Whoever fills them from the top down writes whole chunks, whatever the blocks, and nothing is
-    read back.
+    HDF5 keeps chunks that are not full yet: whatever the blocks, each is written once.
     """
 
-    def __init__(self, path: Path, dataset: h5py.Dataset, raw: SealingFile) -> None:
+    def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         """Fill a dataset of the artifact that will lie at ``path``."""
-        self._path, self._dataset, self._raw = path, dataset, raw
-        self._hash = ValuesHash(str(dataset.name).lstrip("/"))
-        self._chunk_rows: int = dataset.chunks[0]  # pyright: ignore[reportOptionalSubscript]
-        self._filled, self._rest = 0, np.empty((0, *dataset.shape[1:]), dataset.dtype)
+        self._path, self._dataset, self._filled = path, dataset, 0
+        self.name = str(dataset.name).lstrip("/")
+        self._hash = ValuesHash(self.name)
         self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
@@ -94,42 +93,22 @@ class MatrixWriter:
         else:
             block, scales = scaled_integers(np.broadcast_to(np.asarray(values), shape))
             if not np.isfinite(scales).all():
-                name = str(self._dataset.name).lstrip("/")
-                raise not_finite(self._path, ValueError(f"{name!r} is not"))
+                raise not_finite(self._path, ValueError(f"{self.name!r} is not"))
             self.scales[start:stop] = scales
         try:
             self._hash.add(block)
         except ValueError as error:
             raise not_finite(self._path, error) from error
+        self._dataset[start:stop] = block
         self._filled = stop
-        size = self._chunk_rows
-        if len(self._rest):
-            missing = size - len(self._rest)
-            self._rest, block = np.concatenate([self._rest, block[:missing]]), block[missing:]
-            if len(self._rest) == size or stop == len(self._dataset):
-                self._write(stop - len(block) - len(self._rest), self._rest)
-                self._rest = self._rest[:0]
-        if not len(self._rest):
-            whole = len(block) if stop == len(self._dataset) else len(block) // size * size
-            self._write(stop - len(block), block[:whole])
-            self._rest = block[whole:].copy()
 
-    def _write(self, start: int, block: np.ndarray) -> None:
-        if len(block):
-            self._dataset[start : start + len(block)] = block
-        if self._raw.failure is not None:
-            raise self._raw.failure
-
-    @property
-    def key(self) -> str:
-        """The frame's name."""
-        return str(self._dataset.parent.name).lstrip("/")
-
-    @property
-    def known(self) -> dict[str, str]:
-        """The hash of the values by their name, if all are there."""
-        is_whole = self._filled == len(self._dataset)
-        return {str(self._dataset.name).lstrip("/"): self._hash.hexdigest()} if is_whole else {}
+    def hexdigest(self) -> str:
+        """Return the hash of the values, which must all be there: HDF5 would fill in zeros."""
+        if self._filled < len(self._dataset):
+            raise ValueError(
+                f"{self.name!r} is filled to row {self._filled} of {len(self._dataset)}"
+            )
+        return self._hash.hexdigest()
 
 
 def not_finite(path: Path, error: Exception) -> ArtifactError:
@@ -145,7 +124,6 @@ class Writer:
 
     path: Path
     file: h5py.File
-    raw: SealingFile
     tables: list[tuple[str, "Table", list[str]]] = field(default_factory=list)
     matrices: list[MatrixWriter] = field(default_factory=list)
 
@@ -170,24 +148,35 @@ class Writer:
             _axis(group, name, ids)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
+        # A row of chunks, and the slots with which HDF5 finds each of them.
+        cache = {"rdcc_nbytes": 2 * chunks[0] * max(shape[1], chunks[1]) * np.dtype(dtype).itemsize}
         values = group.create_dataset(
-            "block0_values", shape=shape, dtype=dtype, chunks=chunks, fletcher32=True
+            "block0_values",
+            shape,
+            dtype,
+            chunks=chunks,
+            fletcher32=True,
+            rdcc_nslots=2**14 - 3,
+            **cache,
         )
         put_attributes(values, **_VALUES, transposed=np.uint8(1))
-        self.matrices.append(MatrixWriter(self.path, values, self.raw))
+        self.matrices.append(MatrixWriter(self.path, values))
         return self.matrices[-1]
 
     def vector(self, key: str, values: Sequence[Any] | np.ndarray, *, chunk: int = 2**16) -> None:
         """Write one value a sample, or ids."""
         array = ids_array(values) if isinstance(values, list) else np.asarray(values)
-        chunks = (min(len(array), chunk),)
-        # Nothing at all has no chunks.
-        stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(array) else {}
-        self.file.create_dataset(key, data=array, **stored)
+        put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write one number."""
-        self.file.create_dataset(key, data=value)
+        """Write one number, among the metadata: a single value has no chunks to check."""
+        compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        compact.set_layout(h5py.h5d.COMPACT)
+        compact.set_obj_track_times(False)
+        number, space = np.asarray(value), h5py.h5s.create(h5py.h5s.SCALAR)
+        kind = h5py.h5t.py_create(number.dtype)
+        dataset = h5py.h5d.create(self.file.id, key.encode(), kind, space, compact)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, number)
 
     def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
         """Write a table by pandas itself; ``where=`` can name the ``searchable`` columns.
@@ -211,16 +200,12 @@ def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
     import pandas as pd
 
     for start in range(0, _length(rows), _PIECE_ROWS):
-        place = slice(start, start + _PIECE_ROWS)
-        if isinstance(rows, Mapping):
-            columns = {
-                name: plain_ids(values[place]) if values.dtype.kind == "S" else values[place]
-                for name, values in rows.items()
-            }
-            size = len(next(iter(columns.values())))
-            yield pd.DataFrame(columns, index=pd.RangeIndex(start, start + size))
-        else:
-            yield rows.iloc[place]
+        stop = min(start + _PIECE_ROWS, _length(rows))
+        parts: dict[str, Any] = {name: rows[name][start:stop] for name in rows}
+        columns = {
+            n: plain_ids(part) if part.dtype.kind == "S" else part for n, part in parts.items()
+        }
+        yield pd.DataFrame(columns, index=pd.RangeIndex(start, stop))
 
 
 def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
@@ -252,7 +237,7 @@ def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list
     with pd.HDFStore(path, "a", fletcher32=True) as store:
         for piece in _pieces(rows):
             given = {"data_columns": searchable, "index": False, **packing}
-            store.put(key, piece, format="table", append=key in store, **given)
+            store.put(key, piece, format="table", append=True, **given)
         # pandas 2 reads no table without it.
         group: Any = store.get_node(key)
         group._v_attrs.pandas_version = _PANDAS_VERSION
@@ -302,63 +287,36 @@ def create(
     without clock times a repeated run is byte-identical. ``attributes`` are more root attributes.
     """
     with written_whole(path) as partial:
-        known: dict[str, str] = {}
-        with SealingFile(partial, "w+") as raw:
-            with _hdf5(raw, "w") as file:
-                own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
-                put_attributes(file, **own, **attributes)
-                write_object(file, "spec", spec)
-                write_object(file, "provenance", provenance)
-                writer = Writer(path, file, raw)
-                # What fails is not finished.
-                yield writer  # ruff: ignore[fallible-context-manager]
-                for matrix in writer.matrices:
-                    known |= matrix.known
-                    if matrix.scales is not None:
-                        # Read with rows of the frame, a chunk of them at a time.
-                        writer.vector(scales_of(matrix.key), matrix.scales, chunk=1024)
-                if not writer.tables:
-                    _put_content_hash(path, file, known)
-            if not writer.tables:
-                raw.finish()
-        if writer.tables:
-            _add_tables(path, partial, writer, known)
-
-
-def _add_tables(path: Path, partial: Path, writer: Writer, known: dict[str, str]) -> None:
-    """Write the tables, the content hash and the seal."""
-    # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
-    fields = {key: _put_table(partial, key, rows, s) for key, rows, s in writer.tables}
-    for key, rows, _ in writer.tables:
-        if not _reads_back(partial, key, rows, fields[key]):
-            raise does_not_fit(path, f"the table {key} does not read as it was written")
-    with SealingFile(partial, "r+") as raw:
-        with _hdf5(raw, "r+") as file:
+        # A temporary file needs no lock, which some disks don't know.
+        with h5py.File(partial, "w", libver=LIBVER, locking=False) as file:
+            own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
+            put_attributes(file, **own, **attributes)
+            write_object(file, "spec", spec)
+            write_object(file, "provenance", provenance)
+            writer = Writer(path, file)
+            # What fails is not finished.
+            yield writer  # ruff: ignore[fallible-context-manager]
+            known: dict[str, str] = {}
+            for matrix in writer.matrices:
+                known[matrix.name] = matrix.hexdigest()
+                if matrix.scales is not None:
+                    # Read with rows of the frame, a chunk of them at a time.
+                    writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
+            for key, _, _ in writer.tables:
+                file.create_group(key)  # those of PyTables have the time in them
+        # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
+        fields: dict[str, list[_Place]] = {}
+        for key, rows, searchable in writer.tables:
+            fields[key] = _put_table(partial, key, rows, searchable)
+            if not _reads_back(partial, key, rows, fields[key]):
+                raise does_not_fit(path, f"the table {key} does not read as it was written")
+        with h5py.File(partial, "r+", locking=False) as file:
             for key, columns in fields.items():
                 put_attributes(file.require_group(key), columns=json.dumps(columns))
-            _put_content_hash(path, file, known)
-        raw.finish()
-
-
-@contextlib.contextmanager
-def _hdf5(raw: SealingFile, mode: str) -> Generator[h5py.File, None, None]:
-    """Give HDF5's file of these bytes; what the disk said of a write is the error."""
-    try:
-        # Chunks are written whole: without a cache their order is theirs, whatever the blocks.
-        with h5py.File(raw, mode, rdcc_nbytes=0) as file:
-            yield file
-    except Exception as error:
-        if raw.failure is None or error is raw.failure:
-            raise
-        raise raw.failure from error
-
-
-def _put_content_hash(path: Path, file: h5py.File, known: dict[str, str]) -> None:
-    file.flush()
-    try:
-        put_attributes(file, **{"content-hash": content_hash(file, known)})
-    except ValueError as error:
-        raise not_finite(path, error) from error
+            try:
+                put_attributes(file, **{"content-hash": content_hash(file, known)})
+            except ValueError as error:
+                raise not_finite(path, error) from error
 
 
 # The files that have it are read and parsed, 10 ms each.

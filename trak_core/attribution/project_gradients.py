@@ -15,7 +15,7 @@ from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
 from trak_core.gradients.margins_in_pieces import MarginFactors
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
+from trak_core.projection import OuterProducts, add_projection, prefers_factors
 from trak_core.spec import ProjectionSpec, matrix_shape
 
 # The part of a sample's features, by their norm, that may be lost where they are stored. Rounding
@@ -153,8 +153,7 @@ class Features:
     def _project(self, blocks: list[Tensor], offset: int) -> None:
         if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
             blocks = [torch.cat(blocks, dim=1)]
-        spec, rows, threads = self._projection, self.rows, self._threads
-        project(blocks, spec, offset=offset, out=rows, accumulate=True, threads=threads)
+        add_projection(blocks, self._projection, offset, self.rows, self._threads)
 
     def finish(self) -> None:
         self._project_held()
@@ -177,15 +176,9 @@ class Features:
         other.finish()
         self.rows += other.rows
 
-    def finite(self) -> Tensor:
-        """Return ``rows``, or raise ``NotFiniteError``."""
-        if not self.rows.isfinite().all():
-            raise NotFiniteError("Features must be finite. Found NaN or infinity.")
-        return self.rows
-
     def scaled(self) -> Tensor:
-        """Return the features, so that E<Rx, Ry> = <x, y>, or raise ``NotFiniteError``."""
-        return self.finite() * self._projection.scale
+        """Return the features, so that E<Rx, Ry> = <x, y>."""
+        return self.rows * self._projection.scale
 
 
 def batch_features(
@@ -207,16 +200,18 @@ def batch_features(
     something is not finite, the ``InputError`` names the samples, by ``ids``, and parameters.
     """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
-    try:
-        columns = method(model, parameters, output, batch, sums)
-        rows = sums.scaled() if is_scaled else sums.finite()
-    except NotFiniteError:
+    columns = method(model, parameters, output, batch, sums)
+    # The first and only time that a GPU is waited for.
+    rows = (sums.scaled() if is_scaled else sums.rows).cpu().numpy()
+    if not (np.isfinite(rows).all() and columns[0].isfinite().all()):
         explain_not_finite(model, parameters, output, batch, ids)
-        raise
-    if not columns[0].isfinite().all():
-        explain_not_finite(model, parameters, output, batch, ids)
+        raise InputError(
+            "Features must be finite. Found NaN or infinity where gradients are finite: their sums "
+            "overflow float32.",
+            code="projection.not_finite",
+        )
     numbers = torch.vmap(output.label_number)(batch.labels)
-    return rows.cpu().numpy(), [numbers, *columns]
+    return rows, [numbers, *columns]
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trak_core.errors import InputError, listed
 from trak_core.study.fit_weights import shared_prefixes
-from trak_core.study.load_checkpoint import read_state_dict, weights_without_numbers
+from trak_core.study.load_checkpoint import read_weights
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
 # An epoch or a step and its number; "sweep_1" has none. And how good a state was at that time.
@@ -18,22 +18,23 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shapes]:
-    """Return the shapes of all checkpoints that load; only old files' numbers are read.
+    """Return the shapes of all checkpoints that load, without reading numbers.
 
     The report says which don't, and why.
     """
     loaded: dict[Path, Shapes] = {}
     for path in checkpoints:
         try:
-            weights = weights_without_numbers(path)
-            state = read_state_dict(path)[0] if weights is None else weights.state
+            weights = read_weights(path)
         except InputError as error:
             report.append(f"left out: {error}")
             continue
-        if weights is not None and weights.notice:
+        if weights.notice:
             report.append(f"found: {path}: {weights.notice}")
-        prefix = shared_prefixes(state)[-1]
-        loaded[path] = {key.removeprefix(prefix): tuple(t.shape) for key, t in state.items()}
+        prefix = shared_prefixes(weights.state)[-1]
+        loaded[path] = {
+            key.removeprefix(prefix): tuple(t.shape) for key, t in weights.state.items()
+        }
     return loaded
 
 

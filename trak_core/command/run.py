@@ -1,6 +1,8 @@
 """Run the workflow that this package brings along, or that lies beside it, for one config."""
 
+import ast
 import os
+import re
 import shlex
 import signal
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
 from trak_core.system.files import CONFIG_RECORD
 from trak_core.system.job import name_library
@@ -21,11 +24,14 @@ _PACKAGE = Path(__file__).parents[1]
 # Options by which a call says itself how much may run at a time.
 _SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# `python -m snakemake`, where Ctrl-C shows no traceback: its imports take a second.
+# `python -m snakemake`, where Ctrl-C shows no traceback: its imports take a second. Jobs stay, so
+# that garbage is looked for rarely, and not at the end: it would take an eighth of planning.
 _SNAKEMAKE = """
-import sys
+import atexit, gc, sys
 from trak_core.system.job import stop_before_jobs
 stop_before_jobs()
+atexit.register(gc.freeze)
+gc.set_threshold(100_000, 50, 100)
 {first}
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
@@ -36,14 +42,7 @@ from snakemake_executor_plugin_forks.server import set_preload, start
 set_preload({preload})
 start()
 """
-_CALL = "main()"
-# Snakemake would look for a package of the plugin's name, and not find one that may be edited.
-_CALL_BRIEFLY = """
-from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
-from trak_core.command import run_log
-LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_trak", run_log)
-main(["--logger=trak", *sys.argv[1:]])
-"""
+_CALL, _CALL_BRIEFLY = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # And options by which jobs run elsewhere.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 # More than Snakemake writes into a folder of temporary files before the first job.
@@ -53,6 +52,8 @@ _TEMPORARY_BYTES = 64_000
 # What every job may import, what an optimizer imports, and what studies of texts do.
 _STAGES = "trak_core.system.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
+# Words by which a study may change what an import does: by variables, or by folders.
+_CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 _OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
 
@@ -188,6 +189,25 @@ def _can_fork() -> bool:
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
+def study_imports(study: Path) -> list[str]:
+    """Return dotted names of what a study always imports and doesn't lie beside it, sorted.
+
+    None if the study may change what an import does.
+    """
+    modules = study_modules(study)
+    contents = [file.read_bytes() for file in modules.values()]
+    if any(_CHANGES_IMPORTS.search(content) for content in contents):
+        return []
+    imported: set[str] = set()
+    for node in (node for content in contents for node in ast.parse(content).body):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.update(f"{node.module}.{alias.name}" for alias in node.names)
+    beside = {name[0] for name in modules}
+    return sorted(name for name in imported if name.split(".")[0] not in beside)
+
+
 def preloaded(said: Any) -> list[str]:
     """Return what the process that forks for a config's jobs imports."""
     said = said if isinstance(said, dict) else {}
@@ -197,8 +217,6 @@ def preloaded(said: Any) -> list[str]:
         names.append(_OPTIMIZERS)
     with suppress(Exception):  # the start says what is wrong with the study
         if study.endswith(".py"):
-            from trak_core.dependency_digests import study_imports
-
             names += study_imports(Path(study))
         else:
             from trak_core.config.bind_study_arguments import READY_MADE

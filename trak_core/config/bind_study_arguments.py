@@ -15,7 +15,7 @@ from typing import Any
 from trak_core.data.rows import read_rows
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.system.files import code_digests, takes_no_file, written_whole
+from trak_core.system.files import takes_no_file, written_whole
 
 _TEXT = '''\
 """The ready-made study `{name}` with the config's `study_arguments`, written at each start.
@@ -24,9 +24,6 @@ To change it, copy this file and name the copy as `study`.
 """
 
 from trak_core.ready_made.{name} import {name}
-
-# What the library's own code was: another one has the jobs run again.
-CODE = "{digest}"
 
 study = {name}({arguments})
 {functions}
@@ -118,8 +115,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
         _refuse_results_in(arguments, results)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = first_checkpoint(config.get("checkpoints"))
-    digest = code_digests(Path(results)).of(f"trak_core.ready_made.{name}")
-    text = _source(name, arguments, about, digest)
+    text = _source(name, arguments, about)
     file = _written(name, text, results, writes=writes)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
     if about.names_images:
@@ -295,11 +291,10 @@ def _beside_weights(weights: Path) -> list[str]:
     return [str(path) for path in sorted(paths) if path.is_file() and path.suffix != ".bin"]
 
 
-def _source(name: str, arguments: Mapping[str, Any], about: _Ready, digest: str) -> str:
+def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
     functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
     return _TEXT.format(
         name=name,
-        digest=digest,
         arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
         functions="\n".join(f"{function} = study.{function}" for function in functions),
     )

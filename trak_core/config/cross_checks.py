@@ -3,7 +3,6 @@
 For a config that its schema accepts; standard library only.
 """
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -410,17 +409,6 @@ def check_given(entries: Iterable[str]) -> None:
                 f"{entry!r}. Write it into a file, and name that by --configfile.",
                 code="config.shell_value",
             )
-
-
-def check_python_path(executable: str, executor: str) -> None:
-    """Refuse a Python whose path Snakemake's own executors would write unquoted for a shell."""
-    if executor != "forks" and shlex.quote(executable) != executable:
-        raise InputError(
-            "The path of Snakemake's Python must be one word for a shell, without spaces or signs. "
-            f"Found {executable}. Make its environment in another folder; or, on one machine, call "
-            "`trak run`.",
-            code="config.python_path",
-        )
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

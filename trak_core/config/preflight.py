@@ -5,7 +5,6 @@ jobs, where there is one. Its answer stays in the results folder under keys of a
 that a further start costs nothing.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -18,49 +17,62 @@ from typing import Any
 
 from snakemake_executor_plugin_forks.server import Fork
 from trak_core.config.bind_study_arguments import builder_of
-from trak_core.config.cross_checks import check_columns, check_sizes
-from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
+from trak_core.config.cross_checks import check_columns, check_paths, check_sizes
+from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need, weights_mb
 from trak_core.config.specs_from_config import Specs
+from trak_core.dependency_digests import content_digest, stage_digest
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
-from trak_core.system.checkpoint_signatures import checkpoint_signatures
-from trak_core.system.files import code_digests, read_record, write_record
+from trak_core.system.files import path_digests, read_record, write_record
 
-_RECORD = "study.json"
+_RECORD, _DIGESTS = "study.json", "checkpoints.json"
 _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
-# What the record keeps of the model: entries to differentiate, and size of all that it holds.
-_MODEL = ("n_params", "model_bytes")
 # Clocks of this machine and of a file server differ by so much without harm.
 _SKEW_SECONDS = 2
+# What is in Snakemake's list of configs without being one, from all modules of a workflow.
+brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
-def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
+def run_preflight(
+    specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
+) -> dict[str, str]:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
     Files that are ``is_stored`` lie in a store, which Snakemake reads.
+
+    Returns:
+        Hashes of the content of the user's checkpoints and retrained models on this disk, by path.
     """
+    listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, listed)])
     _check_files(specs, is_stored)
-    record = results / _RECORD
-    known = read_record(record)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
-    facts = _facts(specs, results, known, checkpoints)
-    _check_sizes(specs, facts)
-    if facts != known:
-        write_record(record, facts, must=False)
+    own = [] if is_stored else [*checkpoints, *_own_truth(specs)]
+    digests = path_digests(own, results / _DIGESTS) if own else {}
+    _check_sizes(specs, _facts(specs, results / _RECORD, checkpoints, digests))
+    return digests
 
 
-def model_bytes(results: Path) -> int:
-    """Return the size of the study's model that the folder's preflight found, 0 before it."""
-    return read_record(results / _RECORD).get("model_bytes", 0)
+def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
+    """Return the MiB of a checkpoint's weights in a job, or of the largest one's for None.
 
-
-def renamed_checkpoints(results: Path) -> list[str]:
-    """Return the checkpoints whose weights transformers renames, which takes memory."""
-    return read_record(results / _RECORD).get("renamed", [])
+    They follow from what the folder's preflight found; 0 before it.
+    """
+    facts = read_record(results / _RECORD)
+    names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
+    return max(
+        weights_mb(
+            facts.get("model_bytes", 0),
+            path := specs.checkpoints[name].path,
+            reads_optimizer=specs.all_features.preconditioner is not None,
+            is_renamed=path in facts.get("renamed", []),
+        )
+        for name in names
+    )
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
@@ -89,14 +101,34 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             f"model and optimizer. Found no optimizer in {', '.join(bare)}. Name only those "
             "that have one, or leave `preconditioner` out."
         )
-    truth = specs.evaluation.get("ground_truth")
-    own_truth = [truth] if truth is not None and "://" not in truth else []
+    own_truth = _own_truth(specs)
     if not all(Path(path).is_file() for path in own_truth):
         raise InputError(
-            f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
+            f"evaluation.ground_truth must exist. Found nothing at {own_truth[0]} {here}.",
             code="config.missing_ground_truth",
         )
     refuse_future([*own, *own_truth])
+
+
+def stored_signature(path: str, store: Any, results: Path) -> str:
+    """Return what tells a user's file in a store, which is Snakemake's object of it.
+
+    A folder of this machine can be a store, whose content counts as anywhere on this machine.
+    """
+    here = Path(store.query)
+    if here.exists():
+        return path_digests([str(here)], results / _DIGESTS)[str(here)]
+    if not store.exists():
+        raise InputError(
+            f"{path} must be in its store. Found nothing at {store.query}.", code="config.stored"
+        )
+    return f"{store.size()} {store.mtime()}"
+
+
+def _own_truth(specs: Specs) -> list[str]:
+    """Return the path of a user's retrained models on this disk, if there is one."""
+    truth = specs.evaluation.get("ground_truth")
+    return [truth] if truth is not None and "://" not in truth else []
 
 
 def refuse_future(files: Iterable[str]) -> None:
@@ -133,8 +165,8 @@ def _lacks_optimizer(checkpoint: Path) -> bool:
     return checkpoint.suffix == ".safetensors"
 
 
-def check_sources(files: Sequence[Path]) -> None:
-    """Refuse files that Snakemake would not bring to jobs that share no disk with it."""
+def bring_along(files: Sequence[Path]) -> list[str]:
+    """Return files for jobs that share no disk with Snakemake; refuse what it would not bring."""
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
     for wrong, rule in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
@@ -146,6 +178,8 @@ def check_sources(files: Sequence[Path]) -> None:
                 "fetch.",
                 code="config.sources",
             )
+    brought_along.extend(map(str, files))
+    return list(map(str, files))
 
 
 def _request(specs: Specs) -> dict[str, Any]:
@@ -168,49 +202,40 @@ def _request(specs: Specs) -> dict[str, Any]:
 
 
 def _facts(
-    specs: Specs, results: Path, known: dict[str, Any], checkpoints: Mapping[str, list[str | None]]
+    specs: Specs,
+    record: Path,
+    checkpoints: Mapping[str, list[str | None]],
+    digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
-    request, shards = _request(specs), specs.shards
-    code = [*(specs.digests["whole"], specs.output_digest), code_digests(results).of(_STAGE)]
-    keys = {
-        split: _key([
-            *(*code, request, split, specs.experiments.get(split), n_shards),
-            specs.targets_digest(split),
-        ])
-        for split, n_shards in shards.items()
+    """Return sizes of the study, and keys of splits and checkpoints; read only what has a new key.
+
+    So an experiment can be added where training data are no more.
+    """
+    request, shards, known = _request(specs), specs.shards, read_record(record)
+    common = [specs.made_of, stage_digest(_STAGE), request]
+    decisive = {
+        s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards
+    } | {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
+    keys = {name: content_digest(name, common, own) for name, own in decisive.items()}
+    old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
+    if old == keys.keys():
+        return known
+    new = {path: c for path, c in checkpoints.items() if f"checkpoint {path}" not in old}
+    request |= {
+        "splits": {split: specs.experiments.get(split) for split in shards if split not in old},
+        "shards": shards,
+        "checkpoints": new,
+        "questions": specs.questions,
+        "conditions": specs.conditions,
+        "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
     }
-    splits = known.get("splits", {})
-    new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
-    signatures = checkpoint_signatures(results)
-    fitting = {
-        path: _key([*code, path, parts, signatures.of(Path(path))])
-        for path, parts in checkpoints.items()
-    }
-    changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
-    model, read = {key: known.get(key) for key in _MODEL}, {}
-    renamed = {path for path in known.get("renamed", []) if path in fitting} - {*changed}
-    if new or changed:
-        request |= {
-            "splits": {split: specs.experiments.get(split) for split in new},
-            "shards": shards,
-            "checkpoints": {path: checkpoints[path] for path in changed},
-            "questions": specs.questions,
-            "conditions": specs.conditions,
-            "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
-        }
-        minutes = specs.config["compute"].get("minutes")
-        sizes = _preflight_in_a_process(request, minutes, builder_of(specs.config))
-        model = {key: sizes[key] for key in _MODEL}
-        renamed |= {*sizes["renamed"]}
-        read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
-    # The record may know splits and checkpoints that the config has no more.
-    return {
-        **model,
-        "splits": {s: read.get(s) or splits[s] for s in shards},
-        "checkpoints": fitting,
-        "renamed": sorted(renamed),
-    }
+    minutes = specs.config["compute"].get("minutes")
+    facts = _preflight_in_a_process(request, minutes, builder_of(specs.config))
+    facts["n_samples"] = known.get("n_samples", {}) | facts["n_samples"]
+    kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
+    facts |= {"keys": keys, "renamed": kept + facts["renamed"]}
+    write_record(record, facts, must=False)
+    return facts
 
 
 def _is_large(checkpoint: Path) -> bool:
@@ -220,11 +245,6 @@ def _is_large(checkpoint: Path) -> bool:
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     is_adapter = any(path.name == ADAPTER_CONFIG for path in files)
     return is_adapter or sum(path.stat().st_size for path in files) >= LARGE_BYTES
-
-
-def _key(decisive: list[Any]) -> str:
-    text = json.dumps(decisive, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _preflight_in_a_process(
@@ -299,7 +319,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         proj_dim = config["projection"]["proj_dim"]
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
-    n_targets = {split: sizes["n_samples"] for split, sizes in facts["splits"].items()}
+    n_targets = {split: facts["n_samples"][split] for split in specs.shards}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
     # Its scores are never in memory together.

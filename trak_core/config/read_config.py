@@ -103,10 +103,15 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
             f"{path}: a config must be a mapping of keys to values. Found {type(config).__name__}.",
             code="config.no_mapping",
         )
-    config = with_ready_study(merged(config, given_by_command(path, config)), writes=False)
-    rules = read_schema(schema)
-    check_config(config, rules)
-    config = with_defaults(config, rules)
+    return completed(merged(config, given_by_command(path, config)), schema, writes=False)
+
+
+def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -> dict[str, Any]:
+    """Return a config with its schema's defaults, and with its study's file; refuse a wrong one."""
+    config, keys = with_ready_study(config, writes=writes), read_schema(schema)
+    check_config(config, keys)
+    config = with_defaults(config, keys)
+    # Snakemake dislikes ./ and a / at the end.
     return config | {"results": str(Path(config["results"]))}
 
 

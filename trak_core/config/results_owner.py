@@ -4,12 +4,61 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.read_config import CONFIG_RECORD
+from trak_core.config.preflight import refuse_future
+from trak_core.config.read_config import CONFIG_RECORD, record_config
 from trak_core.errors import InputError
-from trak_core.system.files import read_record
+from trak_core.system.files import check_results, hold_results, read_record
+
+
+def begin_run(
+    config: Mapping[str, Any],
+    results: Path,
+    config_files: Sequence[Path],
+    given: Mapping[str, Any],
+    entries: Sequence[str],
+) -> list[str]:
+    """Take a results folder for a run that has jobs to do.
+
+    What was ``given`` by ``--config`` stands in ``entries`` as on the command line.
+
+    Returns:
+        Warnings for the user.
+    """
+    check_results(results)
+    hold_results(results)
+    refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
+    earlier = ", ".join(earlier_configs(results, config_files, config))
+    record_config(config, results, config_files, given, entries)
+    if not earlier:
+        return []
+    return [
+        f"{results} is what {earlier} made. This run replaces files of the same names there, and "
+        "leaves the others. To keep both, give each config a `results` of its own."
+    ]
+
+
+def what_to_read(
+    files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
+) -> tuple[list[str], list[str]]:
+    """Return where a run has put what its user wants to read, and the report's warnings.
+
+    ``files`` has the names of files by kind; those that aren't there are left out.
+    """
+    there = {
+        kind: ", ".join(sorted(file for file in own if is_stored or Path(file).exists()))
+        for kind, own in files.items()
+    }
+    said = [f"{kind}: {names}" for kind, names in there.items() if names]
+    written = results / "report.html"
+    page = written.read_text(encoding="utf-8") if written.exists() and not is_stored else ""
+    patterns = '<p class="fit">(.*?)</p>', '<div class="warning">\n<h3>(.*?)</h3>'
+    measures, titles = ([unescape(t) for t in re.findall(p, page)] for p in patterns)
+    warnings = [f"The report warns: {'; '.join(titles)}."] if titles else []
+    return said + measures, warnings
 
 
 def earlier_configs(
@@ -40,8 +89,8 @@ def earlier_configs(
     return [] if _is_copy(known, results) else earlier
 
 
-def changed_in_copy(config: Mapping[str, Any], results: Path) -> list[str]:
-    """Return the keys by which a copied folder's files were made that are others in ``config``.
+def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
+    """Return a warning of the keys by which a copied folder's files were made that are others now.
 
     Snakemake has no record of what made a copy's files, and takes them as finished. Keys that
     decide no numbers don't count; a folder that is no copy has none.
@@ -52,7 +101,13 @@ def changed_in_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     own, other = ({**c, "study": _study_of(c)[0]} for c in (config, known["config"]))
     keys = sorted((own.keys() | other) - {"results", "compute", "answers"})
     own = json.loads(json.dumps(own))
-    return [key for key in keys if own.get(key) != other.get(key)]
+    changed = [key for key in keys if own.get(key) != other.get(key)]
+    if not changed:
+        return []
+    return [
+        f"{results} is a copy of a folder that was made with another {', '.join(changed)}. Files "
+        "in it count as finished, whatever made them: run once with --forceall."
+    ]
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:

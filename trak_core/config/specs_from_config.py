@@ -49,53 +49,25 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.spec.target_filter import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
 # Subsets, and targets with their removals, that one job trains for.
 _SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, trainings without each set of samples; the seed of what is drawn.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
-# Functions of a study that are called to show samples alone, for columns alone, and for targets.
-_SHOWING = {"draw", "describe", "as_read", "token_texts", "class_names"}
-_COLUMNS = {"train_columns", "target_columns"}
-_TARGETS = {"target_data", "target_ids", "encode"}
-
-
-def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return hashes of a study's source and of the data files, whose digests are given by path.
-
-    Returns ``training``, of what decides trained checkpoints and features of training samples;
-    ``targets``, which adds the functions called for targets; ``texts``, which adds ``describe`` to
-    them; ``columns``, which adds those that return columns to them; ``whole``, of all.
-    """
-    return {
-        "training": study_digest(study, data_files, _SHOWING | _COLUMNS | _TARGETS),
-        "targets": study_digest(study, data_files, _SHOWING | _COLUMNS),
-        "columns": study_digest(study, data_files, _SHOWING),
-        "texts": study_digest(study, data_files, _SHOWING - {"describe"} | _COLUMNS),
-        "whole": study_digest(study, data_files),
-    }
+# Functions of a study for columns of its own.
+_COLUMNS = ("train_columns", "target_columns")
 
 
 def targets_digest(
-    ids: Sequence[int | str] | None,
-    question: Path | None,
-    digests: Mapping[str, str],
-    study: Path = Path(),
+    ids: Sequence[int | str] | None, question: Path | None = None, study: Path = Path()
 ) -> str:
-    """Return the hash of target ids, and of the code and files that the targets come from.
+    """Return the hash of target ids, in order, and of the file that the targets come from.
 
-    The ids are in order; None for all of the ``question``'s file. Without ``digests``, which are
-    from ``study_digests``, the ids alone count.
+    The ids are None for all of the ``question``'s file, which is None for the study.
     """
-    if question is None:
-        code = [digests.get("targets")]
-    else:
-        # A question in Python may import the study, and call anything there.
-        decides = "whole" if question.suffix == ".py" else "targets"
-        code = [digests[decides], _question_digest(question, study)]
-    return content_digest(ids and [str(i) for i in ids], *code)
+    own = [] if question is None else [_question_digest(question, study)]
+    return content_digest(ids and [str(i) for i in ids], *own)
 
 
 @cache
@@ -117,7 +89,7 @@ class Specs:
 
     Attributes:
         experiments: Names with the ids of their targets, None for all; ``means`` has the others.
-        digests: See ``study_digests``.
+        study_digest: Hash of the study's code and of all data files.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
         output_digest: Hash of the file that has a model output of its own; None without such.
@@ -126,7 +98,7 @@ class Specs:
     config: Mapping[str, Any]
     checkpoints: Mapping[str, Checkpoint]
     experiments: Mapping[str, Sequence[int | str] | None]
-    digests: Mapping[str, str]
+    study_digest: str
     files: Sequence[Path]
     defaults: str = ""
     output_digest: str | None = None
@@ -148,9 +120,11 @@ class Specs:
             return None
         return {} if isinstance(given := self.config["model_output"], str) else ordered(given)
 
-    def _with_output(self, digest: str) -> str:
-        """Return a digest of the study to which the file of a model output of its own is added."""
-        return content_digest(digest, self.output_digest) if self.output_digest else digest
+    @property
+    def made_of(self) -> str:
+        """Hash of the study and of the file of a model output of its own."""
+        own = self.output_digest
+        return content_digest(self.study_digest, own) if own else self.study_digest
 
     @property
     def is_projected(self) -> bool:
@@ -249,7 +223,7 @@ class Specs:
     def has_columns(self) -> bool:
         """Whether the study, or a question in Python, may have columns of its own."""
         files = [self.config["study"], *self.questions.values()]
-        return any(mentions(Path(path), _COLUMNS) for path in files if path.endswith(".py"))
+        return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     @property
     def lists(self) -> dict[str, dict[str, Any]]:
@@ -264,19 +238,16 @@ class Specs:
         if split not in {*self.experiments, *self.questions}:
             return None
         if split in self.conditions:
-            where = self.conditions[split]
-            is_plain = set(Condition.parse(where).columns) <= set(TARGET_COLUMNS)
-            code = self.digests["targets" if is_plain else "columns"]
-            return content_digest(["where", where], code)
+            return content_digest(["where", self.conditions[split]])
         question = Path(self.questions[split]) if split in self.questions else None
-        ids, study = self.experiments.get(split), Path(self.config["study"])
-        return targets_digest(ids, question, self.digests, study)
+        study = Path(self.config["study"])
+        return targets_digest(self.experiments.get(split), question, study)
 
     @property
     def all_features(self) -> FeaturesSpec:
         """What decides the features, or Gramians, of all checkpoints and splits."""
         parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
-        return features_spec(self.config, self._with_output(self.digests["training"]), parts)
+        return features_spec(self.config, self.made_of, parts)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
         """Return what decides one file of features, or one Gramian."""
@@ -289,7 +260,7 @@ class Specs:
             self.all_features,
             projection={"kind": "embedding"},
             dtype="float32",
-            study_digest=self.digests["targets"],
+            study_digest=self.study_digest,
             preconditioner=None,
             split="all",
         )
@@ -302,7 +273,6 @@ class Specs:
             parameter_patterns=None,
             projection={"kind": "none"},
             dtype="float32",
-            study_digest=self._with_output(self.digests["targets"]),
             preconditioner=None,
             split="all",
         )
@@ -407,7 +377,7 @@ class Specs:
                 continue
             naming = {
                 "top": {"scores_spec": self.scores(about["experiment"]).as_dict()},
-                "bm25": {"digest": self.digests["texts"]},
+                "bm25": {},
                 "embedding_cosine": {
                     "checkpoints": self.self_influence.ends,
                     "embeddings_spec": self.embeddings.as_dict(),
@@ -425,7 +395,7 @@ class Specs:
             subsets=subsets,
             arguments=self.training,
             model_output=output_name(self.config["model_output"]),
-            study_digest=self._with_output(self.digests["targets"]),
+            study_digest=self.made_of,
             seeds=seeds,
             seed=seed,
         )
@@ -462,6 +432,7 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     code = [Path(path) for path in tables if path.endswith(".py")]
     modules = python_modules(study, [*code, *([output] if output else [])])
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
-    digests = study_digests(study, data)
     output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
-    return Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)
+    return Specs(
+        config, checkpoints, experiments, study_digest(study, data), files, defaults, output_digest
+    )

@@ -1,7 +1,7 @@
 """Random projection of gradient rows (Johnson-Lindenstrauss), one matrix everywhere."""
 
-from trak_core.projection.project import NotFiniteError, back_project, project
+from trak_core.projection.project import add_projection, back_project, project
 from trak_core.projection.tensor_sketch import Contractions, OuterProducts, prefers_factors
 
-__all__ = ["Contractions", "NotFiniteError", "OuterProducts", "back_project"]
+__all__ = ["Contractions", "OuterProducts", "add_projection", "back_project"]
 __all__ += ["prefers_factors", "project"]

@@ -20,10 +20,6 @@ M = TypeVar("M", np.ndarray, Tensor)
 _DTYPES = (np.float32, np.float16, torch.float32, torch.float16, torch.bfloat16)
 
 
-class NotFiniteError(InputError):
-    """A projection has NaN or infinity in it."""
-
-
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype} on {value.device}"
@@ -111,11 +107,37 @@ def _check_finite(out: Matrix) -> None:
         finite = np.isfinite(_array(out))
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
-        raise NotFiniteError(
+        raise InputError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
             f"the projection of the rows {listed(rows)}.",
             code="projection.not_finite",
         )
+
+
+def add_projection(
+    blocks: Sequence[M], spec: ProjectionSpec, offset: int, out: M, threads: int
+) -> None:
+    """Add the unscaled projection of blocks to ``out``: ``project`` without its checks.
+
+    On CUDA, where each check of numbers waits for the GPU, work is queued and nothing waits.
+    """
+    if spec.kind is ProjectionKind.IDENTITY:
+        _copy_columns(blocks, offset, out)
+    elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
+        add_rows(out, [block for block in blocks if isinstance(block, Tensor)], spec, offset)
+    elif isinstance(out, Tensor) and out.device.type == "cuda":
+        # Only here: a machine without CUDA does not need what it imports.
+        from trak_core.projection.cuda import project_cuda
+
+        project_cuda(blocks, spec, offset, out)
+    elif isinstance(out, Tensor) and out.device.type != "cpu":
+        raise InputError(
+            f"`gradients` must be on a CPU or CUDA device. Found {out.device}.",
+            code="projection.device",
+        )
+    else:
+        arrays = [_array(block) for block in blocks]
+        project_cpu(arrays, spec, offset, threads, _array(out))
 
 
 def project(
@@ -167,7 +189,7 @@ def project(
         InputError: If shapes, dtypes or devices are not as above, if the chunk does not lie within
             ``spec.n_params``, if ``accumulate`` comes without ``out``, or if a CUDA kernel cannot
             run or fails its test.
-        NotFiniteError: An ``InputError``: if a result is not finite; ``out`` is then not usable.
+            Or if a result is not finite; ``out`` is then not usable.
 
     Example:
         Two gradients with 10,000 entries, kept with 1,024 numbers each:
@@ -212,23 +234,7 @@ def project(
             f"`threads` must be at least 1. Found {threads}.", code="projection.threads"
         )
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
-    if spec.kind is ProjectionKind.IDENTITY:
-        _copy_columns(blocks, offset, out)
-    elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
-        add_rows(out, [block for block in blocks if isinstance(block, Tensor)], spec, offset)
-    elif isinstance(out, Tensor) and out.device.type == "cuda":
-        # Only here: a machine without CUDA does not need what it imports.
-        from trak_core.projection.cuda import project_cuda
-
-        project_cuda(blocks, spec, offset, out)
-    elif isinstance(out, Tensor) and out.device.type != "cpu":
-        raise InputError(
-            f"`gradients` must be on a CPU or CUDA device. Found {out.device}.",
-            code="projection.device",
-        )
-    else:
-        arrays = [_array(block) for block in blocks]
-        project_cpu(arrays, spec, offset, threads, _array(out))
+    add_projection(blocks, spec, offset, out, threads)
     if scale:
         out *= spec.scale
     _check_finite(out)

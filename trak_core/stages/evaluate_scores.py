@@ -178,7 +178,6 @@ def evaluate_scores(
     retrained_spec: RetrainedSpec | None,
     baselines: Sequence[str],
     sweep: dict[str, Any] | None,
-    digest: str | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -188,7 +187,7 @@ def evaluate_scores(
     ``embeddings`` are by the last checkpoint of each run, empty without their baseline. The
     retrained models are the pipeline's, or with ``retrained_spec`` None a file of a user's.
     ``baselines`` are any of random, same_class, gradient_dot, embedding_cosine and bm25, for which
-    the study is read, whose ``digest`` decides it; ``sweep`` has values for each field of
+    the study is read; ``sweep`` has values for each field of
     ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
@@ -267,7 +266,6 @@ def evaluate_scores(
             "scores": final.content_hash,
             "projection": final.spec["projection"],
             "baselines": list(baselines),
-            "texts": digest,
             "sweep": sweep,
         }
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)

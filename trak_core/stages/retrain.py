@@ -110,7 +110,7 @@ def retrain(
     - ``without random``: everything, then for each size each of ``spec.draws``.
     - ``without top``: for each of ``target_ids`` each size, by a file of scores, which must be made
       by ``scores_spec``: the target's most helpful samples.
-    - ``without bm25``: likewise, by the study's texts, whose ``digest`` counts.
+    - ``without bm25``: likewise, by the study's texts.
     - ``without embedding_cosine``: likewise, by the mean over files of embeddings, which must be
       made by ``embeddings_spec`` under ``checkpoints``.
     - ``list``: everything, then each size by a list, then each by random samples. A size is one of

@@ -1,7 +1,7 @@
 """Fit the weights of a checkpoint to a model."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,24 +10,21 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
+from trak_core.study.build_empty import built_empty
 from trak_core.study.fit_weights import fit_weights, in_words, misfits_of
 from trak_core.study.hugging_face_weights import Adapter
-from trak_core.study.unset_weights import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
-    is_safetensors,
     is_state_dict,
-    read_shapes,
     read_tensors,
     state_dicts,
-    stream_tensors,
     weight_files,
 )
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
-_REMEDY = "Save `model.state_dict()` and use that file."
-# Entries that are checked at a time.
-_PIECE = 2**20
+_REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
+# Entries that are checked at a time, and bytes that are read at a time.
+_PIECE, _PIECE_BYTES = 2**20, 2**26
 # How modules take weights: copies, and torch's norms, which only add what old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
@@ -36,7 +33,7 @@ _PLAIN_LOADS = {
 }
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """The weights that are taken from files.
 
     ``within`` are the keys that lead to them in a file, joined by dots; ``notice`` says that others
@@ -48,7 +45,7 @@ class _Weights(NamedTuple):
     notice: str
 
 
-def _taken(saved: Any, path: Path) -> _Weights:
+def _taken(saved: Any, path: Path) -> Weights:
     """Take the state dict out of what a file holds, where nothing says which."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
@@ -63,7 +60,7 @@ def _taken(saved: Any, path: Path) -> _Weights:
             f"the weights under `{name}` are taken. Found others under {listed(others)}; "
             "`state_dict` of a checkpoint in the config says which to take."
         )
-        return _Weights(state, name, notice if others else "")
+        return Weights(state, name, notice if others else "")
     remedy = _REMEDY
     if parts:
         ways = " or ".join(f"`state_dict: {part}`" for part in parts)
@@ -77,15 +74,14 @@ def _taken(saved: Any, path: Path) -> _Weights:
     )
 
 
-def _weights(
-    files: Sequence[Path], read: Callable[[Path], Any], part: str | None, source: Path
-) -> _Weights | None:
-    """Return what is taken from all files of a checkpoint; None if ``read`` returns that."""
+def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) -> Weights:
+    """Return what is taken from all files of a checkpoint; see ``read_state_dict``."""
     state, within, notice = dict[str, Tensor](), part or "", ""
+    files, config = weight_files(checkpoint)
+    if digest is not None and config is not None:
+        digest.update(config.read_bytes())
     for path in files:
-        saved = read(path)
-        if saved is None:
-            return None
+        saved = read_tensors(path, _MUST, _REMEDY, digest)
         if part is None:
             shard, within, notice = _taken(saved, path)
         else:
@@ -104,12 +100,28 @@ def _weights(
     chosen = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
     if part and not chosen:
         raise InputError(
-            f"{source}: `state_dict` of a checkpoint must be the keys that lead to its weights, "
-            f"joined by dots. Found no {part}, and weights under "
+            f"{checkpoint}: `state_dict` of a checkpoint must be the keys that lead to its "
+            f"weights, joined by dots. Found no {part}, and weights under "
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
-    return _Weights(chosen, within, notice)
+    odd = {key: kind for key, value in chosen.items() if (kind := _odd_kind(value))}
+    if odd:
+        raise InputError(
+            f"{checkpoint}: weights must be tensors of plain numbers. Found "
+            f"{listed(f'{key}, {kind}' for key, kind in odd.items())}. Save whole tensors in "
+            "floating point, `model.state_dict()` of the model as it was trained.",
+            code="study.tensor_file",
+        )
+    return Weights(chosen, within, notice)
+
+
+def _odd_kind(value: Tensor) -> str:
+    """Return what a tensor is that is no array of numbers; empty for one that is."""
+    if type(value) not in {Tensor, nn.Parameter}:
+        return type(value).__name__  # a piece of one, for one
+    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
+    return next((kind for kind, is_so in kinds.items() if is_so), "")
 
 
 def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str, Tensor], str]:
@@ -124,18 +136,8 @@ def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str
         Names to tensors; and the SHA-256 of the files that decide the numbers, in order. An
         adapter's config, or an index, comes before the weights.
     """
-    weights, sha256 = _read(checkpoint, part)
-    return weights.state, sha256
-
-
-def _read(checkpoint: Path, part: str | None) -> tuple[_Weights, str]:
-    files, config = weight_files(checkpoint)
-    digest = hashlib.sha256(config.read_bytes() if config else b"")
-    weights = _weights(
-        files, lambda path: read_tensors(path, _MUST, _REMEDY, digest.update), part, checkpoint
-    )
-    assert weights is not None
-    return weights, digest.hexdigest()
+    digest = hashlib.sha256()
+    return read_weights(checkpoint, part, digest).state, digest.hexdigest()
 
 
 def load_state_dict(
@@ -151,21 +153,35 @@ def load_state_dict(
     ``within`` it that lead to them.
     """
     fitting, _, told = fit_weights(model, state, source, within)
+    _put(model, [fitting], fitting, source, told)
+
+
+def _put(
+    model: nn.Module,
+    pieces: Iterable[Mapping[str, Tensor]],
+    whole: Mapping[str, Tensor],
+    source: str,
+    told: Iterable[str],
+) -> None:
+    """Copy weights into a model, piece after piece of the ``whole``, and say what was done."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
-    _check_tied(parameters, fitting, source)
-    _tell(told, source)
-    model.load_state_dict(fitting, strict=False)
+    _check_tied(parameters, whole, source)
+    for piece in pieces:
+        _check_finite({k: v for k, v in piece.items() if k in parameters}, source)
+        model.load_state_dict(piece, strict=False)
     model.eval()
-
-
-def _tell(told: Iterable[str], source: str) -> None:
     for text in told:
         print(f"{source}: {text}")
 
 
 def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    _refuse_not_finite([key for key, value in weights.items() if not _is_finite(value)], source)
+    bad = [key for key, value in weights.items() if not _is_finite(value)]
+    if bad:
+        raise InputError(
+            f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
+            f"{listed(bad)}. Take an earlier checkpoint, or train again.",
+            code="study.checkpoint_finite",
+        )
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -178,35 +194,22 @@ def _is_finite(values: Tensor) -> bool:
     return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts)
 
 
-def _refuse_not_finite(bad: Sequence[str], source: str) -> None:
-    if bad:
-        raise InputError(
-            f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
-            f"{listed(bad)}. Take an earlier checkpoint, or train again.",
-            code="study.checkpoint_finite",
-        )
-
-
 def _check_tied(
     parameters: Mapping[str, Tensor], fitting: Mapping[str, Tensor], source: str
 ) -> None:
     """Refuse two weights for one parameter: the model would silently have the last."""
     first: dict[int, str] = {}
-    differing = []
+    differing = set[str]()
     for key, own in parameters.items():
         if key not in fitting:
             continue
         other = first.setdefault(id(own), key)
         if other != key and not torch.equal(*(fitting[k].to(own.dtype) for k in (key, other))):
-            differing += [other, key]
-    _refuse_untied(differing, source)
-
-
-def _refuse_untied(differing: Sequence[str], source: str) -> None:
+            differing |= {other, key}
     if differing:
         raise InputError(
             f"{source}: weights of parameters that the model ties must be equal. Found different "
-            f"ones in {listed(sorted({*differing}))}. Let make_model() tie what was tied in "
+            f"ones in {listed(sorted(differing))}. Let make_model() tie what was tied in "
             "training, and nothing else.",
             code="study.checkpoint_tied",
         )
@@ -219,7 +222,7 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
     """
     # An adapter's files have a few of the weights. A model's own way to load may leave some out.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
-        model = built_without_draws(make_model)
+        model = built_empty(make_model)
         if model is not None and _loads_plainly(model):
             return model
     return make_model()
@@ -239,26 +242,40 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
         An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
         model has with it, so that files made on different bases are never taken together.
     """
-    is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
-    if not is_adapter and _loads_plainly(model):
-        files, index = weight_files(checkpoint)
-        if all(map(is_safetensors, files)):
-            streamed = _stream(model, files, index, part, checkpoint)
-            if streamed is not None:
-                return {"sha256": streamed}
-    (state, within, notice), sha256 = _read(checkpoint, part)
-    if notice:
-        print(f"Notice: {checkpoint}: {notice}")
-    if not is_adapter:
-        load_state_dict(model, state, str(checkpoint), within)
+    digest, source = hashlib.sha256(), str(checkpoint)
+    weights = read_weights(checkpoint, part, digest)
+    sha256 = digest.hexdigest()
+    if weights.notice:
+        print(f"Notice: {checkpoint}: {weights.notice}")
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        fitting, names, told = fit_weights(model, weights.state, source, weights.within)
+        pieces = [fitting]
+        if names is not None and _loads_plainly(model):
+            pieces = _pieces(checkpoint, part, names, weights.state)
+        _put(model, pieces, fitting, source, told)
         return {"sha256": sha256}
+    state = weights.state
     adapter = _fitting_adapter(model, state, checkpoint)
-    _check_finite(state, str(checkpoint))
+    _check_finite(state, source)
     adapter.put(state)
     model.eval()
     # Modules may keep what is no tensor there.
-    weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    return {"sha256": sha256, "model_sha256": state_dict_sha256(weights)}
+    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return {"sha256": sha256, "model_sha256": state_dict_sha256(own)}
+
+
+def _pieces(
+    checkpoint: Path, part: str | None, names: Mapping[str, str], state: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield weights by the model's ``names``, mapped anew: what was read of the last is let go."""
+    keys, n_bytes = list[str](), 0
+    for i, key in enumerate(names, 1):
+        keys.append(key)
+        n_bytes += state[key].nbytes
+        if i == len(names) or n_bytes >= _PIECE_BYTES:
+            mapped = read_weights(checkpoint, part).state
+            yield {names[k]: mapped[k] for k in keys}
+            keys, n_bytes = [], 0
 
 
 def _loads_plainly(model: nn.Module) -> bool:
@@ -279,59 +296,6 @@ def _loads_plainly(model: nn.Module) -> bool:
     )
 
 
-def _stream(
-    model: nn.Module, files: Sequence[Path], index: Path | None, part: str | None, checkpoint: Path
-) -> str | None:
-    """Return the SHA-256 of ``read_state_dict``; do what ``load_state_dict`` does.
-
-    Files of safetensors are read a tensor at a time: no weights are held beside the model's own.
-    None, and nothing is done, where transformers must rename them.
-    """
-    shapes, source = dict[str, Tensor](), str(checkpoint)
-
-    def read(path: Path) -> dict[str, Tensor]:
-        shapes.update(of_file := read_shapes(path, _MUST, _REMEDY))
-        return of_file
-
-    weights = _weights(files, read, part, checkpoint)
-    assert weights is not None
-    _, fitted, told = fit_weights(model, _without_numbers(weights.state), source, weights.within)
-    if fitted is None:
-        return None
-    # The model's names by the files'; keys of other parts have none.
-    names = {f"{part}.{key}" if part else key: name for key, name in fitted.items()}
-    own, named = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-    parameters = {key: named[name] for key, name in names.items() if name in named}
-    # A tied parameter is read once; its others are compared.
-    first = {id(p): key for key, p in reversed(parameters.items())}
-    others = {key: first[id(p)] for key, p in parameters.items() if first[id(p)] != key}
-    places = {key: own[name] for key, name in names.items() if key not in others}
-    ties: dict[str, Tensor] = {}
-    bad: list[str] = []
-    digest = hashlib.sha256(index.read_bytes() if index else b"")
-    for path in files:
-        for key, values in stream_tensors(path, _MUST, _REMEDY, digest.update, shapes, places):
-            if key in parameters and not _is_finite(values):
-                bad.append(names[key])
-            if key in others:
-                ties[key] = values
-            elif key in places and values is not places[key]:
-                places[key].copy_(values)
-    _refuse_not_finite(bad, source)
-    _refuse_untied(
-        [
-            names[key]
-            for tied, values in ties.items()
-            if not torch.equal(values.to(parameters[tied]), parameters[tied])
-            for key in (others[tied], tied)
-        ],
-        source,
-    )
-    _tell(told, source)
-    model.eval()
-    return digest.hexdigest()
-
-
 class Checked(NamedTuple):
     """What the preflight has seen of a checkpoint that fits.
 
@@ -345,28 +309,13 @@ class Checked(NamedTuple):
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
     """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread."""
-    weights = weights_without_numbers(checkpoint, part)
-    if weights is None:
-        return Checked()
+    weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)
         return Checked()
-    without_numbers = _without_numbers(weights.state)
+    without_numbers = {key: value.to("meta") for key, value in weights.state.items()}
     fit = fit_weights(model, without_numbers, str(checkpoint), weights.within)
     return Checked(fit.names is None, weights.notice)
-
-
-def weights_without_numbers(checkpoint: Path, part: str | None = None) -> _Weights | None:
-    """Return what ``read_state_dict`` reads, with numbers that stay unread.
-
-    None for a file of torch before 1.6, which can only be read whole.
-    """
-    files, _ = weight_files(checkpoint)
-    return _weights(files, lambda path: read_shapes(path, _MUST, _REMEDY), part, checkpoint)
-
-
-def _without_numbers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.to("meta") for key, value in state.items()}
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:

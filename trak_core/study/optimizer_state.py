@@ -88,7 +88,7 @@ def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str,
         )
     must = "an optimizer's state must be a whole file of torch.save"
     digest = hashlib.sha256()
-    saved = read_tensors(source, must, _TAKES, digest.update)
+    saved = read_tensors(source, must, _TAKES, digest)
     entries = saved if isinstance(saved, dict) else {}
     state = next((entries[key] for key in _KEYS if key in entries), entries)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):

@@ -15,11 +15,10 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trak_core.dependency_digests import code_digest, code_files, content_digest
+from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError, no_room
 
 if TYPE_CHECKING:
@@ -222,21 +221,14 @@ def takes_no_file(results: Path, path: Path, error: OSError) -> InputError:
     )
 
 
-def check_results(results: Path, files: Iterable[str] = ()) -> None:
-    """Refuse a results folder that takes no file, or one of a file that a run writes.
-
-    Snakemake deletes what is there before the job that writes it.
-    """
+def check_results(results: Path) -> None:
+    """Refuse a results folder that takes no file."""
     try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
         raise takes_no_file(results, results, error) from error
-    for folder in sorted({Path(file).parent for file in files}):
-        if may_only_be_read(folder):
-            error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            raise takes_no_file(results, folder, error)
 
 
 # Clocks of file systems stand still for up to two seconds: a file changed that lately may change
@@ -287,14 +279,35 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the hash of a data file's bytes, 32 hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits."""
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(
-            f"{path}: a data file must be readable. Found: {error.strerror or error}."
+            f"{path}: the file must be readable. Found: {error.strerror or error}."
         ) from error
+
+
+def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
+    """Return ``file_digest`` of files, by path; one that stays as the record has it is not read.
+
+    Size and times tell that, the time of the last change (ctime) among them. What the digests are
+    does not depend on the record, which is brought up to date unless ``writes`` is false.
+    """
+    known, digests = read_record(record), {}
+    kept = dict(known)
+    for file in files:
+        now, stat, name = time.time_ns(), file.stat(), file.as_posix()
+        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        *before, digest = known.get(name, [None])
+        digests[name] = digest if before == seen and digest else file_digest(file)
+        kept[name] = [*seen, digests[name]]
+        if stat.st_ctime_ns >= now - CLOCK_NS:
+            del kept[name]
+    if writes and kept != known:
+        write_record(record, kept, must=False)
+    return digests
 
 
 def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
@@ -302,60 +315,26 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
 
     Patterns are paths of files, or of folders for all files below them, or patterns as in a shell,
     where ``**`` stands for any folders; relative to the working folder. Hidden files of a folder,
-    and the run's own results, don't count. An entry without a readable file is refused.
-
-    Every job starts the Snakefile: a file with the size and times that the record, in the results
-    folder, has of it is not read again. What the digests are does not depend on the record, which
-    is brought up to date unless ``writes`` is false.
+    and the run's own results, don't count. An entry without a readable file is refused. For the
+    record, which lies in the results folder, see ``_file_digests``.
     """
     if not patterns:
         return {}
-    known, kept, digests = read_record(record), {}, {}
     files = {file for pattern in patterns for file in _checked_files(pattern, record.parent)}
-    for file in sorted(files):
-        now, stat, name = time.time_ns(), file.stat(), file.as_posix()
-        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        *before, digest = known.get(name, [None])
-        digests[name] = digest if before == seen and digest else file_digest(file)
-        if stat.st_ctime_ns < now - CLOCK_NS:
-            kept[name] = [*seen, digests[name]]
-    if writes and kept != known:
-        write_record(record, kept, must=False)
-    return digests
+    return _file_digests(sorted(files), record, writes=writes)
 
 
-class CodeDigests:
-    """``code_digest`` of modules, from a record as long as no file of ``trak_core`` changes.
+def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
+    """Return hashes of the content of files and folders, such as checkpoints, by path.
 
-    Every start of Snakemake needs them, and reading all modules takes it a second. Files count by
-    their sizes and times, as data files do.
+    All files of a folder count, except hidden ones.
     """
-
-    def __init__(self, record: Path) -> None:
-        self._record, now = record, time.time_ns()
-        stats = {str(path): path.stat() for path in code_files()}
-        files = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()]
-        self._files = content_digest(files)
-        self._is_settled = all(s.st_ctime_ns < now - CLOCK_NS for s in stats.values())
-        self._known = read_record(record)
-        if self._known.get("files") != self._files:
-            self._known = {}
-        self._digests: dict[str, str] = dict(self._known.get("digests", {}))
-
-    def of(self, module: str) -> str:
-        """Return a module's digest."""
-        if module not in self._digests:
-            self._digests[module] = code_digest(module)
-        return self._digests[module]
-
-    def write(self) -> None:
-        """Bring the record up to date."""
-        if self._is_settled and self._digests != self._known.get("digests"):
-            known = {"files": self._files, "digests": self._digests}
-            write_record(self._record, known, must=False)
-
-
-@cache
-def code_digests(results: Path) -> CodeDigests:
-    """Return the digests that a results folder has on record, once for a process."""
-    return CodeDigests(results / "code.json")
+    files = {path: sorted(_files(path)) for path in paths}
+    each = dict.fromkeys(file for own in files.values() for file in own)
+    digests = _file_digests(each, record, writes=True)
+    return {
+        path: content_digest([
+            [file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in own
+        ])
+        for path, own in files.items()
+    }

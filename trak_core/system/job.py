@@ -22,8 +22,8 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
 
@@ -112,25 +112,6 @@ _ASK_AGAIN_SECONDS = 0.2
 _THREADS_SECONDS = 5.0
 
 
-_called_back: set[CodeType] = set()
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def called_back(function: _Function) -> _Function:
-    """Return a function that a C library calls; no stop arrives in it, nor in what it calls.
-
-    HDF5 goes on with an exception that is still to be raised, and hides it under errors of its own.
-    """
-    _called_back.add(function.__code__)
-    return function
-
-
-def _is_called_back(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code not in _called_back:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_stopping() -> bool:
     """Return whether the stop is on its way up, so that what runs now is clearing up."""
     error = sys.exception()
@@ -147,8 +128,8 @@ def _insist(message: str) -> None:
         if not isinstance(dropped.exc_value, ToldToStopError):
             tell(dropped)
 
-    def stop_again(_number: int, frame: FrameType | None) -> None:
-        if not _is_stopping() and not _is_called_back(frame):
+    def stop_again(_number: int, _frame: FrameType | None) -> None:
+        if not _is_stopping():
             raise ToldToStopError(message)
 
     sys.unraisablehook = tell_others
@@ -164,7 +145,7 @@ def end_insisting() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _stop(number: int, _frame: FrameType | None) -> None:
     # A second signal, from whoever started this job, would cut its clearing up short.
     for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
@@ -174,9 +155,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
         "left nothing half-written. Run snakemake again: what is finished stays."
     )
     _insist(message)
-    if os.name != "posix" or not _is_called_back(frame):
-        # Not an Exception: no code that tries another way may catch it.
-        raise ToldToStopError(message)
+    # Not an Exception: no code that tries another way may catch it.
+    raise ToldToStopError(message)
 
 
 def stop_cleanly() -> None:
@@ -255,11 +235,11 @@ def stop_before_jobs() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: bool) -> None:
+def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
-    If ``jobs_run``, Snakemake still waits for them to clear up; it unlocks the folder. Another
-    Ctrl-C stops the waiting. A program that has its own handler of SIGINT keeps it. Only
+    Snakemake still waits for running jobs to clear up, and unlocks the folder. Another Ctrl-C
+    stops the waiting. A program that has its own handler of SIGINT keeps it. Only
     the Snakemake that the user started (``is_main``) speaks; those that it starts for jobs don't.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -279,8 +259,7 @@ def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: b
         # What Snakemake says of jobs that end now is no news: each has the reason in its log.
         logging.disable(logging.CRITICAL)
         if is_main:
-            waits = ": waiting for running jobs to clear up" if jobs_run() else ""
-            print(f"\nStopping by Ctrl-C{waits}.", file=sys.stderr)
+            print("\nStopping by Ctrl-C: running jobs clear up first.", file=sys.stderr)
             atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler takes it like a KeyboardInterrupt; elsewhere it has no traceback.
         raise SystemExit(128 + signal.SIGINT)

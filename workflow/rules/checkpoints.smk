@@ -22,7 +22,7 @@ for number, (ends, runs) in enumerate(specs.trained_together if trained else [])
             mem_mb=job_mb,
         params:
             code=code_of("train_checkpoint"),
-            digest=specs.digests["training"],
+            digest=specs.study_digest,
             study_file=config["study"],
             arguments=lambda wildcards: specs.training_arguments(wildcards.run),
             times=lambda wildcards: specs.times(wildcards.run),

@@ -1,15 +1,16 @@
 # Models that were retrained elsewhere stay where they are.
 ground_truth = specs.evaluation.get("ground_truth")
-retrained_files = []
+retrained_files, truth_signature = [], None
 if ground_truth is not None:
-    retrained_files = [own_file(ground_truth)]
+    file, truth_signature = own_file(ground_truth)
+    retrained_files = [file]
 elif "subsets" in specs.evaluation:
     retrained_files = [
         f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()
     ]
 
 
-rule retrain_subsets:
+use rule stage as retrain_subsets with:
     output:
         retrained="<results>/retrained/{first}-{last}.h5",
     log:
@@ -19,9 +20,6 @@ rule retrain_subsets:
     wildcard_constraints:
         first=r"\d+",
         last=r"\d+",
-    conda:
-        environment
-    threads: 1
     resources:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
@@ -31,11 +29,9 @@ rule retrain_subsets:
         spec=lambda wildcards: specs.random_subsets.as_dict(),
     message:
         "Retraining on subsets {wildcards.first} to {wildcards.last}"
-    script:
-        "../scripts/stage.py"
 
 
-rule compute_embeddings:
+use rule model_stage as compute_embeddings with:
     input:
         checkpoint=checkpoint_input,
     output:
@@ -44,26 +40,16 @@ rule compute_embeddings:
         "<results>/logs/compute_embeddings/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_embeddings/{checkpoint}.tsv"
-    conda:
-        environment
-    threads: compute["threads"]
-    resources:
-        gpu=gpu,
-        mem_mb=model_job_mb,
-        device=compute["device"],
-        batch_size=compute["batch_size"],
     params:
         code=code_of("compute_embeddings"),
         signature=checkpoint_signature,
-        spec=embeddings_spec,
+        spec=lambda wildcards: specs.embeddings.under(wildcards.checkpoint).as_dict(),
         study_file=config["study"],
     message:
         "Embedding all samples under checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
-rule evaluate_scores:
+use rule stage as evaluate_scores with:
     input:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
@@ -87,21 +73,10 @@ rule evaluate_scores:
         "<results>/logs/evaluate_scores/{experiment}.log",
     benchmark:
         "<results>/benchmarks/evaluate_scores/{experiment}.tsv"
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("evaluate_scores"),
         study_file=config["study"],
-        digest=(
-            specs.digests["texts"] if "bm25" in specs.evaluation["baselines"] else None
-        ),
-        signature=(
-            own_signature(retrained_files[0]) if ground_truth is not None else None
-        ),
+        signature=truth_signature,
         spec=scores_spec,
         embeddings_spec=specs.embeddings.as_dict(),
         retrained_spec=(
@@ -111,8 +86,6 @@ rule evaluate_scores:
         sweep=specs.sweep,
     message:
         "Measuring the scores of experiment {wildcards.experiment}"
-    script:
-        "../scripts/stage.py"
 
 
 if "subsets" in specs.evaluation:

@@ -1,4 +1,10 @@
-rule compute_features:
+def shards_of(wildcards):
+    n = specs.shards[wildcards.split]
+    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+use rule model_stage as compute_features with:
     input:
         checkpoint=checkpoint_input,
         selected=selected_targets if specs.conditions else [],
@@ -12,15 +18,6 @@ rule compute_features:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
     # Before what is made of them: a job that waits for features leaves cores idle at the end.
     priority: scores_first + 1
-    conda:
-        environment
-    threads: compute["threads"]
-    resources:
-        gpu=gpu,
-        mem_mb=model_job_mb,
-        device=compute["device"],
-        batch_size=compute["batch_size"],
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_features"),
         signature=checkpoint_signature,
@@ -30,8 +27,6 @@ rule compute_features:
         study_file=config["study"],
     message:
         "Projecting gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
 use rule compute_features as compute_features_shard with:
@@ -48,7 +43,7 @@ use rule compute_features as compute_features_shard with:
         "{wildcards.n_shards}, under checkpoint {wildcards.checkpoint}"
 
 
-rule join_shards:
+use rule stage as join_shards with:
     input:
         shards=shards_of,
     output:
@@ -60,21 +55,14 @@ rule join_shards:
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n > 1]),
     priority: scores_first
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("join_shards"),
         spec=features_spec,
     message:
         "Joining shards of {wildcards.split} under checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
-rule compute_normal_matrix:
+use rule stage as compute_normal_matrix with:
     input:
         features="<results>/features/{checkpoint}/train.h5",
     output:
@@ -84,22 +72,15 @@ rule compute_normal_matrix:
     benchmark:
         "<results>/benchmarks/compute_normal_matrix/{checkpoint}.tsv"
     priority: scores_first
-    conda:
-        environment
     threads: compute["threads"]
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_normal_matrix"),
         spec=lambda wildcards: specs.normal_matrix(wildcards.checkpoint).as_dict(),
     message:
         "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
-rule compute_scores:
+use rule stage as compute_scores with:
     input:
         train_path="<results>/features/{checkpoint}/train.h5",
         targets_path="<results>/features/{checkpoint}/{experiment}.h5",
@@ -113,21 +94,14 @@ rule compute_scores:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    conda:
-        environment
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_scores"),
         spec=checkpoint_scores_spec,
         keep=scoring["keep"],
     message:
         "Scoring experiment {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
 for split, n in specs.shards.items():
@@ -141,7 +115,7 @@ timed("compute_normal_matrix/{c}", c=specs.checkpoints)
 timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)
 
 
-rule compute_self_influence:
+use rule stage as compute_self_influence with:
     input:
         features=of_checkpoints("features/{c}/train.h5"),
         normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
@@ -151,20 +125,13 @@ rule compute_self_influence:
         "<results>/logs/compute_self_influence.log",
     benchmark:
         "<results>/benchmarks/compute_self_influence.tsv"
-    conda:
-        environment
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_self_influence"),
         spec=specs.self_influence.as_dict(),
     message:
         "Computing self-influence"
-    script:
-        "../scripts/stage.py"
 
 
 if specs.evaluation.get("self_influence") or "suspects" in specs.lists:

@@ -1,4 +1,4 @@
-rule compute_gramian:
+use rule model_stage as compute_gramian with:
     input:
         checkpoint=checkpoint_input,
         selected=selected_targets,
@@ -9,15 +9,6 @@ rule compute_gramian:
     benchmark:
         "<results>/benchmarks/compute_gramian/{checkpoint}/{split}.tsv"
     priority: scores_first
-    conda:
-        environment
-    threads: compute["threads"]
-    resources:
-        gpu=gpu,
-        mem_mb=model_job_mb,
-        device=compute["device"],
-        batch_size=compute["batch_size"],
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_gramian"),
         signature=checkpoint_signature,
@@ -27,11 +18,9 @@ rule compute_gramian:
         study_file=config["study"],
     message:
         "Multiplying gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
-rule compute_exact_scores:
+use rule stage as compute_exact_scores with:
     input:
         train_path="<results>/gramian/{checkpoint}/train.h5",
         targets_path="<results>/gramian/{checkpoint}/{experiment}.h5",
@@ -44,20 +33,13 @@ rule compute_exact_scores:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    conda:
-        environment
     # More would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
     threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_exact_scores"),
         spec=checkpoint_scores_spec,
     message:
         "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("compute_gramian/{c}/{split}", c=specs.checkpoints, split=specs.shards)

@@ -1,4 +1,4 @@
-rule sum_groups:
+use rule stage as sum_groups with:
     input:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
@@ -14,20 +14,12 @@ rule sum_groups:
         "<results>/logs/sum_groups/{experiment}.log",
     benchmark:
         "<results>/benchmarks/sum_groups/{experiment}.tsv"
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("sum_groups"),
         spec=scores_spec,
         group_by=config["groups"],
     message:
         "Summing scores of experiment {wildcards.experiment} by groups: {output.groups}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("sum_groups/{e}", e=specs.scored)

@@ -1,4 +1,16 @@
-rule write_list:
+# The study, where lists may have its names of classes.
+naming_study = (
+    config["study"] if mentions(Path(config["study"]), "class_names") else None
+)
+
+
+def list_scores(kind):
+    """The scores that a list is made of: of training samples, or of a pool."""
+    of = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
+
+
+use rule stage as write_list with:
     input:
         scores=lambda wildcards: list_scores(wildcards.kind),
         self_influence=lambda wildcards: (
@@ -14,21 +26,13 @@ rule write_list:
         "<results>/benchmarks/write_list/{kind}.tsv"
     wildcard_constraints:
         kind=any_of([kind for kind in specs.lists if kind != "duplicates"]),
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("write_list"),
-        digest=specs.digests["whole"] if naming_study else None,
         study_file=naming_study,
         spec=lambda wildcards: specs.list_scores(wildcards.kind).as_dict(),
         fraction=lambda wildcards: specs.lists[wildcards.kind].get("fraction", 1.0),
     message:
         "Listing training samples: {output.listed}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("write_list/{kind}", kind=[kind for kind in specs.lists if kind != "duplicates"])
@@ -84,7 +88,7 @@ if "duplicates" in specs.lists:
     compared = specs.self_influence.ends[0]
     compared_with = specs.lists["duplicates"]["experiment"]
 
-    rule find_duplicates:
+    use rule stage as find_duplicates with:
         input:
             train_path=f"<results>/features/{compared}/train.h5",
             targets_path=f"<results>/features/{compared}/{compared_with}.h5",
@@ -94,26 +98,18 @@ if "duplicates" in specs.lists:
             "<results>/logs/find_duplicates.log",
         benchmark:
             "<results>/benchmarks/find_duplicates.tsv"
-        conda:
-            environment
         threads: compute["threads"]
-        resources:
-            mem_mb=job_mb,
-            memory_mb=compute["memory_mb"],
         params:
             code=code_of("find_duplicates"),
-            digest=specs.digests["whole"] if naming_study else None,
             study_file=naming_study,
             spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
         message:
             "Looking for copies among all samples: {output.listed}"
-        script:
-            "../scripts/stage.py"
 
     timed("find_duplicates")
 
 
-rule show_list:
+use rule stage as show_list with:
     input:
         listed="<results>/lists/{kind}.csv",
         scores=lambda wildcards: (
@@ -127,14 +123,9 @@ rule show_list:
         "<results>/benchmarks/show_list/{kind}.tsv"
     wildcard_constraints:
         kind=any_of(specs.lists),
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("show_list"),
-        digest=specs.digests["whole"],
+        digest=specs.study_digest,
         study_file=config["study"],
         experiment=lambda wildcards: specs.lists[wildcards.kind]["experiment"],
         pool=lambda wildcards: specs.lists[wildcards.kind].get("pool"),
@@ -145,8 +136,6 @@ rule show_list:
         ),
     message:
         "Showing the first rows of a list: {output.page}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("show_list/{kind}", kind=specs.lists)

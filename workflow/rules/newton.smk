@@ -1,4 +1,4 @@
-rule compute_newton_scores:
+use rule model_stage as compute_newton_scores with:
     input:
         checkpoint=checkpoint_input,
         selected=lambda wildcards: [
@@ -15,15 +15,6 @@ rule compute_newton_scores:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    conda:
-        environment
-    threads: compute["threads"]
-    resources:
-        gpu=gpu,
-        mem_mb=model_job_mb,
-        device=compute["device"],
-        batch_size=compute["batch_size"],
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_newton_scores"),
         signature=checkpoint_signature,
@@ -34,8 +25,6 @@ rule compute_newton_scores:
     message:
         "Scoring experiment {wildcards.experiment} by Gauss-Newton under checkpoint "
         "{wildcards.checkpoint}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("compute_newton_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)

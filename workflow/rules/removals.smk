@@ -1,8 +1,17 @@
 removal_jobs = specs.removal_jobs
 
 
+def naming_samples(by):
+    """The files that name samples which models are retrained without, or on, by a choice of them."""
+    if by == "top":
+        return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
+    if by == "embedding_cosine":
+        return of_ends("embeddings/{c}.h5")
+    return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []
+
+
 # Without random samples, those of a target's largest scores, those of a baseline or a list's.
-rule retrain_removals:
+use rule stage as retrain_removals with:
     input:
         named_by=lambda wildcards: naming_samples(wildcards.by),
     output:
@@ -14,9 +23,6 @@ rule retrain_removals:
     wildcard_constraints:
         by=any_of(removal_jobs),
         part=r"\d+",
-    conda:
-        environment
-    threads: 1
     resources:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
@@ -27,11 +33,9 @@ rule retrain_removals:
         naming=lambda wildcards: removal_jobs[wildcards.by][int(wildcards.part)],
     message:
         "Retraining without samples, or on them: {wildcards.by}, part {wildcards.part}"
-    script:
-        "../scripts/stage.py"
 
 
-rule compare_removals:
+use rule stage as compare_removals with:
     input:
         scores=lambda wildcards: (
             f"{folder}/scores/{specs.removals[wildcards.removed]['experiment']}.h5"
@@ -55,11 +59,6 @@ rule compare_removals:
         "<results>/benchmarks/compare_removals/{removed}.tsv"
     wildcard_constraints:
         removed=any_of(specs.removals),
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("compare_removals"),
         spec=lambda wildcards: (
@@ -70,8 +69,6 @@ rule compare_removals:
         },
     message:
         "Comparing removals: {wildcards.removed}"
-    script:
-        "../scripts/stage.py"
 
 
 for by, jobs in removal_jobs.items():

@@ -23,7 +23,7 @@ rule write_report:
         mem_mb=job_mb,
     params:
         code=code_of("write_report"),
-        digest=specs.digests["whole"],
+        digest=specs.study_digest,
         study_file=config["study"],
         config=specs.reported,
     message:

@@ -1,4 +1,11 @@
-rule average_scores:
+def scores_shards(wildcards):
+    """The parts of an average, which is cut as training features are."""
+    n = compute["shards"]
+    shards = f"{folder}/scores/{wildcards.experiment}/shards"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
+
+
+use rule stage as average_scores with:
     input:
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
         # Where only the solved targets were kept.
@@ -11,12 +18,6 @@ rule average_scores:
     benchmark:
         "<results>/benchmarks/average_scores/{experiment}.tsv"
     priority: scores_first
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("average_scores"),
         spec=scores_spec,
@@ -24,14 +25,11 @@ rule average_scores:
         columns=specs.columns,
         top=scoring["top"],
         output_words=specs.output_words,
-        digest=specs.digests["columns"] if specs.has_columns else None,
         study_file=config["study"] if specs.has_columns else None,
         question=lambda wildcards: specs.questions.get(wildcards.experiment),
         mean_of=lambda wildcards: specs.mean_of(wildcards.experiment),
     message:
         "Averaging the checkpoints of experiment {wildcards.experiment}"
-    script:
-        "../scripts/stage.py"
 
 
 use rule average_scores as average_scores_shard with:
@@ -53,7 +51,7 @@ use rule average_scores as average_scores_shard with:
 
 if specs.means:
 
-    rule average_targets:
+    use rule stage as average_targets with:
         input:
             members=lambda wildcards: [
                 f"{folder}/scores/{e}/{wildcards.checkpoint}.h5"
@@ -68,30 +66,22 @@ if specs.means:
         wildcard_constraints:
             experiment=any_of(specs.means),
         priority: scores_first
-        conda:
-            environment
-        threads: 1
-        resources:
-            mem_mb=job_mb,
-            memory_mb=compute["memory_mb"],
         params:
             code=code_of("average_targets"),
             spec=checkpoint_scores_spec,
         message:
             "Averaging targets for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
-        script:
-            "../scripts/stage.py"
 
     timed("average_targets/{e}/{c}", e=specs.means, c=specs.checkpoints)
 
 
-rule compute_token_scores:
+use rule model_stage as compute_token_scores with:
     input:
         scores="<results>/scores/{experiment}.h5",
         checkpoints=(
             of_checkpoints("checkpoints/{c}.pt")
             if trained
-            else list(own_checkpoints.values())
+            else [file for file, _ in own_checkpoints.values()]
         ),
         train_paths=of_checkpoints("features/{c}/train.h5"),
         targets_paths=of_checkpoints("features/{c}/{experiment}.h5"),
@@ -103,32 +93,21 @@ rule compute_token_scores:
     benchmark:
         "<results>/benchmarks/compute_token_scores/{experiment}.tsv"
     priority: scores_first
-    conda:
-        environment
-    threads: compute["threads"]
-    resources:
-        gpu=gpu,
-        mem_mb=model_job_mb,
-        device=compute["device"],
-        batch_size=compute["batch_size"],
-        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_token_scores"),
-        signature=all_signatures,
+        signature=[digest for _, digest in own_checkpoints.values()],
         spec=scores_spec,
         question=lambda wildcards: specs.questions.get(wildcards.experiment),
         study_file=config["study"],
     message:
         "Cutting scores of experiment {wildcards.experiment} by tokens and layers"
-    script:
-        "../scripts/stage.py"
 
 
 if config["answers"]["tokens"]:
     timed("compute_token_scores/{e}", e=specs.experiments)
 
 
-rule draw_influences:
+use rule stage as draw_influences with:
     input:
         scores="<results>/scores/{experiment}.h5",
         self_influence=known_self_influence,
@@ -147,20 +126,13 @@ rule draw_influences:
     benchmark:
         "<results>/benchmarks/draw_influences/{experiment}.tsv"
     priority: scores_first
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("draw_influences"),
-        digest=specs.digests["whole"],
+        digest=specs.study_digest,
         study_file=config["study"],
         question=lambda wildcards: specs.questions.get(wildcards.experiment),
     message:
         "Drawing the influences on experiment {wildcards.experiment}: {output.answer}"
-    script:
-        "../scripts/stage.py"
 
 
 timed("average_scores/{e}", e=specs.scored)

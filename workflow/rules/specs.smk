@@ -3,36 +3,36 @@
 # Snakemake compares params as an unordered set of values, and each value as text. So numbers that
 # could change places go into one spec, with its keys sorted. Beside it stand values that no other
 # equals.
-folder = config["results"]
-trained = "training" in config
+compute, scoring = config["compute"], config["scoring"]
+folder, trained = config["results"], "training" in config
+any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
+
+
+pathvars:
+    results=config["results"],
+
+
+wildcard_constraints:
+    checkpoint=any_of(specs.checkpoints),
+    experiment=any_of(specs.scored),
+    split=any_of(specs.shards),
+    shard=r"\d+",
 
 
 def own_file(path):
-    """A user's own file, in a store or on this disk; a module's `prefix` doesn't move it."""
-    if not stored and "://" not in path:
-        return ancient(local(path))
-    modifier = workflow.modifier.path_modifier
-    file = storage(path) if "://" in path else modifier.apply_default_storage(path)
-    store = get_flag_value(file, "storage_object")
-    if workflow.is_main_process and not store.exists():
-        refuse(f"{path} must be in its store. Found nothing at {store.query}.")
-    return ancient(file)
+    """A user's own file, which a module's `prefix` doesn't move, and what tells its content.
 
-
-@cache
-def own_signature(file):
-    """Return what tells a user's file, where jobs are planned: a node may not have it.
-
-    Snakemake alone would miss a file replaced by an older one, or changed inside a folder.
+    Snakemake alone would miss a file replaced by an older one, or changed inside a folder. Only
+    where jobs are planned: a node may not have it.
     """
+    if not stored and "://" not in path:
+        return ancient(local(path)), digests.get(path)
+    file = storage(path) if "://" in path else placed.apply_default_storage(path)
     if not workflow.is_main_process:
-        return None
+        return ancient(file), None
     store = get_flag_value(file, "storage_object")
-    # A folder of this machine can be a store.
-    here = Path(store.query if store else file)
-    if not here.exists():
-        return f"{store.size()} {store.mtime()}"
-    return stat_signature(here) if stored else checkpoint_signatures(results).of(here)
+    with explained():
+        return ancient(file), stored_signature(path, store, results)
 
 
 own_checkpoints = (
@@ -43,32 +43,15 @@ own_checkpoints = (
 def checkpoint_input(wildcards):
     if trained:
         return f"{folder}/checkpoints/{wildcards.checkpoint}.pt"
-    return own_checkpoints[wildcards.checkpoint]
+    return own_checkpoints[wildcards.checkpoint][0]
 
 
 def checkpoint_signature(wildcards):
-    return None if trained else own_signature(own_checkpoints[wildcards.checkpoint])
-
-
-def all_signatures(wildcards):
-    """Signatures of all checkpoints of a user's, as one text."""
-    if trained or not workflow.is_main_process:
-        return None
-    return " ".join(own_signature(file) for file in own_checkpoints.values())
-
-
-@cache
-def features_spec_of(checkpoint, split):
-    # Once for all shards of a split, and their join.
-    return specs.features(checkpoint, split).as_dict()
+    return None if trained else own_checkpoints[wildcards.checkpoint][1]
 
 
 def features_spec(wildcards):
-    return features_spec_of(wildcards.checkpoint, wildcards.split)
-
-
-def embeddings_spec(wildcards):
-    return specs.embeddings.under(wildcards.checkpoint).as_dict()
+    return specs.features(wildcards.checkpoint, wildcards.split).as_dict()
 
 
 def checkpoint_scores_spec(wildcards):
@@ -104,34 +87,9 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
-# The study, where lists may have its names of classes.
-naming_study = (
-    config["study"] if mentions(Path(config["study"]), {"class_names"}) else None
-)
-
-
-def list_scores(kind):
-    """The scores that a list is made of: of training samples, or of a pool."""
-    of = "pool" if kind == "select" and specs.pool is not None else "scores"
-    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
-
-
-def shards_of(wildcards):
-    n = specs.shards[wildcards.split]
-    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
-
-
 train_features = (
     of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
 )
-
-
-def scores_shards(wildcards):
-    """The parts of an average, which is cut as training features are."""
-    n = compute["shards"]
-    shards = f"{folder}/scores/{wildcards.experiment}/shards"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
 
 
 # The files that Snakemake's `benchmark:` leaves. In a store they are inputs of the report. Elsewhere
@@ -155,48 +113,3 @@ known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [*(evaluation_files + removals_files + self_influence_files)]
-
-
-def name_results():
-    """Say where a run has put what its user wants to read."""
-    jobs = list(workflow.dag.jobs)
-    scores = {
-        f"{folder}/scores/{job.wildcards.experiment}.h5"
-        for job in jobs
-        if job.rule.name in ("average_scores", "compute_exact_scores")
-    }
-    if scores:
-        logger.info(f"Scores: {', '.join(sorted(scores))}")
-    answers = {
-        f"{folder}/answers/{job.wildcards.experiment}.html"
-        for job in jobs
-        if job.rule.name == "draw_influences"
-    }
-    if answers:
-        logger.info(f"Answers: {', '.join(sorted(answers))}")
-    lists = {str(job.output[0]) for job in jobs if "listed" in dict(job.output.items())}
-    if lists:
-        logger.info(f"Lists: {', '.join(sorted(lists))}")
-    groups = {str(job.output[0]) for job in jobs if job.rule.name == "sum_groups"}
-    if groups:
-        logger.info(f"Groups: {', '.join(sorted(groups))}")
-    if any(job.rule.name == "write_report" for job in jobs):
-        written = Path(folder, "report.html")
-        logger.info(f"Report: {written}")
-        # One on this disk is another run's if this one's is in a store.
-        is_here = written.exists() and not stored
-        page = written.read_text(encoding="utf-8") if is_here else ""
-        for measure in re.findall('<p class="fit">(.*?)</p>', page):
-            logger.info(unescape(measure))
-        titles = "; ".join(re.findall('<div class="warning">\n<h3>(.*?)</h3>', page))
-        if titles:
-            logger.warning(f"The report warns: {unescape(titles)}.")
-
-
-def naming_samples(by):
-    """The files that name samples which models are retrained without, or on, by a choice of them."""
-    if by == "top":
-        return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
-    if by == "embedding_cosine":
-        return of_ends("embeddings/{c}.h5")
-    return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []

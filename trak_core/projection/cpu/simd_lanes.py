@@ -31,7 +31,7 @@ _HALF = np.uint64(32)
 
 def _cache_folder() -> Path:
     base = os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).with_name("__pycache__")
-    return Path(base, code_digest("trak_core.projection.cpu.project"))
+    return Path(base, code_digest("projection"))
 
 
 _CACHE_FOLDER = _cache_folder()

@@ -21,7 +21,6 @@ R being exact, the two rows' sums add up to what float32 would give, within 2^-1
 Source: NVIDIA, "Parallel Thread Execution ISA", "Matrix fragments for mma.m16n8k16".
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -44,8 +43,8 @@ from trak_core.projection.cuda.device_functions import (
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda.project_slices import Variant
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.projection.cuda.variants import Tile
+from trak_core.spec import ProjectionKind
 
 if SIMULATED:
     _ptx = None  # numba simulates no tensor cores; a test brings its own
@@ -55,13 +54,8 @@ ptx: Any = _ptx
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
 _NORMAL = ProjectionKind.NORMAL.tag
-THREADS = 128
-SAMPLES = (8, 16)  # rows of a block of threads: the first that holds all, else the last
 _BLOCK = 128
-# The tensor cores' own.
-ALIGNMENT = 8  # coordinates: 16 bytes, what one asynchronous copy moves
-_STAGE = 256  # coordinates in shared memory at a time
-FLUSH = 4096  # coordinates that the tensor cores add up
+_STAGE = 256  # coordinates in shared memory at a time, for the tensor cores
 
 
 def _rademacher_block(samples):
@@ -145,35 +139,6 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
                         partials[line + 4 * call + i] = totals[4 * b + i]
 
     return _portable_kernel
-
-
-def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the kernel of ``rademacher`` or ``normal`` that fits the number of rows."""
-    samples = next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
-    grid = -(-spec.proj_dim // (4 * THREADS)), -(-n_rows // samples)
-    return Variant(portable_kernel(spec.kind, bfloat16, samples, THREADS), grid, THREADS)
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What a block of threads holds: tiles of 8 rows, and warps side by side over columns.
-
-    A warp holds an even number of tiles of 16 columns, a multiprocessor ``n_blocks`` of threads.
-    """
-
-    sample_tiles: int
-    column_tiles: int
-    n_warps: int
-    n_blocks: int
-
-    @property
-    def n_columns(self) -> int:
-        """Columns of a block of threads."""
-        return 16 * self.column_tiles * self.n_warps
-
-
-# By rows: the first that holds all, else the last.
-TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
 
 
 @cache
@@ -327,13 +292,3 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
         write(first_row, n_rows, first_column, line, proj_dim, totals, sums, partials)
 
     return _tensor_core_kernel
-
-
-def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the kernel that fits the number of rows.
-
-    What it reads must be aligned to ``ALIGNMENT`` coordinates: bfloat16 (as int16), else float16.
-    """
-    tile = next((tile for tile in TILES if n_rows <= 8 * tile.sample_tiles), TILES[-1])
-    grid = -(-spec.proj_dim // tile.n_columns), -(-n_rows // (8 * tile.sample_tiles))
-    return Variant(tensor_core_kernel(tile, bfloat16, FLUSH), grid, 32 * tile.n_warps)

@@ -19,7 +19,6 @@ float32, int32, int64 = np.float32, np.int32, np.int64
 uint16, uint32, uint64 = np.uint16, np.uint32, np.uint64
 
 _M0, _M1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _HALF = uint64(32)
 _LOW = uint64(0xFFFFFFFF)
 
@@ -58,13 +57,6 @@ def unrolled(n: int) -> Callable[..., Any]:
         return loop
 
     return decorate
-
-
-def round_keys(seed: int) -> tuple[np.uint32, ...]:
-    """Return the two keys of each of Philox's ten rounds, as arguments for a kernel."""
-    low, high = seed & 0xFFFFFFFF, seed >> 32
-    keys = [((low + i * _W0) & 0xFFFFFFFF, (high + i * _W1) & 0xFFFFFFFF) for i in range(10)]
-    return tuple(uint32(key) for pair in keys for key in pair)
 
 
 @device_function

@@ -5,27 +5,21 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numba import config
 from torch import Tensor
 
 from trak_core.errors import InputError
+from trak_core.projection.cuda import compiled, project_slices, variants
+from trak_core.projection.cuda.compiled import is_simulated
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
-if TYPE_CHECKING:
-    from trak_core.projection.cuda import project_slices
-
 LEAST_CAPABILITY = (7, 0)
 INSTEAD = "Or project on the CPU."
-
-
-def is_simulated() -> bool:
-    """Return whether numba stands in for the GPU in Python (NUMBA_ENABLE_CUDASIM=1)."""
-    return bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @cache
@@ -34,25 +28,12 @@ def require_numba_cuda() -> None:
     if is_simulated():
         return
     # A numba without it has a CUDA target of its own, no longer maintained and never tried here.
+    # It brings along what starts kernels, cuda.bindings.
     if importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
             "Projecting on a GPU needs the package numba-cuda. Found it not installed. "
             f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
             code="projection.no_numba_cuda",
-        )
-    from numba import cuda
-
-    try:
-        available = cuda.is_available()
-        reason = "" if available else str(cuda.cuda_error() or "no GPU or no compiler")
-    except Exception as error:  # whatever the search for libraries ends with
-        available, reason = False, f"{type(error).__name__}: {error}"
-    if not available:
-        raise InputError(
-            "Projecting on a GPU needs a CUDA driver, and a compiler that numba-cuda finds. "
-            f"Found: {reason}. Check `nvidia-smi`, and install numba-cuda[cu13], or [cu12] for a "
-            f"driver of CUDA 12, or set CUDA_HOME to a CUDA toolkit. {INSTEAD}",
-            code="projection.no_cuda",
         )
 
 
@@ -88,24 +69,19 @@ def name_of(device: torch.device) -> str:
 _TENSOR_CORES = (8, 0)  # the first capability that multiplies m16n8k16, and copies on its own
 
 
-def choose(
-    spec: ProjectionSpec, dtype: torch.dtype, device: torch.device
-) -> "project_slices.Method":
+def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
     """Return the one method that projects gradients of a dtype on a device; there is no other try.
 
     Refused are an old GPU, a kind without kernels, and a proj_dim that is too large.
     """
-    # Only now: kernels need what ``require_numba_cuda`` looks for.
-    from trak_core.projection.cuda import dense, project_slices, sketches
-
     capability = capability_of(device)
     n_planes = alignment = 1
     match spec.kind:
         case ProjectionKind.RADEMACHER if capability >= _TENSOR_CORES:
-            name, variant = "tensor_core", dense.tensor_core_variant
-            n_planes, alignment = 2 if dtype is torch.float32 else 1, dense.ALIGNMENT
+            name, variant = "tensor_core", variants.tensor_core_variant
+            n_planes, alignment = 2 if dtype is torch.float32 else 1, variants.ALIGNMENT
         case ProjectionKind.RADEMACHER | ProjectionKind.NORMAL:
-            name, variant = "portable", dense.portable_variant
+            name, variant = "portable", variants.portable_variant
         case ProjectionKind.HADAMARD:
             if spec.proj_dim > project_slices.SLICE:
                 raise InputError(
@@ -113,7 +89,7 @@ def choose(
                     f"{project_slices.SLICE} on a GPU. Found {spec.proj_dim}. {INSTEAD}",
                     code="projection.gpu_proj_dim",
                 )
-            name, variant = "hadamard", sketches.hadamard_variant
+            name, variant = "hadamard", variants.hadamard_variant
         case kind:
             raise InputError(
                 "The projection's kind must be one that has a kernel for GPUs. Found "
@@ -138,7 +114,7 @@ _passed: set[tuple[Any, ...]] = set()
 
 
 def require_right_matrix(
-    method: "project_slices.Method",
+    method: project_slices.Method,
     spec: ProjectionSpec,
     dtype: torch.dtype,
     device: torch.device,
@@ -151,10 +127,12 @@ def require_right_matrix(
     ``n_samples``, the gradients' rows, decides which variant of a kernel runs. Refused is a kernel
     that cannot be compiled or started, or has another entry.
     """
-    from trak_core.projection.cuda import project_slices
-
     kernel = method.variant(method.n_planes * n_samples).kernel
-    if (str(device), kernel) in _passed:
+    if (device, kernel, dtype) in _passed:
+        return
+    passed = None if is_simulated() else _mark(kernel, dtype, device)
+    if passed is not None and passed.exists():
+        _passed.add((device, kernel, dtype))
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
     n_rows = min(n_samples, ROWS, max(1, _ENTRIES // proj_dim))
@@ -202,18 +180,27 @@ def require_right_matrix(
             "versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",
         )
-    _passed.add((str(device), kernel))
+    _passed.add((device, kernel, dtype))
+    if passed is not None:
+        compiled.keep(passed, b"")
+
+
+def _mark(kernel: variants.Kernel, dtype: torch.dtype, device: torch.device) -> Path:
+    """Return the file that says that a kernel made the right matrix on this kind of GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return compiled.kept_path(
+        ".right", kernel, str(dtype), properties.name, compiled.driver_version()
+    )
 
 
 @contextmanager
 def _on(device: torch.device) -> Generator[None]:
-    """Make a GPU the current one of both PyTorch and numba."""
+    """Make a GPU the current one, and its context that of the thread."""
     if is_simulated():
         yield
         return
-    from trak_core.projection.cuda.device_functions import cuda
-
-    with torch.cuda.device(device), cuda.gpus[torch.cuda.current_device()]:
+    with torch.cuda.device(device):
+        compiled.make_current(device)
         yield
 
 
@@ -238,9 +225,6 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
         out: Shape (n_samples, spec.proj_dim), float32, on the same device; may be strided.
     """
     require_numba_cuda()
-    # Only now: it needs what was just looked for.
-    from trak_core.projection.cuda.project_slices import project_slices
-
     blocks = [block.detach() for block in blocks if block.shape[1]]
     if not blocks or not len(out):
         return
@@ -248,4 +232,4 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
         dtype = blocks[0].dtype
         method = choose(spec, dtype, out.device)
         require_right_matrix(method, spec, dtype, out.device, len(out))
-        project_slices(blocks, spec, offset, out.detach(), method)
+        project_slices.project_slices(blocks, spec, offset, out.detach(), method)

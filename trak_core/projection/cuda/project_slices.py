@@ -13,23 +13,15 @@ of shape (n_slices, n_rows, proj_dim), float32, given flat. ``keys`` are the ``r
 seed; ``stream`` is the spec's.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from trak_core.projection.cuda.device_functions import (
-    SIMULATED,
-    cuda,
-    float32,
-    int64,
-    kernel,
-    round_keys,
-    uint32,
-)
+from trak_core.projection.cuda.compiled import launch
+from trak_core.projection.cuda.variants import Kernel, Variant
 from trak_core.spec import ProjectionSpec
 
 SLICE = 65536
@@ -38,18 +30,12 @@ _FILL = 512  # blocks of threads that keep a large GPU busy
 _MOST_SLICES = 32768
 _STEP = 256  # coordinates; divides SLICE
 _THREADS = 256  # of a block that adds up slices
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A compiled kernel, with the arguments above, and how it is started.
-
-    The grid has the blocks of threads for one slice, in x and in z.
-    """
-
-    kernel: Any
-    grid: tuple[int, int]
-    n_threads: int
+_ADD_PARTIALS = Kernel("partials.add_partials_kernel", (_THREADS,))
+_ARRAYS = {torch.float32: "float32[:]", torch.float16: "float16[:]", torch.int16: "int16[:]"}
+# Types of a kernel's arguments after ``values``.
+TYPES = "int64 x 8", "float32[:]", "uint32 x 20", "uint32"
+_ADD_TYPES = "float32[:]", *["int64"] * 4, "float32[:]", "int64", "int64"
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # by which Philox's keys grow from round to round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,62 +56,39 @@ class Method:
     alignment: int
 
 
+@cache
+def round_keys(seed: int) -> tuple[int, ...]:
+    """Return the two keys of each of Philox's ten rounds, as arguments for a kernel."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    keys = [((low + i * _W0) & 0xFFFFFFFF, (high + i * _W1) & 0xFFFFFFFF) for i in range(10)]
+    return tuple(key for pair in keys for key in pair)
+
+
 def flat(matrix: torch.Tensor) -> torch.Tensor:
     """Return a view of all memory a matrix spans, in one dimension, bfloat16 as int16.
 
     One layout for every kernel: what is compiled depends on the dtype alone.
     """
-    matrix = matrix.detach()
     spanned = 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
     memory = matrix.as_strided((spanned,), (1,))
     return memory.view(torch.int16) if memory.dtype is torch.bfloat16 else memory
 
 
-def launch(kernel: Any, grid: Sequence[int], n_threads: int, *arguments: Any) -> None:
-    """Start a kernel on PyTorch's current stream; tensors are handed over without a copy."""
-    if SIMULATED:
-        arguments = tuple(a.numpy() if isinstance(a, torch.Tensor) else a for a in arguments)
-        kernel[tuple(grid), n_threads](*arguments)
-        return
-    stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Grid size")  # small inputs make small grids
-        kernel[tuple(grid), n_threads, stream](*arguments)
-
-
-@kernel(_THREADS)
-def _add_partials_kernel(
-    partials, n_slices, n_planes, n_rows, proj_dim, out, row_stride, column_stride
-):
-    """Add the slices' sums to ``out``, slice after slice; a thread owns one entry."""
-    n_entries = int64(n_rows) * proj_dim
-    step = int64(cuda.gridDim.x) * _THREADS
-    for entry in range(int64(cuda.blockIdx.x) * _THREADS + cuda.threadIdx.x, n_entries, step):
-        row = entry // proj_dim
-        place = row * row_stride + (entry - row * proj_dim) * column_stride
-        total = out[place]
-        for s in range(n_slices):
-            sums = float32(0)
-            for plane in range(n_planes):
-                sums += partials[(s * n_planes + plane) * n_entries + entry]
-            total += sums
-        out[place] = total
-
-
-def add_partials(partials: torch.Tensor, n_planes: int, out: torch.Tensor) -> None:
+def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: torch.Tensor) -> None:
     """Add the sums of all slices to ``out``, in the order of the slices.
 
-    They have shape (n_slices, n_planes * n_rows, proj_dim), float32; planes of one matrix are added
-    together first. ``out``, (n_rows, proj_dim), may be strided.
+    They have shape (n_slices, n_planes * n_rows, proj_dim), float32, given flat; planes of one
+    matrix are added together first. ``out``, (n_rows, proj_dim), may be strided.
     """
     n_rows, proj_dim = out.shape
     n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
     launch(
-        _add_partials_kernel,
+        _ADD_PARTIALS,
+        _ADD_TYPES,
         (n_blocks,),
         _THREADS,
-        partials.view(-1),
-        partials.shape[0],
+        partials,
+        n_slices,
         n_planes,
         n_rows,
         proj_dim,
@@ -224,6 +187,9 @@ def project_slices(
     n_samples, proj_dim = out.shape
     row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
     n_rows = max(1, min(n_samples, BUDGET_BYTES // 2 // row_bytes))
+    if n_rows == n_samples:
+        _project_rows(blocks, spec, offset, out, method)
+        return
     for row in range(0, n_samples, n_rows):
         rows = slice(row, min(n_samples, row + n_rows))
         part = [block[rows] for block in blocks]
@@ -241,7 +207,7 @@ def _project_rows(
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
     n_rows = n_planes * n_samples
     variant = method.variant(n_rows)
-    keys, stream = round_keys(spec.seed), uint32(spec.stream)
+    keys = round_keys(spec.seed)
     starts = [offset]
     for block in blocks:
         starts.append(starts[-1] + block.shape[1])
@@ -261,11 +227,12 @@ def _project_rows(
         )
     )
     most = max(run.last_slice - run.first_slice for run in plan)
-    partials = torch.empty((most, n_rows, proj_dim), dtype=torch.float32, device=out.device)
+    partials = torch.empty(most * n_rows * proj_dim, dtype=torch.float32, device=out.device)
     gathered = [run.last_slice - run.first_slice for run in plan if run.block is None]
-    memory = torch.empty(
-        n_rows * SLICE * max(gathered, default=0), dtype=method.dtype, device=out.device
-    )
+    memory = partials[:0]
+    if gathered:
+        n_entries = n_rows * SLICE * max(gathered)
+        memory = torch.empty(n_entries, dtype=method.dtype, device=out.device)
     for run in plan:
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
         n_slices = run.last_slice - run.first_slice
@@ -281,6 +248,7 @@ def _project_rows(
             values, row_stride, origin = flat(block), block.stride(0), starts[run.block]
         sizes = row_stride, origin, start, stop, n_rows, run.first_slice, SLICE, proj_dim
         grid = variant.grid[0], n_slices, variant.grid[1]
-        arguments = values, sizes, partials[:n_slices].view(-1), keys, stream
-        launch(variant.kernel, grid, variant.n_threads, *arguments)
-        add_partials(partials[:n_slices], n_planes, out)
+        arguments = values, sizes, partials, keys, spec.stream
+        types = (_ARRAYS[values.dtype], *TYPES)
+        launch(variant.kernel, types, grid, variant.n_threads, *arguments)
+        _add_partials(partials, n_slices, n_planes, out)

@@ -28,19 +28,11 @@ from trak_core.projection.cuda.device_functions import (
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda.project_slices import Variant
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.projection.cuda.variants import held_bits
+from trak_core.spec import ProjectionKind
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
-INNER = 8192  # the longest transform of one block of threads: 34 KiB of shared memory
-_THREADS = 128  # of a block, at least where the transform is shorter than 16 times this
 _SIGNS_OUT = 2**31  # where the calls of E_b begin
-FLUSH = 256  # blocks after which sums go into totals, if a block is shorter: a slice holds more
-
-
-def _held_bits(inner: int) -> int:
-    """Return the bits of an index that one thread holds."""
-    return min(4, inner.bit_length() - 1)
 
 
 def _butterflies(held, n_bits):
@@ -77,7 +69,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
-    held = _held_bits(inner)
+    held = held_bits(inner)
     n_values, n_threads = 1 << held, inner >> held
     n_all = n_threads * n_rows_held
     block_bits = proj_dim.bit_length() - 1
@@ -191,13 +183,3 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
                 partials[line + (int32(thread) << held) + v] = totals[v] + sums[v]
 
     return _hadamard_kernel
-
-
-def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the kernel of the spec's proj_dim; a slice is a whole number of blocks of it."""
-    inner = min(spec.proj_dim, INNER)
-    n_threads = inner >> _held_bits(inner)
-    n_rows_held = max(1, _THREADS // n_threads)
-    grid = -(-n_rows // n_rows_held), spec.proj_dim // inner
-    compiled = hadamard_kernel(spec.proj_dim, inner, n_rows_held, bfloat16, FLUSH)
-    return Variant(compiled, grid, n_threads * n_rows_held)

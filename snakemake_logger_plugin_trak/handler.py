@@ -1,6 +1,6 @@
 """What `trak run` shows of Snakemake's log: a line for each job, what else matters, every error.
 
-A logger plugin of Snakemake's. Its log file has everything all the same.
+Its log file has everything all the same.
 """
 
 import re

@@ -1,0 +1,78 @@
+"""A batch's features wait for a GPU once, where they are done: no operation on the way does.
+
+What waits is an operation that hands a number to Python, or whose result has a size that numbers
+decide. Operations are counted where torch dispatches them, on a CPU as on a GPU. What the forward
+pass of the model does is not ours: transformers looks at a mask.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from trak_core.attribution.project_gradients import batch_features
+from trak_core.gradients import as_batch, select_parameters
+from trak_core.gradients.gradient_methods import gradients_at_once
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.supervised import CLASSIFICATION
+from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+
+WAIT = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        by_mask = name in {"index", "index_put_"} and any(
+            isinstance(x, torch.Tensor) and x.dtype is torch.bool for x in args[1]
+        )
+        if name in WAIT or by_mask:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def texts():
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    ids = torch.randint(0, 64, (3, 8))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    samples = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    return model.eval(), LANGUAGE_MODELLING, as_batch(samples, LANGUAGE_MODELLING)
+
+
+def images():
+    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
+    samples = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 1])
+    return nn.Sequential(*layers).eval(), CLASSIFICATION, as_batch(samples, CLASSIFICATION)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
+@pytest.mark.parametrize("make", [texts, images])
+def test_features_wait_once(make, kind):
+    torch.manual_seed(0)
+    model, output, batch = make()
+    parameters = select_parameters(model, None)
+    shapes = tuple(matrix_shape(p.shape) for p in parameters.values())
+    projection = ProjectionSpec(
+        kind=ProjectionKind(kind),
+        n_params=sum(p.numel() for p in parameters.values()),
+        proj_dim=64,
+        seed=0,
+        stream=0,
+        shapes=shapes if kind == "tensor_sketch" else None,
+    )
+    given = model, parameters, output, batch, projection, range(len(batch)), 1, None
+    with Counted() as forward:
+        batch.given_to(model)
+    for _ in range(2):  # as a plan is made, and by a plan
+        with Counted() as counted:
+            batch_features(gradients_at_once, *given)
+        assert counted.counts - forward.counts == {"_local_scalar_dense": 1}
