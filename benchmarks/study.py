@@ -4,12 +4,12 @@
 
 Ten checkpoints of the default study's network, 1,200 training samples, a hundred targets, those of
 its experiment `sample`, k = 512. Each side is a process of its own with all of its imports: TRAK's
-package (`traker`, by its BasicProjector), the same script by `trak_core.compat`, and `snakemake
-scores`. TRAK's package makes its matrix anew for every batch: the scripts run with the pipeline's
-batch of 64, and with the one that TRAK's package was fastest with (of 64, 200, 400 and 1,200). Two
-cores are used by all; the sides take turns, and the medians of the rounds count, with the least and
-the greatest; so do those of the processors' seconds, which depend less on what else runs. Ratios
-are over traker with the same batch, the pipeline's over the faster traker.
+package (`traker`, by its BasicProjector), the same script by `trak_core.compat`, and `trak run`.
+TRAK's package makes its matrix anew for every batch: the scripts run with the pipeline's batch of
+64, and with the one that TRAK's package was fastest with (of 64, 200, 400 and 1,200). Two cores are
+used by all; the sides take turns, and the medians of the rounds count, with the least and the
+greatest; so do those of the processors' seconds, which depend less on what else runs. Ratios are
+over traker with the same batch, the pipeline's over the faster traker.
 """
 
 import argparse
@@ -128,9 +128,8 @@ def _seconds(side: str, batch: int | None, folder: Path) -> tuple[float, float]:
     shutil.rmtree(folder / "results", ignore_errors=True)
     shutil.rmtree(folder / _SIDES[side], ignore_errors=True) if _SIDES[side] else None
     if side == "pipeline":
-        command = [str(Path(sys.executable).with_name("snakemake")), "scores"]
-        command += ["--cores", str(_CORES), "--configfile", "study.yaml"]
-        command += ["--snakefile", str(_REPOSITORY / "Snakefile")]
+        command = [str(Path(sys.executable).with_name("trak")), "run", "study.yaml", "scores"]
+        command += ["--cores", str(_CORES)]
     else:
         command = [sys.executable, __file__, "--side", side, "--batch", str(batch)]
         command += ["--folder", str(folder)]
