@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from trak_core.attribution.project_gradients import batch_features
 from trak_core.gradients import as_batch, select_parameters
@@ -39,8 +38,10 @@ class Counted(TorchDispatchMode):
 
 
 def texts():
+    transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(0, 64, (3, 8))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
