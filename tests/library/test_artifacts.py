@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from trak_core.artifacts import (
+    EVALUATION,
     FEATURES,
     SCORES,
     SELF_INFLUENCE,
@@ -51,6 +52,18 @@ def test_what_is_written_is_read(tmp_path, ids):
         assert file.vector("loss_weights").tolist() == [1, 2, 3]
         assert file.scalar("mean_squared_norm") == 2.5
     assert [p.name for p in path.parent.iterdir()] == ["a.h5"]
+
+
+@pytest.mark.parametrize("labels", [[2, 0, 1], [7, 8, 9], ["a", "b", "c"]], ids=str)
+def test_rows_of_a_frame_are_written_in_their_order_whatever_their_labels(tmp_path, labels):
+    frame = pd.DataFrame({"id": ["x", "y", "z"], "label": [3, 1, 2]}, index=labels)
+    with create(tmp_path / "a.h5", EVALUATION, {"made": "here"}, {}) as file:
+        file.table("summary", frame, ["id"])
+        file.table("targets", frame, [])
+    for key in ("summary", "targets"):
+        read = pd.read_hdf(tmp_path / "a.h5", key)
+        assert read["id"].tolist() == ["x", "y", "z"]
+        assert read["label"].tolist() == [3, 1, 2]
 
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)

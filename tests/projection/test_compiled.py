@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 from patience import waited
@@ -91,9 +92,14 @@ def test_what_decides_the_code_decides_where_it_is_kept(monkeypatch, tmp_path):
     assert len(set(paths)) == len(paths) == 25
 
 
-def test_a_cache_that_cannot_be_written_costs_no_more_than_time(tmp_path, monkeypatch):
-    (tmp_path / "trak_core").write_text("a file, no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.parametrize("home", ["a file", "nobody's"])
+def test_a_cache_that_cannot_be_written_costs_no_more_than_time(home, tmp_path, monkeypatch):
+    if home == "a file":
+        (tmp_path / "trak_core").write_text("a file, no folder")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
     monkeypatch.setattr(compiled, "compile_kernel", lambda *_: b"code")
     for _ in range(2):
         assert compiled.machine_code(Kernel("dense.portable_kernel"), (), (8, 0)) == b"code"
@@ -106,4 +112,9 @@ def test_code_is_kept_whole(tmp_path, monkeypatch):
     given = Kernel("dense.portable_kernel"), ("float32[:]",), (8, 0)
     assert [compiled.machine_code(*given) for _ in range(2)] == [b"code"] * 2
     assert len(calls) == 1
-    assert len(list(tmp_path.rglob("*"))) == 2  # the folder, and one file
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    for damage in (b"", file.read_bytes()[:-1], file.read_bytes()[:-1] + b"x"):
+        file.write_bytes(damage)  # as a power cut leaves it
+        assert compiled.machine_code(*given) == b"code"
+    assert len(calls) == 4
+    assert compiled.kept(file) == b"code"

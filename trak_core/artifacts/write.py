@@ -201,7 +201,8 @@ def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
 
     for start in range(0, _length(rows), _PIECE_ROWS):
         stop = min(start + _PIECE_ROWS, _length(rows))
-        parts: dict[str, Any] = {name: rows[name][start:stop] for name in rows}
+        # Arrays, because pandas would look for the rows of a frame by their labels.
+        parts = {name: np.asarray(rows[name][start:stop]) for name in rows}
         columns = {
             n: plain_ids(part) if part.dtype.kind == "S" else part for n, part in parts.items()
         }

@@ -201,7 +201,7 @@ def batch_features(
     """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
-    # The first and only time that a GPU is waited for.
+    # A GPU is waited for from here on, and nowhere before.
     rows = (sums.scaled() if is_scaled else sums.rows).cpu().numpy()
     if not (np.isfinite(rows).all() and columns[0].isfinite().all()):
         explain_not_finite(model, parameters, output, batch, ids)

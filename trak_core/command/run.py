@@ -192,7 +192,7 @@ def _can_fork() -> bool:
 def study_imports(study: Path) -> list[str]:
     """Return dotted names of what a study always imports and doesn't lie beside it, sorted.
 
-    None if the study may change what an import does.
+    Empty if the study may change what an import does.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]
@@ -213,9 +213,11 @@ def preloaded(said: Any) -> list[str]:
     said = said if isinstance(said, dict) else {}
     study = str(said.get("study"))
     names = [_STAGES]
-    if {"training", "evaluation"} & said.keys():
-        names.append(_OPTIMIZERS)
-    with suppress(Exception):  # the start says what is wrong with the study
+    with suppress(Exception):  # the start says what is wrong with the config and the study
+        # Once there is a report, a further question trains nothing.
+        is_trained = Path(said.get("results", "results"), "report.html").exists()
+        if {"training", "evaluation"} & said.keys() and not is_trained:
+            names.append(_OPTIMIZERS)
         if study.endswith(".py"):
             names += study_imports(Path(study))
         else:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
-from trak_core.study.build_empty import built_empty
 from trak_core.study.fit_weights import fit_weights, in_words, misfits_of
 from trak_core.study.hugging_face_weights import Adapter
+from trak_core.study.unset_weights import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
     is_state_dict,
@@ -222,7 +222,7 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
     """
     # An adapter's files have a few of the weights. A model's own way to load may leave some out.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
-        model = built_empty(make_model)
+        model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):
             return model
     return make_model()
@@ -242,7 +242,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
         An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
         model has with it, so that files made on different bases are never taken together.
     """
-    digest, source = hashlib.sha256(), str(checkpoint)
+    digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
     sha256 = digest.hexdigest()
     if weights.notice:
@@ -251,7 +251,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
         fitting, names, told = fit_weights(model, weights.state, source, weights.within)
         pieces = [fitting]
         if names is not None and _loads_plainly(model):
-            pieces = _pieces(checkpoint, part, names, weights.state)
+            pieces = _pieces(checkpoint, part, names, weights.state, before)
         _put(model, pieces, fitting, source, told)
         return {"sha256": sha256}
     state = weights.state
@@ -265,9 +265,16 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
 
 
 def _pieces(
-    checkpoint: Path, part: str | None, names: Mapping[str, str], state: Mapping[str, Tensor]
+    checkpoint: Path,
+    part: str | None,
+    names: Mapping[str, str],
+    state: Mapping[str, Tensor],
+    before: list[tuple[int, ...]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights by the model's ``names``, mapped anew: what was read of the last is let go."""
+    """Yield weights by the model's ``names``, mapped anew: what was read of the last is let go.
+
+    Files must be those of ``before``, by their ``_stamps``: other numbers have another digest.
+    """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
         keys.append(key)
@@ -276,6 +283,18 @@ def _pieces(
             mapped = read_weights(checkpoint, part).state
             yield {names[k]: mapped[k] for k in keys}
             keys, n_bytes = [], 0
+    if _stamps(checkpoint) != before:
+        raise InputError(
+            f"{checkpoint}: a checkpoint must stay as it is while it is read. Found that it was "
+            "replaced. Run the job again.",
+            code="study.checkpoint_replaced",
+        )
+
+
+def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
+    """Return what tells that files were replaced or written to since."""
+    stats = [path.stat() for path in weight_files(checkpoint)[0]]
+    return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 
 
 def _loads_plainly(model: nn.Module) -> bool:

@@ -246,7 +246,8 @@ def _files(pattern: str) -> Iterator[Path]:
         # What Python and others leave in a folder of data comes and goes by itself.
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-            yield from (Path(folder, name) for name in names if not name.startswith("."))
+            files = (Path(folder, name) for name in names if not name.startswith("."))
+            yield from (file for file in files if file.is_file())  # no link to nothing, no pipe
 
 
 def matches(path: Path, pattern: str) -> bool:
@@ -278,6 +279,9 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     return files
 
 
+_DIGITS = 64  # of a SHA-256
+
+
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, 64 hexadecimal digits."""
     try:
@@ -301,7 +305,8 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         now, stat, name = time.time_ns(), file.stat(), file.as_posix()
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         *before, digest = known.get(name, [None])
-        digests[name] = digest if before == seen and digest else file_digest(file)
+        is_kept = before == seen and len(digest or "") == _DIGITS  # older versions kept others
+        digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
         if stat.st_ctime_ns >= now - CLOCK_NS:
             del kept[name]

@@ -17,7 +17,6 @@ import importlib
 import os
 import re
 import struct
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -34,7 +33,10 @@ from torch import Tensor
 from trak_core.projection.cuda.variants import Kernel
 
 _MOST_ARGUMENTS = 64  # of all kernels, counted as above
-_COMPILERS = ("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink")
+_COMPILERS = (
+    *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # with CUDA 13, then with 12
+    *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
+)
 
 
 def is_simulated() -> bool:
@@ -158,27 +160,44 @@ def make_current(device: torch.device) -> None:
 def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
     """Return a kernel's code for a compute capability, compiled now or by an earlier process."""
     path = kept_path(".cubin", kernel, types, capability)
-    with suppress(OSError):
-        return path.read_bytes()
-    code = compile_kernel(kernel, types, capability)
-    keep(path, code)
+    code = kept(path)
+    if code is None:
+        code = compile_kernel(kernel, types, capability)
+        keep(path, code)
     return code
 
 
 def kept_path(suffix: str, *decided_by: Any) -> Path:
     """Return where what is decided by these values, and by this folder's source, is kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:  # nobody's; nothing is kept then
+            base = os.devnull
     text = "\n".join(map(repr, decided_by)).encode()
     return Path(base, "trak_core", hashlib.sha256(_source() + text).hexdigest()[:32] + suffix)
 
 
+def kept(path: Path) -> bytes | None:
+    """Return what ``keep`` has written; None if it isn't there, cannot be read or is damaged."""
+    with suppress(OSError):
+        digest, content = path.read_bytes()[:32], path.read_bytes()[32:]
+        if hashlib.sha256(content).digest() == digest:
+            return content
+    return None
+
+
 def keep(path: Path, content: bytes) -> None:
-    """Write a file that is complete under its name; without it, the next process works again."""
+    """Write a file with its SHA-256; if it can't be, the next process works again."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        try:
+            partial.write_bytes(hashlib.sha256(content).digest() + content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @cache

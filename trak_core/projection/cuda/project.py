@@ -131,7 +131,7 @@ def require_right_matrix(
     if (device, kernel, dtype) in _passed:
         return
     passed = None if is_simulated() else _mark(kernel, dtype, device)
-    if passed is not None and passed.exists():
+    if passed is not None and compiled.kept(passed) is not None:
         _passed.add((device, kernel, dtype))
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
@@ -154,8 +154,9 @@ def require_right_matrix(
         matrix = out.cpu().numpy()
     except Exception as error:
         remedy = (
-            "The compiler that numba-cuda finds and the driver must go together: compare "
-            "`python -m numba -s` with `nvidia-smi`."
+            "The compiler that numba-cuda finds and the driver must go together: install "
+            "numba-cuda[cu13], or [cu12] for a driver of CUDA 12, or set CUDA_HOME to a toolkit, "
+            "and compare `python -m numba -s` with `nvidia-smi`."
         )
         if isinstance(error, AttributeError | ImportError):  # seen with NumPy 2.5
             remedy = (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from trak_core.study.build_empty import built_empty
 from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
+from trak_core.study.unset_weights import built_without_draws
 
 
 class Layers(nn.Module):
@@ -24,15 +24,16 @@ class Layers(nn.Module):
             nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False
         )
         self.linear = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.spectral = parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.recurrent = nn.LSTM(4, 4)
         self.norm = nn.BatchNorm1d(4)
-        self.token = nn.Parameter(torch.zeros(1, 4))
-        self.place = nn.Parameter(torch.empty(3).to(torch.bfloat16))
-        nn.init.normal_(self.place)
+        self.token = nn.Parameter(torch.randn(1, 4))
+        self.place = nn.Parameter(torch.rand(3).to(torch.bfloat16))
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
         nn.init.trunc_normal_(self.linear.bias, std=0.02)
-        nn.init.orthogonal_(self.head.weight)
-        self.norm.bias.data.normal_()
+        nn.init.orthogonal_(self.recurrent.weight_hh_l0)
+        self.spectral.bias.data.normal_()
         self.register_buffer("frequencies", 10.0 ** -torch.arange(4), persistent=False)
         own = torch.Generator().manual_seed(3)
         self.register_buffer("drawn", torch.randn(3, generator=own).mul_(2), persistent=False)
@@ -59,7 +60,7 @@ def built_and_loaded(make, folder):
         for value in saved.state_dict().values():
             value.add_(1)
     torch.save(saved.state_dict(), folder / "a.pt")
-    built = built_empty(make)
+    built = built_without_draws(make)
     assert built is not None
     drawn = make()
     for model in (built, drawn):
@@ -77,7 +78,7 @@ def test_nothing_is_drawn(monkeypatch):
     make = lambda: nn.Sequential(nn.Linear(500, 500), nn.Embedding(500, 500))  # ruff: ignore[lambda-assignment]
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    assert built_empty(make) is not None
+    assert built_without_draws(make) is not None
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -161,37 +162,9 @@ class Part(Base):
         self.left = weights[3:]
 
 
-class Shared(Base):
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(3, 3)
-        self.other.weight.data = self.linear.weight.data
-
-
-class Recurrent(Base):
-    """torch keeps a second list of its weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.LSTM(3, 4)
-
-
 @pytest.mark.parametrize(
     "make",
-    [
-        Buffer,
-        Attribute,
-        Number,
-        Branch,
-        Swallowed,
-        Array,
-        List,
-        Hidden,
-        Copied,
-        Shuffled,
-        Part,
-        Recurrent,
-    ],
+    [Buffer, Attribute, Number, Branch, Swallowed, Array, List, Hidden, Copied, Shuffled, Part],
 )
 def test_what_comes_of_numbers_that_no_checkpoint_gives_has_them(make, tmp_path):
     """As they were: random features are those of the seed."""
@@ -199,7 +172,7 @@ def test_what_comes_of_numbers_that_no_checkpoint_gives_has_them(make, tmp_path)
     torch.manual_seed(7)
     expected = make()
     torch.manual_seed(7)
-    assert built_empty(make) is None
+    assert built_without_draws(make) is None
     model = model_to_load(make, tmp_path / "a.pt")
     own, others = vars(model), vars(expected)
     for name in own.keys() - vars(nn.Module()).keys():
@@ -208,6 +181,48 @@ def test_what_comes_of_numbers_that_no_checkpoint_gives_has_them(make, tmp_path)
             left, right = (value[0].weight.detach() for value in (left, right))
         assert np.array_equal(np.asarray(left), np.asarray(right))
     same(model, expected)
+
+
+class Forked(Base):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.second = nn.Linear(3, 3)
+            self.register_buffer("noise", torch.randn(3), persistent=False)
+
+
+class OwnGenerator(Base):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        nn.init.normal_(self.linear.weight, generator=generator)
+        self.register_buffer("noise", torch.randn(3, generator=generator), persistent=False)
+
+
+class Kept(Base):
+    """Parameters that are held or changed by another name than that of their module."""
+
+    def __init__(self):
+        super().__init__()
+        weight = nn.Parameter(torch.randn(3, 3))
+        self.weight = weight
+        self.all, self.view = [weight], weight.data.view(9)
+        weight.requires_grad_(False)
+        self.device = next(self.parameters()).device
+
+
+@pytest.mark.parametrize("make", [Forked, OwnGenerator, Kept])
+def test_a_model_is_the_one_that_was_drawn_whatever_else_it_holds(make, tmp_path):
+    torch.save({k: v + 1 for k, v in make().state_dict().items()}, tmp_path / "a.pt")
+    model, expected = model_to_load(make, tmp_path / "a.pt"), make()
+    for each in (model, expected):
+        load_checkpoint(each, tmp_path / "a.pt")
+    same(model, expected)
+    if make is Kept:
+        assert model.all[0] is model.weight
+        assert torch.equal(model.view, model.weight.flatten())
+        assert model.device == expected.device
 
 
 class OwnWay(Base):
@@ -235,7 +250,7 @@ def test_a_build_that_fails_says_so_itself(tmp_path):
     def make():
         raise ZeroDivisionError
 
-    assert built_empty(make) is None
+    assert built_without_draws(make) is None
     with pytest.raises(ZeroDivisionError):
         model_to_load(make, tmp_path / "a.pt")
 
@@ -250,8 +265,8 @@ def test_no_compiler_is_imported():
     """Torch's would take each job a second, and leave a folder among temporary files."""
     code = (
         "import sys; from torch import nn\n"
-        "from trak_core.study.build_empty import built_empty\n"
-        "assert built_empty(lambda: nn.Linear(3, 2)) is not None\n"
+        "from trak_core.study.unset_weights import built_without_draws\n"
+        "assert built_without_draws(lambda: nn.Linear(3, 2)) is not None\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
