@@ -249,7 +249,8 @@ def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after making sure of what it is.
 
-    Damage is refused at the latest when the numbers are read that it is in.
+    Damage is refused at the latest when the numbers are read that it is in, except numbers that
+    became zeros together with their checksum, which ``verify`` finds.
 
     Raises:
         ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
