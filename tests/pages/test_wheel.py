@@ -120,7 +120,7 @@ def isolated(python, code, folder):
 def test_the_wheel_holds_every_file_of_package_and_workflow(wheel):
     files = {
         f"{inside}/{path.relative_to(REPOSITORY / folder)}"
-        for folder, inside in {name: name for name in ("trak_core", *PLUGINS)} | WORKFLOW.items()
+        for folder, inside in ({name: name for name in ("trak_core", *PLUGINS)} | WORKFLOW).items()
         for path in (REPOSITORY / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyi"
     }

@@ -33,6 +33,7 @@ def main(folders: list[str]) -> None:
             smallest[rule] = path
     if missing := [kind.rule for kind in KINDS if kind.rule not in smallest]:
         sys.exit(f"no file by the rules {', '.join(missing)} in {', '.join(folders)}")
+    ARCHIVE.parent.mkdir(exist_ok=True)
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as tar:
         for rule, path in sorted(smallest.items()):
             tar.add(path, f"{rule}.h5")

@@ -212,7 +212,7 @@ def test_results_that_may_only_be_read(own, tmp_path):
     mine.run("scores", "-n")  # writes the config
     # As of an earlier version, and of a start elsewhere: there is something to write.
     for name in ("checkpoints.json", "study.json"):
-        theirs.path(f"results/{name}").unlink()
+        theirs.path(f"results/{name}").unlink(missing_ok=True)
     call = ["-m", "snakemake", "scores", "--cores", "1", "--configfile", "study.yaml"]
     call += ["--snakefile", mine.snakefile]
     new = ["--config", 'experiments={"new": {"targets": ["patient-350"]}}']
