@@ -424,3 +424,25 @@ def test_folders_of_deepspeed_and_quantized_weights(tmp_path):
         with refused("study.checkpoint_quantized", tmp_path / "q", name):
             read_state_dict(tmp_path / "q")
         (tmp_path / "q" / name).rename(tmp_path / "q/config.json")
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(suffix, tmp_path, monkeypatch):
+    """Its weights would be of both files, under the digest of the first."""
+    model, path = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), tmp_path / f"a.{suffix}"
+    write = torch.save if suffix == "pt" else save_file
+    write({name: value.detach() for name, value in model.state_dict().items()}, path)
+    other = tmp_path / "other"
+    write({name: 1 + value.detach() for name, value in model.state_dict().items()}, other)
+    monkeypatch.setattr("trak_core.study.load_checkpoint._PIECE_BYTES", 1)
+    load_checkpoint(model, path)
+    taken = nn.Sequential.load_state_dict
+
+    def replace_and_load(*given, **named):
+        if other.exists():
+            other.replace(path)
+        return taken(*given, **named)
+
+    monkeypatch.setattr(nn.Module, "load_state_dict", replace_and_load)
+    with refused("study.checkpoint_replaced", path):
+        load_checkpoint(model, path)
