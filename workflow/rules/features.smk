@@ -1,9 +1,3 @@
-def shards_of(wildcards):
-    n = specs.shards[wildcards.split]
-    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
-
-
 use rule model_stage as compute_features with:
     input:
         checkpoint=checkpoint_input,

@@ -1,10 +1,3 @@
-def scores_shards(wildcards):
-    """The parts of an average, which is cut as training features are."""
-    n = compute["shards"]
-    shards = f"{folder}/scores/{wildcards.experiment}/shards"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
-
-
 use rule stage as average_scores with:
     input:
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),

@@ -113,3 +113,43 @@ known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [*(evaluation_files + removals_files + self_influence_files)]
+
+
+# On Kubernetes 0 would be a request too.
+gpu = 1 if compute["device"] == "cuda" else None
+# A path of a conda environment's file would count from this folder, a name is one of an environment.
+environment = compute.get("conda", "../envs/trak.yaml")
+if "conda" in compute and environment.endswith((".yaml", ".yml")):
+    environment = str(Path(environment).absolute())
+# The priority of rules that make scores and figures: they run before trainings that only measure.
+scores_first = 10
+
+
+def code_of(stage):
+    """The stage, by which its job is run, and a hash of the code that it may run."""
+    return f"{stage} {stage_digest(stage_module(stage))}"
+
+
+def job_mb(wildcards, attempt):
+    # Interpreter, torch and a study's own data come on top of the arrays.
+    return attempt * (compute["memory_mb"] + 1500)
+
+
+def model_job_mb(wildcards, attempt):
+    # And the weights of a large model: a job of several checkpoints has one at a time.
+    asked = getattr(wildcards, "checkpoint", None)
+    weights = largest_weights_mb(specs, results, asked)
+    return job_mb(wildcards, attempt) + attempt * weights
+
+
+def shards_of(wildcards):
+    n = specs.shards[wildcards.split]
+    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+def scores_shards(wildcards):
+    """The parts of an average, which is cut as training features are."""
+    n = compute["shards"]
+    shards = f"{folder}/scores/{wildcards.experiment}/shards"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
