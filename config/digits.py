@@ -5,16 +5,12 @@ Digits"). Ids are positions in that data set, so they mean the same in every spl
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
-
-if TYPE_CHECKING:  # only the figures' jobs need matplotlib
-    from matplotlib.axes import Axes
 
 _N_TRAIN = 1200
 # One fixed shuffle: the scans come in blocks of one writer each.
@@ -93,8 +89,3 @@ def train(
             accuracy = (model(images).argmax(1) == labels).float().mean().item()
             print(f"held-out accuracy {accuracy:.1%} after {epochs} epochs, seed {seed}")
         yield epoch, model
-
-
-def draw(axes: "Axes", sample: tuple[Tensor, Tensor]) -> None:
-    """Draw one scan."""
-    axes.imshow(sample[0][0], cmap="gray_r", vmin=0, vmax=1)

@@ -169,7 +169,7 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
     Path("same.py").write_text("import common\ntarget_data = None\n")
     made(experiments__asked={"data": "same.py", "shards": 1})
     made(experiments__asked={"data": "asked/../same.py", "shards": 1})
-    with pytest.raises(InputError, match=re.escape(f"Found {found}; rename one")):
+    with pytest.raises(InputError, match=re.escape(f"Found {found}. Rename one")):
         made(experiments__asked={"data": question, "shards": 1})
 
 
@@ -191,7 +191,7 @@ def test_what_a_question_imports_beside_the_study_decides_it(made):
     Path("study.py").write_text("def make_model():\n    import mine\n")
     Path("apart/asked.py").write_text("target_data = None\n")
     Path("apart/mine.py").write_text("")
-    with pytest.raises(InputError, match=re.escape("Found mine.py and apart/mine.py; rename one")):
+    with pytest.raises(InputError, match=re.escape("Found mine.py and apart/mine.py. Rename one")):
         made(experiments__asked={"data": "apart/asked.py", "shards": 1})
 
 
@@ -324,7 +324,7 @@ def test_a_run_is_trained_once_for_all_of_its_times(made):
 
 def test_jobs_of_retraining(made):
     specs = made(evaluation=EVALUATION)
-    assert specs.subset_groups() == [(0, 24), (25, 49), (50, 59)]
+    assert specs.subset_groups()[:2] == [(0, 9), (10, 19)]
     of_scores = {"scores_spec": specs.scores("few").as_dict(), "target_ids": [3, 1]}
     assert specs.removal_jobs == {"top": [of_scores], "random": [{}]}
     assert [*specs.removals] == ["few"]

@@ -77,7 +77,7 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "average_scores": 1,
         "draw_influences": 1,
         "write_report_first": 1,
-        "retrain_subsets": 2,
+        "retrain_subsets": 3,
         "compute_embeddings": 2,
         "evaluate_scores": 1,
         "compute_self_influence": 1,

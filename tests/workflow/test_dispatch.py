@@ -192,13 +192,11 @@ def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
         input={},
         output={"checkpoint": "results/c0.pt"},
         log=["log"],
-        config={"compute": {"minutes": 5}},
     )
 
     def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
         given.append((checkpoint, study_file, arguments, threads))
 
     monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
-    assert describe_job(job)["minutes"] == 5
     run(describe_job(job))
     assert given == [(Path("results/c0.pt"), Path("study.py"), {"seed": 1}, 3)]

@@ -1,9 +1,9 @@
-"""Check keys and paths of a config, and fill in the defaults that follow from other keys.
+"""Check conditions between the keys of a config, which its JSON Schema cannot express.
 
-For a config that its schema accepts; standard library only.
+All functions take a config that the schema accepts, with its defaults. Standard library only.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +20,55 @@ from trak_core.spec import (
 )
 from trak_core.spec.target_filter import MOST_TARGETS, Condition
 
-_FEATURES_ONLY = ("sweep", "self_influence")
+
+def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
+    """Raise an error for the first broken rule: (is it broken, requirement, offending value)."""
+    for is_broken, requirement, value in rules:
+        if is_broken:
+            raise InputError(f"With `{setting}`, {requirement}. Found {value}. {remedy}", code=code)
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Refuse what scores without projected features can't do, for a config with defaults."""
-    if not isinstance(way := config["projection"], str):
+    """Refuse settings that need projected features with ``exact`` and ``gauss_newton``."""
+    if not isinstance(projection := config["projection"], str):
         return
+    scoring, dtype = config["scoring"], config["features_dtype"]
     shards = {"compute.shards": config["compute"]["shards"]} | {
         f"experiments.{name}.shards": experiment["shards"]
         for name, experiment in config["experiments"].items()
     }
-    keep, dtype = config["scoring"]["keep"], config["features_dtype"]
-    cuts = config["answers"]["tokens"]
-    pairs = "shards must be 1: all training samples count in one job"
-    rules = [
+    keep = scoring["keep"]
+    rules: list[tuple[bool, str, Any]] = [
         (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
-        *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
+        *((n != 1, "shards must be 1", f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
-        (cuts, "there are no features to cut scores by", "answers.tokens"),
+        (config["answers"]["tokens"], "there are no features to divide", "answers.tokens"),
     ]
-    if way == GAUSS_NEWTON:
-        known = [name for name, row in TABLE.items() if row.has_loss_hessian]
-        output, scoring = config["model_output"], config["scoring"]
-        unknown = f"the loss's Hessian must be known: model_output {', '.join(known)}"
-        norm = "scoring.combine must be another: what it divides by isn't computed"
-        plain = "scoring.weighting must be plain: the matrix has all curvature of the loss"
+    if projection == GAUSS_NEWTON:
+        output = config["model_output"]
+        known = ", ".join(name for name, row in TABLE.items() if row.has_loss_hessian)
+        unknown = f"model_output must have a known Hessian of the loss: {known}"
+        is_unit, is_weighted = (
+            scoring["combine"] == Combine.UNIT_AVERAGE,
+            scoring["weighting"] == Weighting.CURVATURE,
+        )
         rules += [
             (not about_output(output).has_loss_hessian, unknown, output_name(output)),
-            (scoring["combine"] == Combine.UNIT_AVERAGE, norm, Combine.UNIT_AVERAGE),
-            (scoring["weighting"] == Weighting.CURVATURE, plain, Weighting.CURVATURE),
-            (scoring["normalize"], "gradients keep their lengths", "scoring.normalize"),
+            (is_unit, "scoring.combine needs another value", Combine.UNIT_AVERAGE),
+            (is_weighted, "scoring.weighting must be plain", Weighting.CURVATURE),
+            (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
         ]
-    _refuse("config.exact", f"projection: {way}", rules, "Leave it out, or take a projection.")
+    remedy = "Leave it out, or use a projection."
+    _refuse("config.exact", f"projection: {projection}", rules, remedy)
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Refuse second moments that are not there, or where nothing takes them."""
+    """Refuse ``preconditioner`` where there is no optimizer state, or no projected gradient."""
     if config["preconditioner"] == "none":
         return
     projection = config["projection"]
     rules = [
-        ("training" in config, "checkpoints must bring their optimizer's state", "`training`"),
+        ("training" in config, "checkpoints must contain the optimizer's state", "`training`"),
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
@@ -69,9 +76,9 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
 
 
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a config's lists by name, each with its settings and the experiment that counts.
+    """Return the settings of a config's lists by name, with the experiment of each list.
 
-    That is the config's only one, unless the list names one; None where there are several.
+    The default experiment is the config's only one, or None if there are several.
     """
     given, experiments = config.get("lists", []), list(config["experiments"])
     only = experiments[0] if len(experiments) == 1 else None
@@ -83,12 +90,12 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what is compared with random removals, by the name of its file, with its settings.
+    """Return the settings of ``evaluation.removals`` by the name of each result file.
 
-    ``by`` says what chooses samples: for an experiment's targets ``random``, ``top`` (the scores)
-    and baselines; a ``list`` alone. Then ``experiment`` is the one whose targets are looked at,
-    that of the list unless another is named, and ``fractions`` are the parts of the training
-    samples that are left out, or kept.
+    ``by`` lists how the removed samples are chosen. For an experiment this is ``top`` (by score),
+    ``random`` and the baselines. For a list it is the list, and ``fractions`` are the parts of the
+    training samples that are left out (or kept, for ``select``). ``experiment`` has the measured
+    targets; it defaults to the experiment of the list.
     """
     given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
     removals = {}
@@ -105,7 +112,7 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Refuse removals of lists that are not made, or of samples that aren't trained on."""
+    """Refuse removals of a list that the config does not have, or of samples of a pool."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         name = about.get("list")
@@ -119,44 +126,42 @@ def check_removals(config: Mapping[str, Any]) -> None:
             )
         if "pool" in lists[name]:
             raise InputError(
-                "evaluation.removals trains on the study's train_data(). Found select, whose "
-                "samples are a pool's: leave it out, and compare models that you train on them.",
+                "evaluation.removals trains on train_data(), but select has samples of a pool. "
+                "Leave select out.",
                 code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
         if max(about["fractions"]) > most:
             raise InputError(
-                f"evaluation.removals.{name} must have fractions of the list, at most lists.{name}."
-                f"fraction, {most}. Found {max(about['fractions'])}. Raise that of the list.",
+                f"evaluation.removals.{name}: fractions must be at most lists.{name}.fraction, "
+                f"{most}. Found {max(about['fractions'])}.",
                 code="config.removals_fractions",
             )
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
-    """Refuse lists of an experiment that is not there, or that nobody named out of several."""
+    """Refuse lists without a suitable experiment, model output or projection."""
     lists, experiments = lists_of(config), list(config["experiments"])
     for name, about in lists.items():
         if about["experiment"] not in experiments:
             example = f"lists: {{{name}: {{experiment: {experiments[0]}}}}}"
             raise InputError(
-                f"lists: {name} must have the experiment whose targets count, one of "
-                f"{', '.join(experiments)}. Found {about['experiment'] or 'none'}. Write "
-                f"`{example}`, say.",
+                f"lists: {name} must name one of the experiments {', '.join(experiments)}. Found "
+                f"{about['experiment'] or 'none'}. For example: `{example}`.",
                 code="config.list_experiment",
             )
     blamed = lists.get("suspects", {}).get("experiment")
     if blamed and "minus" in config["experiments"][blamed]:
         raise InputError(
-            "lists: suspects needs targets whose labels are right, which its samples harm. Found "
-            f"{blamed}, a difference of two means. Name the experiment that has the targets.",
+            f"lists: suspects needs targets with correct labels. Found {blamed}, a difference of "
+            "two means. Name an experiment that has targets.",
             code="config.suspects_of_difference",
         )
     better = about_output(output := config["model_output"]).better
     if not better and lists.keys() - {"duplicates"}:
         raise InputError(
-            "lists need a model output that says what improves a target. Found "
-            f"{output_name(output)}, which doesn't. If a larger f always means a smaller loss, "
-            "add `larger_is_better: true` to the keys of model_output.",
+            f"lists need to know whether a larger {output_name(output)} means a smaller loss. If "
+            "it always does, add `larger_is_better: true` to the keys of model_output.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
@@ -164,75 +169,66 @@ def check_lists(config: Mapping[str, Any]) -> None:
     for name in lists if better == "closer" else of_features:
         if "mean" in config["experiments"][compared := lists[name.split()[0]]["experiment"]]:
             raise InputError(
-                f"lists: {name} needs targets of an experiment's own. Found {compared}, which is a "
-                "mean. Name the experiment that has the targets.",
+                f"lists: {name} needs an experiment that has targets. Found {compared}, a mean.",
                 code="config.list_of_mean",
             )
     for name in of_features if isinstance(config["projection"], str) else []:
         raise InputError(
-            f"lists: {name} compares projected features. Found `projection: "
-            f"{config['projection']}`, which keeps none. Leave it out, or take a projection.",
+            f"lists: {name} compares projected features, which `projection: "
+            f"{config['projection']}` does not have. Leave it out, or use a projection.",
             code="config.list_features",
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"experiments: none must be called {POOL} where lists.select has a pool, whose files "
-            f"are called so. Found {POOL}. Rename it.",
+            f"experiments: {POOL} is the name of the pool's files in lists.select. Found {POOL}. "
+            "Rename the experiment.",
             code="config.pool_name",
         )
 
 
+def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return those of the keys that an experiment has, and ``shards`` if it is not 1."""
+    return [key for key in keys if key in experiment] + ["shards"] * (experiment["shards"] != 1)
+
+
 def check_conditions(config: Mapping[str, Any]) -> None:
-    """Refuse descriptions of targets that can't be read, and what they can't be combined with."""
+    """Refuse ``where`` conditions that are invalid or have keys that they cannot be used with."""
     for name, about in config["experiments"].items():
         if "where" not in about:
             continue
         Condition.parse(about["where"])
-        beside = [key for key in ("targets", "data") if key in about]
-        beside += ["shards"] * (about["shards"] != 1)
-        if beside:
+        if others := _other_keys(about, ("targets", "data")):
             raise InputError(
-                f"experiments.{name}: `where` must stand alone: it chooses {MOST_TARGETS} targets "
-                "at most, out of all of the study's target_data(). "
-                f"Found {beside[0]} beside it. Leave either out.",
+                f"experiments.{name}: `where` selects at most {MOST_TARGETS} of the study's own "
+                f"targets and takes no other key. Found {others[0]}.",
                 code="config.where_alone",
             )
 
 
 def check_means(config: Mapping[str, Any]) -> None:
-    """Refuse means of experiments that are not there, or are means themselves."""
+    """Refuse means of experiments that do not exist or are means themselves."""
     experiments = config["experiments"]
     own = [name for name, about in experiments.items() if "mean" not in about]
     for name, about in experiments.items():
-        beside = [key for key in ("targets", "data", "where") if key in about]
-        beside += ["shards"] * (about["shards"] != 1)
-        if "mean" in about and beside:
+        others = _other_keys(about, ("targets", "data", "where"))
+        if "mean" in about and others:
             raise InputError(
-                f"experiments.{name}: `mean` must stand alone, or with `minus`: its one target is "
-                f"made of other experiments'. Found {beside[0]} beside it. Leave either out.",
+                f"experiments.{name}: `mean` takes no other key than `minus`. Found {others[0]}.",
                 code="config.mean_alone",
             )
         named = [about[key] for key in ("mean", "minus") if key in about]
         wrong = [experiment for experiment in named if experiment not in own]
         if wrong or ("minus" in about and len(set(named)) < 2):
             raise InputError(
-                f"experiments.{name}: `mean` must name an experiment with targets of its own, and "
-                f"`minus` another one, out of {', '.join(own) or 'none'}. Found "
-                f"{' and '.join(named)}.",
+                f"experiments.{name}: `mean` and `minus` must be two of the experiments that have "
+                f"targets, {', '.join(own) or 'none'}. Found {' and '.join(named)}.",
                 code="config.mean_of",
             )
 
 
-def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise the first rule that is broken: each says whether it is, what must hold, what stands."""
-    for is_broken, must, value in rules:
-        if is_broken:
-            raise InputError(f"With `{setting}`, {must}. Found {value}. {remedy}", code=code)
-
-
 def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Refuse an evaluation that its study cannot have, for a config with defaults."""
-    evaluation = config["evaluation"]
+    """Refuse an evaluation that the config's experiments and checkpoints cannot have."""
+    evaluation, experiments = config["evaluation"], config["experiments"]
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
@@ -240,53 +236,36 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "retrained elsewhere. Found both.",
             code="config.two_truths",
         )
-    # And `baselines`, but they have a default.
-    alone = [key for key in ("experiments", "sweep") if evaluation.get(key, []) != []]
-    if alone and not lds:
-        raise InputError(
-            f"evaluation.{alone[0]} is about scores measured against retrained models: it needs "
-            "evaluation.subsets, to retrain here ({} will do), or evaluation.ground_truth. Found "
-            "neither.",
-            code="config.no_truth",
-        )
+    for key in ("experiments", "sweep"):
+        if evaluation.get(key, []) != [] and not lds:  # an empty sweep has default values
+            raise InputError(
+                f"evaluation.{key} needs retrained models: add `subsets: {{}}` or `ground_truth`.",
+                code="config.no_truth",
+            )
     named = [*evaluation.get("experiments", ())]
     named += [own["experiment"] for own in removals_of(config).values()]
-    unknown = [name for name in named if name not in config["experiments"]]
-    if unknown:
-        raise InputError(
-            f"evaluation must name experiments of the study: {', '.join(config['experiments'])}. "
-            f"Found {unknown[0]!r}.",
-            code="config.unknown_experiment",
-        )
-    questions = [name for name in named if "data" in config["experiments"][name]]
-    if questions:
-        raise InputError(
-            "evaluation must name experiments whose targets are the study's own: models are "
-            f"retrained to explain target_data(). Found {questions[0]}, which brings its own "
-            "`data`.",
-            code="config.evaluated_question",
-        )
-    means = [name for name in named if "mean" in config["experiments"][name]]
-    if means:
-        raise InputError(
-            "evaluation must name experiments with targets of their own, about which retrained "
-            f"models are asked. Found {means[0]}, which is made of means. Name what it is made of.",
-            code="config.evaluated_mean",
-        )
-    about = config["experiments"][removals["experiment"]] if "experiment" in removals else {}
+    reasons = {
+        "config.unknown_experiment": [name for name in named if name not in experiments],
+        "config.evaluated_question": [n for n in named if "data" in experiments.get(n, ())],
+        "config.evaluated_mean": [n for n in named if "mean" in experiments.get(n, ())],
+    }
+    for code, names in reasons.items():
+        if names:
+            raise InputError(
+                "evaluation must name experiments whose targets are samples of target_data(), out "
+                f"of {', '.join(experiments)}. Found {names[0]!r}.",
+                code=code,
+            )
+    about = experiments[removals["experiment"]] if "experiment" in removals else {}
     if about.get("targets") == "all" or "where" in about:
-        means = "where" if "where" in about else "targets: all"
         raise InputError(
-            "evaluation.removals takes the first of its experiment's `targets`, which must be ids. "
-            f"Found `{means}` of {removals['experiment']}. Name those to remove for in an "
-            "experiment of their own.",
+            "evaluation.removals needs an experiment whose `targets` are ids. Found "
+            f"{removals['experiment']} with `{'where' if 'where' in about else 'targets: all'}`.",
             code="config.removals_of_all",
         )
-    experiments = config["experiments"].values()
-    if lds and all({"data", "mean"} & set(experiment) for experiment in experiments):
+    if lds and all({"data", "mean"} & set(experiment) for experiment in experiments.values()):
         raise InputError(
-            "An evaluation explains the study's own targets: some experiment must have `targets` "
-            "without `data`. Found none.",
+            "evaluation needs an experiment with `targets` and without `data`. Found none.",
             code="config.no_own_targets",
         )
     trained = [key for key in ("subsets", "removals") if key in evaluation]
@@ -299,60 +278,53 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
         )
     if (lds or "experiment" in removals) and config["scoring"]["keep"] != "full":
         raise InputError(
-            "An evaluation needs all scores: scoring.keep must be full. Found "
+            "evaluation needs all scores: scoring.keep must be full. Found "
             f"{config['scoring']['keep']}.",
             code="config.incomplete_scores",
         )
-    if lds and "same_class" in evaluation["baselines"]:
-        classes = [name for name, row in TABLE.items() if row.labels_are_classes]
-        output = output_name(config["model_output"])
-        if output not in classes:
-            raise InputError(
-                "evaluation.baselines: same_class needs labels that are classes, with model_output "
-                f"{' or '.join(classes)}. Found {output}. Leave it out.",
-                code="config.no_classes",
-            )
-    _check_dimensions(config["projection"], evaluation)
-
-
-def _check_dimensions(projection: Mapping[str, Any] | str, evaluation: Mapping[str, Any]) -> None:
-    """Refuse what needs features where there are none, and columns that can't be taken alone."""
-    if isinstance(projection, str):
-        keys = [key for key in _FEATURES_ONLY if evaluation.get(key)]
-        keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
-        if keys:
-            raise InputError(
-                f"evaluation.{keys[0]} works on projected features. Found "
-                f"`projection: {projection}`. Leave it out, or take a projection.",
-                code="config.evaluation_of_features",
-            )
+    output = about_output(config["model_output"])
+    if lds and "same_class" in evaluation["baselines"] and not output.labels_are_classes:
+        raise InputError(
+            "evaluation.baselines: same_class needs a model_output whose labels are classes. Found "
+            f"{output_name(config['model_output'])}.",
+            code="config.no_classes",
+        )
+    projection = config["projection"]
+    if not isinstance(projection, str):
+        if "kind" in projection:
+            check_columns(projection["proj_dim"], projection["kind"], evaluation)
         return
-    if "kind" in projection:
-        check_columns(projection["proj_dim"], projection["kind"], evaluation)
+    keys = [key for key in ("sweep", "self_influence") if evaluation.get(key)]
+    keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
+    if keys:
+        raise InputError(
+            f"evaluation.{keys[0]} needs projected features, which `projection: {projection}` does "
+            "not have.",
+            code="config.evaluation_of_features",
+        )
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Refuse to measure columns that can't be taken alone of a projection of this kind and size."""
+    """Refuse a sweep over ``proj_dim`` whose first columns are no projection of that size."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
-            "evaluation.sweep.proj_dim takes the first columns of the projection: at most "
-            f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
-            f"Found {wrong[0]} with {kind}; projection.kind names another.",
+            "evaluation.sweep.proj_dim uses the first columns of the projection: at most "
+            f"{proj_dim}, and fewer only with {' or '.join(nested)}. Found {wrong[0]} with {kind}.",
             code="config.sweep_columns",
         )
 
 
 def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
-    """Refuse an evaluation of more samples, or more of an experiment's targets, than there are."""
+    """Refuse an evaluation that needs more training samples or targets than there are."""
     fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
         raise InputError(
-            "evaluation.subsets.fraction must keep at least one training sample, and leave out "
-            f"one. Found {fraction}, which keeps {size} of {n_train}.",
+            "evaluation.subsets.fraction must keep and leave out at least one training sample. "
+            f"Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
     removals = evaluation.get("removals", {})
@@ -361,27 +333,27 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
     n_removed = removed_sizes(removals["n_removed"], n_train)
     if max(n_removed) >= n_train:
         raise InputError(
-            f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
+            f"evaluation.removals.n_removed must be below {n_train}, the number of training "
             f"samples. Found {max(n_removed)}.",
             code="config.too_many_removed",
         )
     if removals["targets"] > (m := n_targets[removals["experiment"]]):
         raise InputError(
-            "evaluation.removals.targets must be at most the targets of its experiment. "
-            f"Found {removals['targets']}; there are {m}.",
+            f"evaluation.removals.targets must be at most {m}, the number of targets of its "
+            f"experiment. Found {removals['targets']}.",
             code="config.too_few_targets",
         )
 
 
-# Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for
-# a shell. These signs end a quoted word, or count within one.
+# Snakemake quotes paths on the command lines of jobs, and executors for clusters quote these lines
+# once more. A shell interprets the following characters even inside quotes.
 _SIGNS = "'\"`$\\\n\r"
 
 
 def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Refuse shell signs in every path of a config, in ``others`` and in the working folder.
+    """Refuse characters that a shell interprets in the paths of a config.
 
-    ``others`` are the config's own files and what its tables name.
+    ``others`` are further paths: the config's own files and the paths in its tables.
     """
     for role, path in [
         *_paths(config),
@@ -391,28 +363,28 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
         sign = next((s for s in path if s in _SIGNS), None)
         if sign is not None:
             raise InputError(
-                f"Paths must be without signs that a shell reads: {' '.join(_SIGNS.split())}. Jobs "
-                f"get them on a command line. Found {sign!r} in {path!r}, {role}. Rename it, or "
-                "give a link of another name.",
+                "Paths are passed to jobs on a command line and must not contain "
+                f"{' '.join(_SIGNS.split())}. Found {sign!r} in {path!r}, {role}. Rename it, or "
+                "use a symbolic link.",
                 code="config.shell_sign",
             )
 
 
 def check_given(entries: Iterable[str]) -> None:
-    """Refuse what ``--config`` says, if Snakemake would quote it for a shell so that parts run."""
+    """Refuse ``--config`` values that a shell on a cluster would interpret."""
     for entry in entries:
         sign = next((s for s in entry if s in "'\\\n\r"), None)
         if sign is not None:
             raise InputError(
-                "--config: on an executor of clusters, values must be without apostrophe, "
-                f"backslash and ends of lines, because a shell reads them. Found {sign!r} in "
-                f"{entry!r}. Write it into a file, and name that by --configfile.",
+                "--config: an executor for clusters passes values through a shell. They must not "
+                f"contain an apostrophe, a backslash or a line end. Found {sign!r} in {entry!r}. "
+                "Write them into a file for --configfile.",
                 code="config.shell_value",
             )
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each path that a config says, with its key."""
+    """Yield the key and the value of each path in a config."""
     yield "study", config["study"]
     yield "model_output", output_name(config.get("model_output", ""))
     checkpoints = config["checkpoints"]

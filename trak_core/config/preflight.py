@@ -229,8 +229,7 @@ def _facts(
         "conditions": specs.conditions,
         "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
     }
-    minutes = specs.config["compute"].get("minutes")
-    facts = _preflight_in_a_process(request, minutes, builder_of(specs.config))
+    facts = _preflight_in_a_process(request, builder_of(specs.config))
     facts["n_samples"] = known.get("n_samples", {}) | facts["n_samples"]
     kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
     facts |= {"keys": keys, "renamed": kept + facts["renamed"]}
@@ -247,12 +246,10 @@ def _is_large(checkpoint: Path) -> bool:
     return is_adapter or sum(path.stat().st_size for path in files) >= LARGE_BYTES
 
 
-def _preflight_in_a_process(
-    request: Mapping[str, Any], most: float | None, builder: str
-) -> dict[str, Any]:
-    """Return the study's sizes, as ``preflight_study`` has them, within so many minutes.
+def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
+    """Return the sizes that ``preflight_study`` computes in a process of its own.
 
-    A refusal names what builds the model as the config does.
+    Its error messages name ``builder`` in place of ``make_model()``.
     """
     # Files, not pipes: a process that the study leaves behind would hold these open.
     with tempfile.TemporaryDirectory() as name:
@@ -262,7 +259,7 @@ def _preflight_in_a_process(
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         fork = Fork(_SCRIPT, [str(asked), str(answer), str(said)], environment)
         try:
-            status = _waited(fork, most)
+            status = _waited(fork)
         except BaseException:
             fork.kill()
             raise
@@ -288,27 +285,17 @@ def _preflight_in_a_process(
     return reply
 
 
-def _waited(fork: Fork, most: float | None) -> int:
-    """Return the status that a process ends with, and say once a minute that it isn't over."""
-    minutes = 0.0
-    while True:
-        step = 1.0 if most is None else min(1.0, most - minutes)
-        status = fork.wait(60 * step)
-        if status is not None:
-            return status
-        minutes += step
-        if most is not None and minutes >= most:
-            raise InputError(
-                f"The preflight must end within compute.minutes, {most:g}. It took longer: a "
-                "function of the study, a sample or a checkpoint hangs, or is slow. Mend it, or "
-                "raise compute.minutes.",
-                code="config.preflight_minutes",
-            )
+def _waited(fork: Fork) -> int:
+    """Return the exit status of a process. Report once a minute that it still runs."""
+    minutes = 0
+    while (status := fork.wait(60)) is None:
+        minutes += 1
         print(
-            f"The study and its checkpoints have been read for {minutes:g} min before the first "
+            f"The study and its checkpoints have been read for {minutes} min before the first "
             "job. Ctrl-C ends it.",
             file=sys.stderr,
         )
+    return status
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Read a config, compare it with its JSON Schema in a user's words, and read tables it names."""
+"""Read a config and the tables that it names, and validate the config by its JSON Schema."""
 
 import csv
 import math
@@ -20,23 +20,23 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import output_name, place_of
 from trak_core.system.files import CONFIG_RECORD, read_record, write_record
 
-# In place of ids: every sample of target_data().
+# The value of `targets` that selects every sample of target_data().
 ALL_TARGETS = "all"
 
 
 def read_table(
     path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> list[tuple[str, ...]]:
-    """Return rows of stripped strings from columns of a tab-separated table with a header.
+    """Return the stripped cells of some columns of a tab-separated table with a header.
 
-    Columns and their cells must be there; ``optional`` ones may lack, or be empty.
+    Every row must fill ``columns``. The ``optional`` columns may be missing or empty.
     """
     if not path.is_file():
         raise InputError(
             f"{path}: the table must exist. Found nothing there.", code="config.missing_table"
         )
     try:
-        # Spreadsheets begin UTF-8 with a mark.
+        # utf-8-sig skips the byte order mark that spreadsheets write.
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, delimiter="\t", strict=True)
             return _read_rows(reader, path, columns, optional)
@@ -77,9 +77,9 @@ def _read_rows(
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
-    """Return an experiment's target ids, given or in a table's column ``id``; None for ``all``.
+    """Return an experiment's target ids, from a list or a table's column ``id``; None for ``all``.
 
-    Ids of a table count as integers if all of them are written as one is, so that 0007 stays text.
+    Ids from a table are integers if every one is a plain decimal integer; 0007 makes all text.
     """
     if targets == ALL_TARGETS:
         return None
@@ -91,10 +91,10 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 
 
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
-    """Return a config with its schema's defaults, as a start of Snakemake has it; write nothing.
+    """Return a config with its schema's defaults, as the last run had it. Writes nothing.
 
-    What the last start with this config was given by ``--config`` counts, if it left that in the
-    results folder that the file names.
+    If the last run with this file had values from ``--config``, the results folder has a record of
+    them, and they are applied again.
     """
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -107,15 +107,15 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -> dict[str, Any]:
-    """Return a config with its schema's defaults, and with its study's file; refuse a wrong one."""
+    """Validate a config and return it with its schema's defaults and the path of its study file."""
     config, keys = with_ready_study(config, writes=writes), read_schema(schema)
     check_config(config, keys)
     config = with_defaults(config, keys)
-    # Snakemake dislikes ./ and a / at the end.
+    # Snakemake warns about paths that begin with ./ or end with /.
     return config | {"results": str(Path(config["results"]))}
 
 
-# Ten times as fast, where PyYAML has it.
+# libyaml's loader is ten times as fast as the one in Python.
 _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -125,7 +125,7 @@ def read_schema(path: Path) -> dict[str, Any]:
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``--config`` said at the last start with this config file alone."""
+    """Return the ``--config`` values of the last run, if this was its only config file."""
     results = config.get("results", "results")
     known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
@@ -142,11 +142,11 @@ def record_config(
     *,
     must: bool = True,
 ) -> None:
-    """Keep the config of a start in its results folder, for who has no more than that folder.
+    """Write a run's config into its results folder, so that ``trak ask`` needs only that folder.
 
-    With it are the working folder, from which its paths count, the results folder's own path, the
-    ``config_files``, and what was ``given`` by ``--config`` in addition, whose ``entries`` stand as
-    on the command line. Without ``must`` a folder that may only be read stays as it is.
+    The record also has the working folder, to which paths are relative, the path of the results
+    folder, the ``config_files`` and the values ``given`` by ``--config``, whose ``entries`` are
+    those of the command line. Without ``must`` a read-only folder is left unchanged.
     """
     known = {
         "config": dict(config),
@@ -160,7 +160,7 @@ def record_config(
 
 
 def has_record(results: Path) -> bool:
-    """Return whether a start has left its config in a results folder."""
+    """Return whether a results folder has the record of a run."""
     return bool(read_record(results / CONFIG_RECORD))
 
 
@@ -169,37 +169,40 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must hold {CONFIG_RECORD}, which every start of a run "
-            "leaves there, so that it can be asked. Found none, or a damaged one. Start the run "
-            "again: `trak run` and its config; what is finished stays.",
+            f"{results}: a results folder must have a readable {CONFIG_RECORD}, which every run "
+            "writes. Found none, or a damaged one. Run `trak run` with the config again; finished "
+            "files are kept.",
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return where a job that loads a study, then a question in Python, looks for modules."""
+    """Return the folders in which a job finds modules of a Python question and of the study."""
     return [question.parent, study.parent]
 
 
 def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
-    """Return Python files and what they import beside them; refuse two that are one module."""
+    """Return the Python files of a study and its questions, with the local modules they import.
+
+    Raises:
+        InputError: If two files would be modules of the same name in one process.
+    """
     named = study_modules(study)
-    # A job finds a question's folder first, also for what the study imports.
+    # A question's folder comes first in sys.path, also for the modules that the study imports.
     pairs = [(code, module_folders(path, study)) for path in questions for code in (study, path)]
     for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
         other = named.setdefault(name, file)
         if other.resolve() != file.resolve():
             raise InputError(
-                "Python files of a study and its experiments, and what lies beside them, are "
-                "modules of one process: each must have a name of its own. Found "
-                f"{other} and {file}; rename one."
+                "The Python files of a study and its experiments are modules of one process, so "
+                f"their names must differ. Found {other} and {file}. Rename one of them."
             )
     return [*named.values()]
 
 
 def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file of a model output of the config's own, unless it is the study's."""
+    """Return the file of a user-defined model output; None if it is the study's file."""
     place = place_of(output_name(model_output))
     if place is None or Path(place[0]).resolve() == study.resolve():
         return None
@@ -212,12 +215,8 @@ def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | No
     return Path(place[0])
 
 
-# A few hundred bytes of aliases say more than could be checked in a day.
-_MOST_VALUES = 10**6
-
-
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where plain YAML keeps the last without a word."""
+    """A YAML loader that refuses duplicate keys, of which PyYAML silently keeps the last."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -243,52 +242,20 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Refuse a YAML file in which a key stands twice in one mapping; name both lines."""
+    """Refuse a file that is no YAML, or in which a mapping has the same key twice."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
-        n_values = _size(loader.get_single_data(), {})
+        loader.get_single_data()
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise _no_yaml(path, error) from error
-    if n_values > _MOST_VALUES:
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path}: a config must say at most {_MOST_VALUES} values, counted wherever an alias "
-            f"(*name) repeats them. Found {n_values}. Name a table, for what is that long.",
-            code="config.too_many_values",
-        )
-
-
-def _no_yaml(path: Path, error: Exception) -> InputError:
-    """Return what is wrong with a file that is no YAML, and the line where it is or begins."""
-    lines, place, words = path.read_bytes().split(b"\n"), None, " ".join(str(error).split())
-    if isinstance(error, UnicodeDecodeError):
-        place, words = error.object[: error.start].count(b"\n"), f"no UTF-8: {error.reason}"
-    elif isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        place, words = error.problem_mark.line, str(error.problem)
-        began = error.context_mark.line if error.context_mark is not None else place
-        if began != place:
-            words += f", {error.context} that begins in line {began + 1}"
-            # What never ends is noticed at the file's end.
-            place = place if b"".join(lines[place:]).strip() else began
-    where = "" if place is None else f", line {place + 1}"
-    text = "" if place is None else f"{lines[place].decode(errors='replace').strip()[:80]!r}: "
-    return InputError(
-        f"{path}{where}: a config must be YAML. Found {text}{words}.", code="config.no_yaml"
-    )
-
-
-def _size(value: Any, known: dict[int, int]) -> int:
-    """Return how many values there are, with all that aliases repeat; each is looked at once."""
-    if not isinstance(value, Mapping | list):
-        return 1
-    if id(value) not in known:
-        inner = value.values() if isinstance(value, Mapping) else value
-        known[id(value)] = 1 + sum(_size(part, known) for part in inner)
-    return known[id(value)]
+            f"{path}: a config must be YAML. {reason}.", code="config.no_yaml"
+        ) from error
 
 
 class _TextKeyLoader(yaml.SafeLoader):
-    """YAML whose keys are text, as Snakemake leaves those of ``--config``."""
+    """A YAML loader that keeps keys as text, as Snakemake does for ``--config``."""
 
 
 _TextKeyLoader.add_constructor(
@@ -300,17 +267,17 @@ _TextKeyLoader.add_constructor(
 
 
 def merged(value: Any, given: Any) -> Any:
-    """Return what is given in place of a value; mappings key by key, as Snakemake does."""
+    """Return ``given``, or both merged key by key if both are mappings, as Snakemake does."""
     if not isinstance(value, Mapping) or not isinstance(given, Mapping):
         return given
     return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Return a config with the values that Snakemake's ``--config`` left as text read as YAML.
+    """Return a config whose nested values from ``--config`` are parsed as YAML.
 
-    It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
-    The entries stand as on the command line, ``key=value``; one that is no YAML is refused.
+    Snakemake parses ``top=3`` but leaves the values inside ``projection={proj_dim: 256}`` as text.
+    ``entries`` are the ``key=value`` words of the command line.
     """
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
@@ -324,10 +291,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
-
-    Ids of checkpoints may be numbers; they are made strings later.
-    """
+    """Refuse dates, sets and bytes, and keys that are numbers, except for ids of checkpoints."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
@@ -349,8 +313,7 @@ def _check_plain(value: Any, where: str = "") -> None:
         _check_plain(inner, f"{where}.{key}".removeprefix("."))
 
 
-# JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
-# NaN is neither below a minimum nor above a maximum.
+# JSON Schema accepts 16.0 as an integer, which fails in NumPy later, and NaN within any bounds.
 _Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
     type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
@@ -373,7 +336,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    # The paragraphs after the first are for the documentation.
+    # The first paragraph of a description is for errors, the others are for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
@@ -404,12 +367,12 @@ _KINDS = {
 
 
 def _kind(types: str | Iterable[str]) -> str:
-    """Return one type, or several, in words."""
+    """Return a readable name of one JSON type, or of several."""
     return " or ".join(_KINDS[name] for name in ([types] if isinstance(types, str) else types))
 
 
 def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
-    """Return in words what a value may be: a given word, a value of some type, or certain keys."""
+    """Return a readable list of the alternatives of an ``anyOf``."""
     schemas = list(schemas)
     if all(schema.keys() == {"required"} for schema in schemas):
         keys = [key for schema in schemas for key in schema["required"]]
@@ -418,11 +381,11 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield what went wrong in the alternative that was meant, if the value's type says which."""
+    """Yield the errors of the alternative of an ``anyOf`` that the value's type selects."""
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
-    # A word that is none of some, where another form would do too: the words' meaning says which.
+    # If an enumeration is among the alternatives, its error lists the valid words.
     meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
     if meant and not all(e.validator == "required" and not e.path for e in meant):
         for inner in meant:
@@ -432,7 +395,7 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Compare a config with its JSON Schema, draft 2020-12; the error lists all that is wrong."""
+    """Validate a config by its JSON Schema, draft 2020-12. The error lists all violations."""
     _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
@@ -443,7 +406,7 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 def _filling(
     validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
 ) -> Iterator[jsonschema.ValidationError]:
-    """Check properties as ever, after those that are missing have got their defaults."""
+    """Set the defaults of missing properties, then validate as usual."""
     if isinstance(value, dict):
         for key, about in properties.items():
             if "default" in about:
@@ -455,11 +418,9 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 
 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config that ``check_config`` has taken with the defaults of its JSON Schema.
+    """Return a copy of a valid config with the defaults of its JSON Schema.
 
-    The defaults are those that ``snakemake.utils.validate(config, schema)`` fills in; the argument
-    is not changed. The result is not validated again: a default may need a key that the config
-    leaves out.
+    The defaults are those that ``snakemake.utils.validate(config, schema)`` sets.
     """
     filled = deepcopy(dict(config))
     for _ in _Filler(schema).iter_errors(filled):

@@ -52,7 +52,7 @@ from trak_core.spec import (
 from trak_core.system.files import data_digests, file_digest
 
 # Subsets, and targets with their removals, that one job trains for.
-_SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
+_SUBSETS_A_JOB, _REMOVALS_A_JOB = 10, 5
 # Random removals of each number, trainings without each set of samples; the seed of what is drawn.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 # Functions of a study for columns of its own.

@@ -46,7 +46,7 @@ from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
 from trak_core.study.study import Study
-from trak_core.system.job import quiet_libraries, run_to_the_end
+from trak_core.system.job import quiet_libraries
 
 _CPU = torch.device("cpu")
 
@@ -409,4 +409,7 @@ def answer(asked: str, reply_to: str, said: str) -> None:
 
 
 if __name__ == "__main__":
-    run_to_the_end(lambda: answer(*sys.argv[1:]))
+    answer(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without waiting for threads that the study has left running
