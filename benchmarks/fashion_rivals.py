@@ -1,0 +1,286 @@
+"""Scores of benchmarks/fashion.py's images by other packages: TRAK, dattri, kronfluence, captum.
+
+    /tmp/peers/bin/python benchmarks/fashion_rivals.py --list
+
+benchmarks/fashion.py calls this script with ``--peers``. That Python needs the packages and torch,
+not this project. Arguments that are not named here are the packages' defaults.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fashion import (
+    N_TARGETS,
+    N_TRAIN,
+    SETTINGS,
+    Setting,
+    compute,
+    file_of,
+    images,
+    make_checkpoints,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+_BATCH = 250
+Splits = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _loaders(splits: Splits, batch_size: int = _BATCH) -> list[DataLoader[Any]]:
+    return [DataLoader(TensorDataset(*split), batch_size=batch_size) for split in splits]
+
+
+def _loaded(setting: Setting, path: str) -> nn.Module:
+    model = setting.make_model().eval()
+    model.load_state_dict(torch.load(path))
+    return model
+
+
+def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
+    """Return TRAK's scores by its package, with its CPU projection."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        from trak import TRAKer
+
+        train, targets = _loaders(splits)
+        model = setting.make_model().eval()
+        with tempfile.TemporaryDirectory() as folder:
+            tracer = TRAKer(
+                model=model,
+                task="image_classification",
+                train_set_size=N_TRAIN,
+                save_dir=folder,
+                device="cpu",
+                proj_dim=proj_dim,
+                use_half_precision=False,
+            )
+            states = [torch.load(path) for path in paths[group][:count]]
+            for model_id, state in enumerate(states):
+                tracer.load_checkpoint(state, model_id=model_id)
+                for batch in train:
+                    tracer.featurize(batch=batch, num_samples=len(batch[0]))
+            tracer.finalize_features()
+            for model_id, state in enumerate(states):
+                tracer.start_scoring_checkpoint("all", state, model_id, num_targets=N_TARGETS)
+                for batch in targets:
+                    tracer.score(batch=batch, num_samples=len(batch[0]))
+            return np.array(tracer.finalize_scores(exp_name="all"))
+
+    return scores
+
+
+def _task(model: nn.Module, paths: list[str]) -> Any:
+    """Return dattri's task of the cross entropy of one sample."""
+    from dattri.task import AttributionTask
+
+    def loss(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+        image, label = (values[None] for values in sample)
+        logits = torch.func.functional_call(model, parameters, image)
+        return nn.functional.cross_entropy(logits, label)
+
+    return AttributionTask(
+        loss_func=loss, model=model, checkpoints=[torch.load(path) for path in paths]
+    )
+
+
+def dattri_trak(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
+    """Return dattri's TRAK, with the margin as target function as in its examples."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        from dattri.algorithm.trak import TRAKAttributor
+        from dattri.task import AttributionTask
+
+        model = setting.make_model().eval()
+
+        def log_probability(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+            image, label = (values[None] for values in sample)
+            logits = torch.func.functional_call(model, parameters, image)
+            return -nn.functional.cross_entropy(logits, label)
+
+        def margin(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+            log_p = log_probability(parameters, sample)
+            return log_p - torch.log(1 - torch.exp(log_p))
+
+        def probability(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+            return torch.exp(log_probability(parameters, sample))
+
+        task = AttributionTask(
+            loss_func=margin,
+            model=model,
+            checkpoints=[torch.load(path) for path in paths[group][:count]],
+        )
+        projector = {"device": "cpu", "proj_dim": proj_dim, "use_half_precision": False}
+        attributor = TRAKAttributor(
+            task, correct_probability_func=probability, projector_kwargs=projector
+        )
+        train, targets = _loaders(splits)
+        with torch.no_grad():
+            attributor.cache(train)
+            return attributor.attribute(targets).numpy()
+
+    return scores
+
+
+def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
+    """Return dattri's influence functions with the Hessian of the loss."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        import dattri.algorithm.influence_function as algorithms
+        from dattri.task import AttributionTask
+
+        model = setting.make_model().eval()
+
+        def loss(parameters: Any, samples: tuple[Tensor, Tensor]) -> Tensor:
+            logits = torch.func.functional_call(model, parameters, samples[0])
+            return nn.functional.cross_entropy(logits, samples[1])
+
+        state = torch.load(paths["runs"][0])
+        task = AttributionTask(loss_func=loss, model=model, checkpoints=state)
+        attributor = getattr(algorithms, kind)(task, **settings)
+        train, targets = _loaders(splits, batch_size=N_TRAIN)
+        attributor.cache(train)
+        return attributor.attribute(train, targets).detach().numpy()
+
+    return scores
+
+
+def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
+    """Return dattri's TracIn over checkpoints from along one run's first and last part."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        from dattri.algorithm.tracin import TracInAttributor
+
+        model = setting.make_model().eval()
+        chosen = paths["along"][:count]
+        attributor = TracInAttributor(
+            _task(model, chosen), weight_list=torch.ones(len(chosen)), normalized_grad=normalized
+        )
+        train, targets = _loaders(splits)
+        with torch.no_grad():
+            return attributor.attribute(train, targets).numpy()
+
+    return scores
+
+
+def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
+    """Return EK-FAC's scores by kronfluence; None takes a tenth of the mean eigenvalue."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        from kronfluence.analyzer import Analyzer, prepare_model
+        from kronfluence.arguments import FactorArguments, ScoreArguments
+        from kronfluence.task import Task
+
+        class Classification(Task):
+            def compute_train_loss(
+                self, batch: Any, model: nn.Module, sample: bool = False
+            ) -> Tensor:
+                logits, labels = model(batch[0]), batch[1]
+                if sample:
+                    with torch.no_grad():
+                        labels = torch.multinomial(logits.softmax(dim=-1), 1).flatten()
+                return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+            def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+                logits, labels = model(batch[0]), batch[1]
+                own = logits.gather(1, labels[:, None])[:, 0]
+                others = logits.scatter(1, labels[:, None], -torch.inf)
+                return -(own - others.logsumexp(dim=1)).sum()
+
+        task = Classification()
+        model = prepare_model(_loaded(setting, paths["runs"][0]), task)
+        with tempfile.TemporaryDirectory() as folder:
+            analyzer = Analyzer("a", model, task, cpu=True, disable_tqdm=True, output_dir=folder)
+            train, targets = (TensorDataset(*split) for split in splits)
+            analyzer.fit_all_factors(
+                "f", train, per_device_batch_size=500, factor_args=FactorArguments("ekfac")
+            )
+            analyzer.compute_pairwise_scores(
+                "s",
+                "f",
+                targets,
+                train,
+                per_device_query_batch_size=100,
+                per_device_train_batch_size=500,
+                score_args=ScoreArguments(damping_factor=damping),
+            )
+            return analyzer.load_pairwise_scores("s")["all_modules"].float().numpy().T
+
+    return scores
+
+
+def captum_tracin() -> Callable[..., np.ndarray]:
+    """Return TracInCP of captum over the checkpoints of one run."""
+
+    def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
+        from captum.influence import TracInCP
+
+        model, (x, y) = setting.make_model().eval(), splits[1]
+
+        def load(model: nn.Module, path: str) -> float:
+            model.load_state_dict(torch.load(path))
+            return 1.0
+
+        influence = TracInCP(
+            model,
+            TensorDataset(*splits[0]),
+            paths["along"][:2],
+            checkpoints_load_func=load,
+            loss_fn=nn.CrossEntropyLoss(reduction="sum"),
+            batch_size=_BATCH,
+            sample_wise_grads_per_batch=True,
+        )
+        return influence.influence((x, y)).numpy().T
+
+    return scores
+
+
+RIVALS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
+    "TRAK 0.3.2, 1 half, k = 512": (1, traker("halves", 1, 512)),
+    "TRAK 0.3.2, 10 halves, k = 512": (10, traker("halves", 10, 512)),
+    "TRAK 0.3.2, 10 runs, k = 512": (10, traker("runs", 10, 512)),
+    "TRAK 0.3.2, 10 runs, k = 2048": (10, traker("runs", 10, 2048)),
+    "dattri TRAK, 1 half, k = 512": (1, dattri_trak("halves", 1, 512)),
+    "dattri TRAK, 10 halves, k = 512": (10, dattri_trak("halves", 10, 512)),
+    "dattri TRAK, 50 halves, k = 512": (50, dattri_trak("halves", 50, 512)),
+    "dattri TRAK, 10 runs, k = 512": (10, dattri_trak("runs", 10, 512)),
+    "dattri influence, CG, 1e-2": (
+        *(1, dattri_influence("IFAttributorCG", max_iter=10, regularization=1e-2)),
+    ),
+    "dattri influence, explicit, 1e-2": (
+        *(1, dattri_influence("IFAttributorExplicit", regularization=1e-2)),
+    ),
+    "dattri TracIn, 2 checkpoints": (2, dattri_tracin(2, normalized=False)),
+    "kronfluence EK-FAC": (1, kronfluence_ekfac(1e-8)),
+    "kronfluence EK-FAC, damped by .1 of the mean": (1, kronfluence_ekfac(None)),
+    "captum TracInCP, 2 checkpoints": (2, captum_tracin()),
+}
+
+
+def main() -> None:
+    """Compute one method's scores, or list the methods with their numbers of checkpoints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--setting", choices=SETTINGS)
+    parser.add_argument("--only")
+    asked, _ = parser.parse_known_args()
+    if asked.list:
+        print(json.dumps({name: count for name, (count, _) in RIVALS.items()}))
+        return
+    torch.set_num_threads(1)
+    setting = SETTINGS[asked.setting]
+    splits = images(asked.data, "train", N_TRAIN), images(asked.data, "t10k", N_TARGETS)
+    paths = make_checkpoints(setting, splits[0], asked.folder / "checkpoints")
+    _, method = RIVALS[asked.only]
+    compute(lambda: method(setting, paths, splits), file_of(asked.folder, asked.only))
+
+
+if __name__ == "__main__":
+    main()
