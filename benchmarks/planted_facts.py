@@ -4,10 +4,10 @@
 
 The study is config/facts.py. Each planted fact is asked for by a near copy, by another wording, and
 by a question with another name of the answer. Three GPT-2s are trained on everything, three without
-the planted texts, and two on each of some random halves, drawn as the pipeline does. Ranks are those
-of the planted texts among all training texts. Intervals are 95 % bootstrap intervals over the facts,
-for LDS over halves and questions; differences are paired. Numbers in the rows' names are dampings.
---folder keeps the trained models for a second start.
+the planted texts, and two on each of some random halves, drawn as the pipeline does. Ranks are
+those of the planted texts among all training texts. Intervals are 95 % bootstrap intervals over the
+facts, for LDS over halves and questions; differences are paired. Numbers in the rows' names are
+dampings. --folder keeps the trained models for a second start.
 """
 
 import argparse
