@@ -1,18 +1,19 @@
-"""Which architectures one backward pass for all samples takes, and whether its gradients are right.
+"""Test on many architectures whether one backward pass for all samples gives correct gradients.
 
     python benchmarks/architectures.py --csv architectures.csv
     python benchmarks/architectures.py mixtral phi3 convnext_atto
     python benchmarks/architectures.py --device cuda
 
-Tiny models with random weights of transformers, timm and torchvision, as far as installed; no file
-is downloaded. Each is asked for the gradients of four samples, two if it is large, by the method
-that jobs choose. The truth is plain autograd in float64, by two copies of a sample at a time,
-because torch's kernels take other ways for a batch of one. The error is the largest difference,
-relative to the largest entry of the sample's gradient. Where it exceeds 1e-5, the same way is
-compared in float64 too: a number that float32 rounds to the other side of a ReLU's 0 moves
-gradients, in autograd as well. Times are CPU seconds of the chosen way, and of one sample at a
-time; with ``--device cuda``, where all of it then happens, the wall's. Prints a Markdown table;
---csv writes a row a model.
+The models are tiny ones of transformers, timm and torchvision (as far as installed) with random
+weights; no file is downloaded. For each, gradients of four samples (two for large models) are
+computed by the method that jobs choose. The reference is plain autograd in float64, on two copies
+of a sample at a time, because torch uses other kernels for a batch of one.
+
+The error is the largest difference, relative to the largest entry of the sample's gradient. If it
+exceeds 1e-5, the comparison is repeated in float64, because a number that float32 rounds to the
+other side of a ReLU's 0 changes gradients in autograd too. Times are CPU seconds of the chosen
+method and of one sample at a time; with ``--device cuda`` wall seconds. Prints a Markdown table;
+--csv writes a row for each model.
 """
 
 import argparse

@@ -1,23 +1,24 @@
-"""Which scores foretell what a language model would say without some texts? Ours and others'.
+"""Compare methods by how well they predict a language model's outputs after texts are dropped.
 
     python benchmarks/board.py --folder board --size small --peers /tmp/peers
     python benchmarks/board.py --folder board-1 --size small --seed 1 --peers /tmp/peers
     python benchmarks/board.py --folder board-night --text manual+docstrings --cores 2 --hours 9
 
-A small GPT-2 is trained on pieces of text that every Python has: docstrings of its library, its
-manual, licences of what is installed. 50 pieces are held out: the questions. It is trained again
-with 1, 10 and 50 % of the pieces dropped, with the same first weights and order and with others,
-and each set of scores is asked how well it foretells log p of a question (LDS: Spearman's
-correlation over drops, mean over questions). Everything is a file in the folder: a second start
-goes on, and --hours ends the trainings early. What there is by then makes the table.
+A small GPT-2 is trained on pieces of docstrings, of Python's manual or of licences. 50 pieces are
+held out as questions. The model is retrained with 1, 10 and 50 % of the pieces dropped, with the
+same initial weights and order and with others. The LDS of a method is Spearman's correlation
+between predicted and actual log p of a question over drops, averaged over questions. All results
+are files in the folder: a second start continues, and --hours ends the trainings early and prints
+the table of what there is.
 
-Drops of one kind are judged by the same draws, so that differences between rows are paired; the
-intervals are 95 % bootstrap intervals over drops and questions. Before it prints, it asks whether
-small drops can judge anybody: the first line is how alike the effects are when first weights are
-perturbed by 1e-4 of their size, and kinds of drops below .8 are left out. --peers names the folder
-of the other packages' environments (benchmarks/board_rivals.py); whoever isn't there has no rows.
---newton 0.1 adds rows of `projection: gauss_newton` with these dampings, which `trak run` computes
-from the run's end.
+All methods are compared on the same drops, so differences between rows are paired; intervals are
+95 % bootstrap intervals over drops and questions. The first line of output tests whether drops are
+large enough: it is the correlation of their effects when initial weights are perturbed by 1e-4 of
+their size. Kinds of drops below .8 are left out.
+
+--peers names the folder with other packages' environments (benchmarks/board_rivals.py); packages
+that are missing have no rows. --newton 0.1 adds rows of `projection: gauss_newton` with these
+dampings, computed by `trak run` from the run's end.
 """
 
 import argparse

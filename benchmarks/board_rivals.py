@@ -1,11 +1,12 @@
-"""Scores of the board's questions by other packages, each in an environment of its own.
+"""Compute scores of the board's questions with other packages, each in its own environment.
 
     PYTHONPATH=. /tmp/peers/kronfluence/bin/python benchmarks/board_rivals.py kronfluence --folder f
 
-Environments are made as benchmarks/peers.py says; kronfluence's has its own packages and this
-project's torch. Everybody gets the end of run 0 and all training pieces; GPT-2's ``Conv1D`` is
-``nn.Linear``, except with bergson. Attention and MLPs count alone, as in their own examples. What
-nobody names is their default. Scores are files in the folder, with the package's version.
+benchmarks/peers.py describes the environments; kronfluence's has kronfluence and this project's
+torch. Each package gets the end of run 0 and all training pieces. GPT-2's ``Conv1D`` is rewritten
+as ``nn.Linear``, except for bergson. Only attention and MLPs are used, as in the packages'
+examples. All other settings are defaults. Scores are files in the folder, with the package's
+version.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Our scores of the board's questions, TRAK's without damping, and those by words alone.
+"""Compute this package's scores of the board's questions, undamped TRAK, and scores from words.
 
-All of ours but those named by a projection go by inner products of whole gradients, as `projection:
-exact` does.
+Rows of this package use inner products of whole gradients, as `projection: exact` does, unless a
+projection is named.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Texts, model and trainings of the board: what small and large drops of texts do to a GPT-2.
+"""Texts, model and trainings of the board, which measures the effect of dropping texts on a GPT-2.
 
-A training is smooth: warm-up, decay to 0, batches of 64. A text that is left out has weight 0 in
-the loss, and the divisor stays, so that trainings of one seed differ by that alone.
+The training is smooth: warm-up, decay to 0, batches of 64. A dropped text has weight 0 in the loss,
+and the divisor is unchanged, so that trainings with one seed differ only by the dropped texts.
 """
 
 import ast

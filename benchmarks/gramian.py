@@ -1,14 +1,14 @@
-"""Time and memory of the Gramian engine beside its peer, torchjd's: both sides in one run.
+"""Compare time and memory of the Gramian engine with torchjd's, in one run.
 
     pip install torchjd
     python benchmarks/gramian.py --threads 2 --csv gramian.csv
 
-A pass is a forward pass, one loss a sample, and their Gramian. Each model's Gramian is first
-compared with the peer's in float64, and is not timed if they differ. Then the two sides take turns,
-and the median of the repeats counts. Memory is measured in a process for each side and case: what a
-pass adds at its peak to what was there before it, model and data included. Ratios are ours over the
-peer's. Prints a Markdown table; --csv writes the same rows with the device, the versions and the
-commit.
+A pass is a forward pass, a loss for each sample, and the Gramian. Each model's Gramian is first
+compared with torchjd's in float64; models whose Gramians differ are not timed. Then both sides
+alternate, and the median of the repeats is reported. Memory is measured in a separate process for
+each side and case, as the peak minus the memory before the pass, in which model and data are
+included. Ratios are this package's value over torchjd's. Prints a Markdown table; --csv writes the
+same rows with the device, the versions and the commit.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Time of features of models whose arithmetic costs nothing: that of Python and of torch's calls.
+"""Measure the overhead of Python and torch calls in features of very small models.
 
     python benchmarks/host_cost.py --csv host_cost.csv
 
-The models are a GPT-2 of 12 layers, 16 wide, for two texts of 8 tokens, and a network of two layers
-for 32 images of 8 x 8 pixels. The floor is an ordinary forward and backward pass of the same batch.
-All sides take turns, several calls at a time, one thread; medians of the rounds' CPU seconds count.
-Features are first compared with those of gradients that autograd formed, sample by sample.
+The models are a GPT-2 of 12 layers and width 16 with two texts of 8 tokens, and a network of two
+layers with 32 images of 8 x 8 pixels. The floor is an ordinary forward and backward pass of the
+same batch. All sides alternate on one thread, several calls at a time; medians of CPU seconds over
+the rounds are reported. Features are first compared with those of autograd's gradients.
 """
 
 import argparse

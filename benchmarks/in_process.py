@@ -1,13 +1,13 @@
-"""Time of the default digits study in one process: Attributor, compat and the package ``trak``.
+"""Time the default digits study in one process: Attributor, compat and the package ``trak``.
 
     python benchmarks/in_process.py --rounds 3
 
-Ten small CNNs of config/digits.py, trained here for 15 epochs, 1,200 training samples, 100 targets,
-512 dimensions, float32 features, on the CPU with as many threads as torch takes. Each way computes
-features, normal matrices and scores from the ten state dicts and tensors in memory, in turn; compat
-and ``trak`` get the training samples in batches, ``trak`` of each size given, of which the fastest
-counts. Prints seconds of each way on the clock and of all processors together, the least of all
-rounds each, and ratios of both.
+Ten small CNNs of config/digits.py are trained for 15 epochs; there are 1,200 training samples, 100
+targets, 512 dimensions and float32 features, on the CPU with torch's default number of threads.
+Each side computes features, normal matrices and scores from the ten state dicts and tensors in
+memory, in turn. compat and ``trak`` get the training samples in batches, ``trak`` in each of the
+given sizes, of which the fastest is reported. Prints the least wall seconds and CPU seconds of all
+rounds for each side, and ratios of both.
 """
 
 import argparse

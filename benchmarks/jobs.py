@@ -1,26 +1,27 @@
-"""CPU time and peak memory of large language models' jobs, and of one more question to a run.
+"""Measure CPU time and peak memory of large language models' jobs, and of one more question.
 
     python benchmarks/jobs.py 471M long --rounds 3
     python benchmarks/jobs.py facts --rounds 3
 
-`471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
-the look before any job (`trak run -n`, `start`), the model with its weights alone (`load`), the
-features of the text in a process of their own (`features`), and the whole of `trak run` for that
-file (`question`). `124M` is a Llama of GPT-2's size in float32, and one text of 256 tokens; `long`
-a Llama of width 256 and two layers in float32 with a vocabulary of 128,256, and one text of 1,024
-tokens; `deep` one of 24 layers with a vocabulary of 8,192, and one text of 2,048 tokens. `loads` is
-a process that imports torch and what the study imports and ends, to compare with.
+Cases:
 
-`facts` is the run of config/facts.yaml, six checkpoints, which is finished first, and one more
-question to it: by `trak run`, whose jobs are forks, as an experiment of its own; the same command
-again, with nothing to do; by Snakemake with processes that begin anew; and by `trak ask`, one
-question and eleven.
+- `471M`: a Llama in bfloat16, saved by transformers with random weights, and one text of 64 tokens.
+- `124M`: a Llama of GPT-2's size in float32, and one text of 256 tokens.
+- `long`: a Llama of width 256 and two layers in float32 with a vocabulary of 128,256, and one text
+  of 1,024 tokens.
+- `deep`: the same with 24 layers and a vocabulary of 8,192, and one text of 2,048 tokens.
+- `facts`: the run of config/facts.yaml with six checkpoints, which is finished first, and one more
+  question: by `trak run` as an experiment of its own; the same command again, with nothing to do;
+  by Snakemake with new processes; and by `trak ask`, with one question and with eleven.
 
-Times are CPU seconds of a process and all that it started; wall seconds end with the process;
-memory is the largest resident size of any of them. "own MB" leaves out pages of files, such as
-libraries that processes share: the most that the process itself was seen with, looked at every
-10 ms. Prints a Markdown table. It runs on the package that it is started with, so that two
-checkouts can be measured in turn.
+Rows of the first four: `start` is `trak run -n`, the check before any job; `load` only loads the
+model; `features` computes the features of the text in a process of its own; `question` is all of
+`trak run` for that file; `loads` is a process that only does the imports, to compare with.
+
+Times are CPU seconds of a process and its children; wall seconds are printed too. Memory is the
+largest resident size of any of them. "own MB" excludes file-backed pages, such as shared libraries,
+and is sampled every 10 ms. Prints a Markdown table. The package is the one of the current
+environment, so that two checkouts can be compared.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Time and memory of features, by kind and model, beside an ordinary training step: in one run.
+"""Measure time and memory of features, by kind and model, relative to an ordinary training step.
 
     python benchmarks/large_models.py digits resnet 7M 30M llama 124M --csv large_models.csv
     python benchmarks/large_models.py 124M --linear
@@ -7,19 +7,24 @@
     python benchmarks/large_models.py xlnet mixtral lstm_6M --tokens 64 --no-vmap --one-by-one
     python benchmarks/large_models.py 124M --device cuda --samples 8 --no-vmap
 
-The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
-each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
-gradient by ``torch.func.vmap``, as ``trak_core.compat`` does for functions of one sample, and
-projects it: what the pipeline did before. "one by one" is autograd, a sample at a time, whose
-gradients are projected as they come, and "in turn" one pass after the other, of a sample each, by
-the same factors as one pass for all. An LSTM takes no pass for all: ours are those in turn. Each of
-our features is first compared with those of formed gradients (of two samples), and is not timed if
-they differ. Then all sides take turns, one thread each, and the medians of the rounds count; times
-are CPU seconds, with ``--device cuda`` the wall's. All of them keep freed memory, as jobs do.
-Ratios are over the floor, with the least and the greatest of the rounds. Memory is measured in a
-process for each side: what it adds at its peak to what was there before it, the model included, by
-sample; on a GPU in this process, beside the model. Prints a Markdown table; --csv writes the same
-rows with the device, the versions and the commit.
+The floor is a forward and backward pass of the same batch with ordinary weight gradients. The other
+sides are:
+
+- each kind of projection: features from one backward pass;
+- "vmap": whole gradients of all samples by ``torch.func.vmap``, then projected, as
+  ``trak_core.compat`` does for functions of one sample;
+- "one by one": autograd, one sample at a time, then projected;
+- "in turn": one pass for each sample, with the same factors as one pass for all. An LSTM has no
+  pass for all samples, so its features are computed this way.
+
+Features are first compared with those of formed gradients (of two samples); sides that differ are
+not timed. Then all sides alternate on one thread each. Medians over rounds are reported: CPU
+seconds, or wall seconds with ``--device cuda``. Ratios are over the floor, with the smallest and
+largest of the rounds. All sides keep freed memory, as jobs do.
+
+Memory is the peak minus the memory before, the model included, for each sample, measured in a
+separate process for each side; on a GPU it is measured in this process, without the model. Prints a
+Markdown table; --csv writes the same rows with the device, the versions and the commit.
 """
 
 import argparse

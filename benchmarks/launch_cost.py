@@ -1,11 +1,11 @@
-"""Host time of starting a kernel, and of a projection call that has next to no arithmetic.
+"""Measure the host time of a kernel launch, and of a projection call with little arithmetic.
 
     python benchmarks/launch_cost.py
 
-With a GPU: launches by CUDA's driver and by numba's dispatcher, in turn, and whole calls of
-`project_cuda`, none of which is waited for. Without one the driver's call does nothing and tensors
-lie on the CPU, so that a call's allocations and copies are those of a CPU; numba's dispatcher can't
-run. Prints the medians of 2,000 launches and of 500 calls in microseconds.
+With a GPU: launches by CUDA's driver and by numba's dispatcher, in turn, and calls of
+`project_cuda`, without waiting for their results. Without a GPU the driver's call does nothing and
+tensors are on the CPU, so that allocations and copies are those of a CPU; numba's dispatcher is not
+measured. Prints the medians of 2,000 launches and of 500 calls in microseconds.
 """
 
 import statistics

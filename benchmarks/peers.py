@@ -1,10 +1,10 @@
-"""Sketches of gradients by other packages for language models, beside an ordinary training step.
+"""Compare other packages' gradient sketches of language models with an ordinary training step.
 
     PYTHONPATH=. /tmp/peers/bergson/bin/python benchmarks/peers.py bergson 7M 30M 124M --csv b.csv
     PYTHONPATH=. /tmp/peers/dattri/bin/python benchmarks/peers.py dattri 7M 30M 124M --csv d.csv
     PYTHONPATH=. /tmp/peers/logix/bin/python benchmarks/peers.py logix 7M 30M 124M --csv l.csv
 
-Each package has an environment of its own, made in /tmp/peers for Python 3.11:
+Each package has its own environment in /tmp/peers, for Python 3.11:
 
     for peer in bergson dattri logix; do python3 -m venv $peer; done
     bergson/bin/python -m pip install torch==2.13.0+cpu transformers==5.23.0 bergson==2.5.1
@@ -13,18 +13,18 @@ Each package has an environment of its own, made in /tmp/peers for Python 3.11:
     logix/bin/python -m pip install torch==2.13.0+cpu transformers==5.23.0 einops pyyaml tqdm
     logix/bin/python -m pip install --no-deps --ignore-requires-python logix-ai==0.1.1
 
-bergson needs torchvision and torchaudio, but PyPI's builds of them are for CUDA, and beside a torch
-for CPUs transformers can't be imported with those. LogIX's metadata ends at Python 3.10, its code
-doesn't. dattri calls ``torch.compile``, which needs a C++ compiler.
+bergson requires torchvision and torchaudio; PyPI's builds are for CUDA, and with them transformers
+cannot be imported beside a torch for CPUs. LogIX's metadata excludes Python 3.11, but its code
+works. dattri calls ``torch.compile``, which needs a C++ compiler.
 
-Models, batches and floor are those of benchmarks/large_models.py, as is the way in which time and
-memory are measured. A peer's side is a forward and backward pass in which it collects S0^T G S1 for
-each text and each matrix G of attention and MLPs: 16 x 16 numbers, side by side in a sketch of k.
-Nobody takes embeddings and norms here, only dattri takes biases. What isn't taken is frozen, except
-for the input embeddings with bergson, because its jobs have them differentiated. bergson documents
-16; the default of dattri and LogIX is --side 64. For both GPT-2's ``Conv1D`` is rewritten as
-``nn.Linear``, as in their own examples. The first text's sketches are compared with those of its
-gradient by autograd, and nothing is timed if they differ.
+Models, batches, the floor, and the measurement of time and memory are those of
+benchmarks/large_models.py. A package's side is a forward and backward pass that computes
+S0^T G S1, 16 x 16 numbers, for each text and each matrix G of attention and MLPs. No package uses
+embeddings and norms here; only dattri uses biases. Parameters that are not used are frozen, except
+for the input embeddings with bergson, whose jobs differentiate them. bergson documents 16; the
+default of dattri and LogIX is --side 64, and for both GPT-2's ``Conv1D`` is rewritten as
+``nn.Linear``, as in their examples. The first text's sketches are compared with those of autograd's
+gradient; packages that differ are not timed.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Which ways to score find the texts that taught a language model a fact, and foretell retraining?
+"""Compare scoring options by planted facts: ranks of the texts that state them, and LDS.
 
     python benchmarks/planted_facts.py --csv planted_facts.csv
 
-The study is config/facts.py: planted facts, each asked for by a near copy, by another wording and
+The study is config/facts.py. Each planted fact is asked for by a near copy, by another wording, and
 by a question with another name of the answer. Three GPT-2s are trained on everything, three without
-the planted texts, and two on each of some random halves, by the pipeline's own draws. Ranks are
-those of the planted texts among all training texts; intervals are 95 % bootstrap intervals over the
-facts, for LDS over halves and questions. Differences are paired, from the same draws. The numbers
-behind the names are dampings. --folder keeps what was trained, for a second start.
+the planted texts, and two on each of some random halves, drawn as the pipeline does. Ranks are
+those of the planted texts among all training texts. Intervals are 95 % bootstrap intervals over the
+facts, for LDS over halves and questions; differences are paired. Numbers in the rows' names are
+dampings. --folder keeps the trained models for a second start.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Speed of the projection beside its peers: both sides in one process, in turn.
+"""Compare the speed of the projection with other packages', in one process.
 
     python benchmarks/projection.py --threads 2 --csv projection.csv
 
-The peers are in the extra `test`, except for fast_jl.
+The other packages are in the extra `test`, except for fast_jl.
 
-Every row first compares the result with the definition of the matrix (or, for a peer, checks that
-it projects at all) and is not timed if that fails. A row's two sides take turns, the median of the
-calls counts, and the ratio is the peer's time over ours. Prints a Markdown table; --csv writes
-the same rows with the device, the versions and the commit. On a machine with a CUDA device,
---device cuda measures that instead; fast_jl is a peer there if it can be imported.
+Each row first compares the result with the definition of the matrix (for another package, it checks
+that the result is a projection) and is not timed if that fails. Both sides alternate, the median of
+the calls is reported, and the ratio is the other package's time over this one's. Prints a Markdown
+table; --csv writes the same rows with the device, the versions and the commit. --device cuda
+measures on a GPU, with fast_jl if it can be imported.
 """
 
 import argparse

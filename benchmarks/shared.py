@@ -1,10 +1,10 @@
-"""What benchmarks share: the machine, sides that take turns beside a floor, language models.
+"""Functions that benchmarks share: the machine, alternating sides, a floor, language models.
 
 The floor is an ordinary forward and backward pass of the same batch. Times are CPU seconds, on GPUs
-the wall's; ratios are over the floor's median. Memory is measured in a process for each side, which
-the same script is with ``--peak SIDE``: what the side adds at its peak to what was there before it,
-the model included. A GPU's is what torch allocates there. Nothing but torch is imported here,
-because the environments of other packages have no more.
+wall seconds; ratios are over the floor's median. Memory is measured in a separate process for each
+side, by the same script with ``--peak SIDE``: the peak minus the memory before, the model included.
+On a GPU it is what torch allocates there. This module imports nothing but torch, because other
+packages' environments have no more.
 """
 
 import csv

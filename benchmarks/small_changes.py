@@ -1,15 +1,16 @@
-"""LDS at halves and at small changes, by damping and by which checkpoints scores are made of.
+"""Measure LDS for large and small changes of the training set, by damping and checkpoints.
 
     python benchmarks/small_changes.py digits_mlp breast_cancer diabetes --csv small.csv
 
-Each study trains five networks, which leave checkpoints along their way and at their end, and two
-of these runs again and again with weight 0 for all but a random part of the samples. Features
-(`rademacher`, k = 512) and scores are the library's. A row is a fraction kept, and a choice of
-checkpoints with a damping: its LDS, with a 95 % bootstrap interval over subsets and targets, and
-how far it is above `early and end` with damping 2, paired. `--folder` keeps what is trained, so
-that a run that was stopped goes on. The line before a study's table says how far its networks have
-fitted their data: at each time the mean loss weight, and the part of the samples that carry it (the
-square of the sum over the sum of squares, over n).
+Each study trains five networks with several checkpoints each. Two of these runs are repeated with
+weight 0 for all but a random part of the samples. Features (`rademacher`, k = 512) and scores are
+the library's.
+
+A row is the fraction kept, a choice of checkpoints and a damping: its LDS with a 95 % bootstrap
+interval over subsets and targets, and the paired difference from `early and end` with damping 2.
+The line before a study's table shows how closely its networks fit their data: at each time the mean
+loss weight, and the part of the samples that carry it (the square of the sum over the sum of
+squares, over n). `--folder` keeps the trained models, so that a stopped run continues.
 """
 
 import argparse

@@ -1,15 +1,16 @@
-"""A whole study, from the same checkpoints to a file of scores: the pipeline, compat, and traker.
+"""Time a whole study from checkpoints to a file of scores: the pipeline, compat, and traker.
 
     python benchmarks/study.py --csv study.csv
 
-Ten checkpoints of the default study's network, 1,200 training samples, a hundred targets, those of
-its experiment `sample`, k = 512. Each side is a process of its own with all of its imports: TRAK's
-package (`traker`, by its BasicProjector), the same script by `trak_core.compat`, and `trak run`.
-TRAK's package makes its matrix anew for every batch: the scripts run with the pipeline's batch of
-64, and with the one that TRAK's package was fastest with (of 64, 200, 400 and 1,200). Two cores are
-used by all; the sides take turns, and the medians of the rounds count, with the least and the
-greatest; so do those of the processors' seconds, which depend less on what else runs. Ratios are
-over traker with the same batch, the pipeline's over the faster traker.
+The study has ten checkpoints of the default study's network, 1,200 training samples, the hundred
+targets of its experiment `sample`, and k = 512. Each side is a process with all of its imports:
+TRAK's package (`traker`, with its BasicProjector), the same script with `trak_core.compat`, and
+`trak run`. TRAK's package computes its matrix anew for every batch, so the scripts run with the
+pipeline's batch size of 64 and with the fastest for TRAK's package (of 64, 200, 400 and 1,200).
+
+Sides alternate on two cores. Medians of wall and CPU seconds over the rounds are reported, with the
+smallest and largest; CPU seconds depend less on other programs. Ratios are over traker with the
+same batch size, the pipeline's over the faster traker.
 """
 
 import argparse

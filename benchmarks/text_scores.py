@@ -1,8 +1,8 @@
-"""Ways to score training texts for questions, made of inner products of whole gradients.
+"""Compare ways to score training texts for questions from inner products of whole gradients.
 
-Inner products are those that `projection: exact` takes, so that ways to score are compared without
-a projection's chance errors. Rows and columns of the planted facts are the training texts, then the
-questions with their answers counted alone, then the questions with all words counted.
+Inner products are those of `projection: exact`, so that no projection error is included. Rows and
+columns of the planted facts are the training texts, then the questions with the labels of their
+answers only, then the questions with the labels of all words.
 """
 
 import time

@@ -1,14 +1,16 @@
-"""LDS of TRAK 0.3.2's formula with lambda 0 beside a study's scores: same features and models.
+"""Compare the LDS of TRAK 0.3.2's formula with lambda 0 with a study's, on the same features.
 
     python benchmarks/trak_formula.py results sample --dims 512 1024
 
-Reads a finished study with an evaluation of the experiment named, and of its files those that the
-evaluation says it was made of. The formula is the whole of ``trak_core.compat``'s score computer,
-which the tests compare with the package ``traker``: (G^T G)^-1 divided by the mean of its entries'
-sizes, for each checkpoint, averaged over checkpoints, times average loss weights. The first columns
-of rademacher and normal projections are projections of their own. It takes the last checkpoint of
-every run, as TRAK's users do, and where there are others also all (``trak_along``). Prints the
-table ``summary`` of ``docs/reference/evaluation-files.md``, with its bootstrap intervals.
+Reads a finished study with an evaluation of the named experiment, and the files from which the
+evaluation was computed. The formula is that of ``trak_core.compat``'s score computer, which tests
+compare with the package ``traker``: (G^T G)^-1 divided by the mean absolute value of its entries,
+for each checkpoint, averaged over checkpoints, times average loss weights. The first columns of
+rademacher and normal projections are projections themselves.
+
+It uses the last checkpoint of each run, as TRAK's users do, and all checkpoints (``trak_along``) if
+there are more. Prints the table ``summary`` of ``docs/reference/evaluation-files.md``, with its
+bootstrap intervals.
 """
 
 import argparse

@@ -1,16 +1,18 @@
-"""Are wrong labels found as well as by cleanlab?
+"""Compare how well wrong labels are found with cleanlab.
 
     python benchmarks/wrong_labels.py --csv wrong_labels.csv
 
-The study is `studies/annotated_digits.py`, five draws of digits and of wrong labels. `trak run`
-makes `suspects` and `groups`: three runs with two checkpoints each, k = 512, the 500 held-out
-digits as targets. Beside `suspects` stands cleanlab, if it is installed: its normalized margin of
-probabilities from five models of the same kind, each trained without the fifth that it judges; and
-once more with the held-out digits and their right labels in every training, because the targets of
-`suspects` have these too. AUC is the chance that a wrong label ranks before a right one;
-`precision` the part of wrong labels among as many first ranks as there are wrong ones. Intervals
-are 95 % bootstrap intervals over draws and samples, of what `suspects` has more than the row, from
-the same draws. The first draw's scores by annotator are printed too.
+The study is `studies/annotated_digits.py`, with five draws of digits and of wrong labels. `trak
+run` writes `suspects` and `groups` from three runs with two checkpoints each, k = 512, with the 500
+held-out digits as targets.
+
+cleanlab, if installed, ranks by its normalized margin, from probabilities of five models of the
+same kind that are each trained without the fifth that they judge. A second row also trains on the
+held-out digits and their correct labels, because `suspects` uses these too. AUC is the probability
+that a wrong label ranks before a right one; `precision` is the part of wrong labels in the first n,
+where n is the number of wrong labels. Intervals are 95 % bootstrap intervals over draws and samples
+of the paired difference between `suspects` and the row. The first draw's scores by annotator are
+printed too.
 """
 
 import argparse

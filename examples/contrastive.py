@@ -1,4 +1,4 @@
-"""Which scans taught an encoder that two views of one digit belong together, beside 50 others?"""
+"""Which scans taught an encoder to match two views of a digit, among views of 50 others?"""
 
 import torch
 from fit import fit
@@ -15,7 +15,7 @@ views = TensorDataset(first, second)
 
 class Encoder(nn.Sequential):
     def forward(self, first, second):
-        """The similarity of both views, then those to the others, which are constants here."""
+        """Return the similarity of both views, then those to the others, without their gradient."""
         u, v = (normalize(super(Encoder, self).forward(x)) for x in (first, second))
         with torch.no_grad():
             others = normalize(super().forward(scans[400:].to(first.device)))

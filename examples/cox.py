@@ -1,4 +1,4 @@
-"""Which patients taught a Cox model who falls ill first, among those who may?"""
+"""Which patients taught a Cox model who of the patients at risk falls ill first?"""
 
 import torch
 from fit import fit
@@ -9,7 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 x, time = map(torch.tensor, load_diabetes(return_X_y=True))
 x, random = x.float() / x.std(), torch.Generator().manual_seed(0)
 event = torch.rand(len(x), generator=random) < 0.7  # the others left the study
-# Twenty patients who were still there when a patient's time came, drawn once for each.
+# For each patient, twenty patients at risk at that time, drawn once.
 chosen = [
     torch.multinomial(later.float(), 20, True, generator=random) for later in time >= time[:, None]
 ]

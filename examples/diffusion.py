@@ -1,4 +1,4 @@
-"""Which scans taught a diffusion model to take the noise off a held-out one?"""
+"""Which scans taught a diffusion model to remove the noise of a held-out one?"""
 
 import torch
 from fit import fit
@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-# The noise of a sample and its time belong to it: drawn here once, the same whenever it is read.
+# Noise and time are drawn once, because a sample must be the same each time it is read.
 random = torch.Generator().manual_seed(0)
 clean = torch.tensor(load_digits().data[:400]).float() / 8 - 1
 noise, time = torch.randn(400, 64, generator=random), torch.rand(400, 1, generator=random)

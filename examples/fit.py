@@ -1,4 +1,4 @@
-"""Train a network by Adam: what the studies beside this file have in common."""
+"""Train a network with Adam; the studies in this folder share this function."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def fit(
     seed: int,
     epochs: int,
 ) -> nn.Module:
-    """Return a model trained on samples; ``losses`` of it and a batch is one number a sample."""
+    """Return a trained model; ``losses(model, *batch)`` returns a loss for each sample."""
     torch.manual_seed(seed)
     model = make_model()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)

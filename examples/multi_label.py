@@ -1,4 +1,4 @@
-"""Which scans taught a network to say of a digit: even? over 4? divisible by 3? below 2?"""
+"""Which scans taught a network four labels of a digit: even, over 4, divisible by 3, below 2?"""
 
 import torch
 from fit import fit
@@ -18,7 +18,7 @@ def log_likelihood(logits, labels):
     return logsigmoid(logits * (2 * labels - 1)).sum()
 
 
-# The training loss is -f, so that its loss weight is 1. Pages show how many labels are right.
+# The training loss is -f, so its loss weight is 1. Reports show how many labels are right.
 labels = ModelOutput(
     value=log_likelihood,
     prediction=lambda logits, labels: ((logits > 0) == labels).sum().float(),

@@ -1,4 +1,4 @@
-"""Which tries taught a policy what to do? It names a digit, and is paid where it is right."""
+"""Which attempts taught a policy to name a digit? It is rewarded if the name is right."""
 
 import torch
 from fit import fit

@@ -1,7 +1,7 @@
-"""Make small data and weights for the ready-made studies' configs beside this file.
+"""Make small data and weights for this folder's configs of ready-made studies.
 
-Scans as pictures for `images.yaml`, wines for `tables.yaml`; and, where transformers is installed,
-sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Call it in the repository's
+Makes scans of digits for `images.yaml` and wines for `tables.yaml`; if transformers is installed,
+also sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Run it in the repository's
 folder: `python examples/ready_made.py`.
 """
 
@@ -48,7 +48,7 @@ def _save(model: nn.Module, x: Tensor, y: Tensor, path: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Write pictures, a table and two networks for each into a folder."""
+    """Write images, a table, and two networks for each, into a folder."""
     digits, scans = load_digits(), folder / "scans"
     for i in range(200):
         place = scans / ("train" if i < 150 else "asked") / str(digits.target[i])
@@ -68,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return rows to train on and, a fifth, to ask about: id, label and text."""
+    """Return training rows, and a fifth of all as targets, with id, label and text."""
     rows = [
         {"id": f"{kind}-{i}", "label": kind, "text": f"the {' '.join(words)}"}
         for kind, parts in _KINDS.items()
@@ -79,7 +79,7 @@ def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def make_texts(folder: Path) -> None:
-    """Write sentences, and a language model and a classifier of them, into a folder."""
+    """Write sentences, a language model and a classifier into a folder."""
     import tokenizers
     from transformers import (
         GPT2Config,

@@ -1,9 +1,9 @@
 """A study with wrong labels: scanned digits that two annotators labelled, one of them badly.
 
-`benchmarks/wrong_labels.py` runs it for several draws. Scikit-learn has 1,797 digits; 900 are for
-training; anna labelled half of them with 2 % wrong, bert the others with 15 % wrong, mostly by
-taking one of two digits that look alike for the other. 500 held-out and 397 test digits have their
-right labels.
+`benchmarks/wrong_labels.py` runs it for several draws. 900 of scikit-learn's 1,797 digits are for
+training. The annotator anna labelled half of them with 2 % errors, bert the others with 15 %,
+mostly by confusing two digits that look alike. 500 held-out and 397 test digits have correct
+labels.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Tumours of 569 women, benign or malignant, by 30 numbers: a table that networks fit to the end.
+"""Tumours of 569 women, benign or malignant, with 30 numbers each, which networks fit closely.
 
-Data: UCI, "Breast Cancer Wisconsin (Diagnostic)", which ships inside scikit-learn.
+Data: UCI, "Breast Cancer Wisconsin (Diagnostic)", which ships with scikit-learn.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Disease progression of 442 patients, by ten numbers: a regression.
+"""A regression: disease progression of 442 patients with ten numbers each.
 
-Data: Efron et al., "Least Angle Regression", 2004, which ships inside scikit-learn.
+Data: Efron et al., "Least Angle Regression", 2004, which ships with scikit-learn.
 """
 
 import sys

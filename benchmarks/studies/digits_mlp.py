@@ -1,4 +1,4 @@
-"""The default study with a network of two hidden layers, 8,850 parameters, in place of its CNN."""
+"""The default study with a network of two hidden layers, 8,850 parameters, instead of its CNN."""
 
 import sys
 from pathlib import Path
