@@ -1,4 +1,4 @@
-"""Gradients of a sample that is alone in its batch, against finite differences in float64."""
+"""Batches of one sample, and the choice between methods that disagree."""
 
 import sys
 from functools import partial
@@ -30,7 +30,7 @@ from trak_core.spec import ProjectionSpec, matrix_shape
 
 
 class OwnTask(ImageClassificationModelOutput):
-    """Goes through ``torch.vmap``, because a subclass may compute anything."""
+    """Computed by ``torch.vmap``, because a subclass may compute anything."""
 
 
 METHODS = [gradients_at_once, gradients_one_by_one]
@@ -48,7 +48,7 @@ def of_tokens(m, x):
 
 
 def checkpointed(m, x):
-    """Computes the normalization again in the backward pass, and saves nothing for it."""
+    """Recomputes the normalization in the backward pass."""
     image = checkpoint(m.norm, m.conv(x), use_reentrant=False)
     return m.head(image.flatten(2).transpose(1, 2).mean(1).tanh())
 
@@ -104,7 +104,7 @@ def test_layers_whose_gradient_torch_misreads(normalizing, capsys):
 
 
 def scaled(factor):
-    """Return a forward pass whose derivative is wrong by a factor of the batch's size."""
+    """Return a forward pass with a derivative that is wrong by a factor of the batch's size."""
 
     def forward(m, x):
         y = m.linear(x)
@@ -116,7 +116,7 @@ def scaled(factor):
 
 
 def kinked(m, x):
-    """Rounds otherwise in a batch, at a kink: no way to a gradient is more right."""
+    """In float32, has the two one-sided derivatives of a kink for a batch and for a sample."""
     y = m.linear(x)
     return m.head(
         (y - y.detach() + (1e-9 if len(x) > 1 else -1e-9) * (y.dtype is torch.float32)).relu()
@@ -124,7 +124,7 @@ def kinked(m, x):
 
 
 def lossy(m, x):
-    """Differentiates a batch by a formula that loses five digits, in float64 too."""
+    """Differentiates a batch with a loss of five digits, in float64 too."""
     y = m.linear(x)
     if y.requires_grad and len(y) > 1:
         y.register_hook(lambda gradient: (gradient + 1e5) - 1e5)
@@ -132,7 +132,7 @@ def lossy(m, x):
 
 
 class Opaque(nn.Linear):
-    """Can be copied by nobody."""
+    """Can't be copied."""
 
     def __deepcopy__(self, memo):
         raise TypeError("no copies")
@@ -146,10 +146,6 @@ DISAGREEING = {
         "it differs from autograd by 1 of the largest entry, in linear.",
         "in float64 by 1, in linear.",
         "one sample at a time, with the same numbers but slower.",
-    ),
-    "alone is different": (
-        *(scaled(lambda n: 1 + (n == 1)), {}),
-        *(gradients_one_by_one, "it differs from autograd by 0.5 of the largest entry, in linear."),
     ),
     "one pass is impossible": (
         *(scaled(lambda n: 1 + (n == 1)), LSTM),
@@ -191,7 +187,7 @@ def test_plain_autograd_decides_where_ways_disagree(name, capsys):
 
 
 class Storages(TorchDispatchMode):
-    """Notes the most bytes that an operation put into a storage of its own."""
+    """Records the largest storage that an operation allocates, in bytes."""
 
     def __init__(self, model):
         super().__init__()
@@ -209,7 +205,7 @@ class Storages(TorchDispatchMode):
 
 
 def test_one_pass_of_a_sample_alone_is_compared_too(monkeypatch, capsys):
-    """It is judged by that sample alone: of two samples both ways say the same."""
+    """A method that is wrong for batches of one sample only is not chosen."""
 
     def misread(model, parameters, output, samples, consumer, **more):
         columns = gradients_at_once(model, parameters, output, samples, consumer, **more)
@@ -258,9 +254,9 @@ def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
         )
 
 
-@pytest.mark.parametrize(("limit", "groups"), [(2**28, 1), (4 * 1000, 2), (4 * 900, 3), (0, 4)])
+@pytest.mark.parametrize(("limit", "groups"), [(2**28, 1), (4 * 900, 3), (0, 4)])
 def test_a_large_gradient_is_never_there_as_a_whole(limit, groups, monkeypatch):
-    """Plain autograd takes groups of parameters, of an eighth of all or a limited size."""
+    """Plain autograd differentiates groups of parameters of a limited size."""
     module, grad, n_entries = sys.modules[gradients_one_by_one.__module__], torch.autograd.grad, []
 
     def noted(f, parameters, **options):

@@ -27,7 +27,6 @@ from forward_passes import (
     residual,
     routed,
     side_effects,
-    sorted_by_expert,
     token_model,
     windows,
 )
@@ -46,16 +45,12 @@ FIVE_NUMBERS = vectors(5)
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make it and call it; ``output`` turns what it returns into a tensor, samples first.
-
-    ``peer`` holds the values of batch_dim for which torchjd's engine accepts it and means the same.
-    """
+    """A network and its inputs. ``output`` converts its result to a tensor (samples, ...)."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]] = FIVE_NUMBERS
     kwargs: Callable[[], dict[str, Any]] = dict
     output: Callable[[Any], torch.Tensor] = lambda returned: returned
-    peer: tuple[int | None, ...] = (None, 0)
 
 
 def tokens(length=6, size=7):
@@ -97,7 +92,7 @@ def attention(**options):
 
 def net(forward, inputs=FIVE_NUMBERS, **parts):
     """Make a function of a network and its inputs an architecture; ``parts`` make the network."""
-    settings = {key: parts.pop(key) for key in ("kwargs", "output", "peer") if key in parts}
+    settings = {key: parts.pop(key) for key in ("kwargs", "output") if key in parts}
     return Architecture(partial(Net, forward, parts), inputs, **settings)
 
 
@@ -108,7 +103,7 @@ def convolution(kind, *shape, **options):
 
 
 def recurrent(make):
-    return net(lambda m, x: m.recurrent(x)[0][:, -1], vectors(3, 3), peer=(None,), recurrent=make)
+    return net(lambda m, x: m.recurrent(x)[0][:, -1], vectors(3, 3), recurrent=make)
 
 
 ARCHITECTURES = {
@@ -117,7 +112,7 @@ ARCHITECTURES = {
     "narrow linear on long sequences": Architecture(
         layers(linear(2, 1), nn.Tanh, linear(1, 2)), vectors(50, 2)
     ),
-    "tied embedding": Architecture(TiedEmbedding, tokens(), peer=()),
+    "tied embedding": Architecture(TiedEmbedding, tokens()),
     "frozen": Architecture(frozen),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
@@ -152,17 +147,17 @@ ARCHITECTURES = {
         vectors(1, 4, 4),
     ),
     "RMSNorm": Architecture(layers(linear(5, 6), lambda: nn.RMSNorm(6))),
-    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4), peer=()),
+    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4)),
     "PReLU": Architecture(layers(linear(5, 4), lambda: nn.PReLU(4))),
     "embedding": Architecture(
         layers(lambda: nn.Embedding(7, 3, padding_idx=2), nn.Tanh, nn.Flatten), tokens()
     ),
     "bilinear": Architecture(lambda: nn.Bilinear(5, 5, 3), two()),
     "weight norm": Architecture(
-        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh), peer=()
+        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh)
     ),
     "orthogonal weight": Architecture(
-        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh), peer=()
+        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh)
     ),
     "nested containers": net(
         nested_containers,
@@ -172,7 +167,7 @@ ARCHITECTURES = {
         left=linear(5, 3),
         right=linear(5, 3),
     ),
-    "side effects": net(side_effects, peer=(), weight=weight(5, 3), calls=list),
+    "side effects": net(side_effects, weight=weight(5, 3), calls=list),
     "self-attention": net(
         lambda m, x: m.attention(x, x, x)[0].sum(1), vectors(3, 4), attention=attention()
     ),
@@ -195,9 +190,9 @@ ARCHITECTURES = {
     "parameter squared": net(
         lambda m, x: x * (m.weight * m.weight) + torch.outer(x[:, 0], m.weight), weight=weight(5)
     ),
-    "module reused": net(lambda m, x: m.linear(m.linear(x).tanh()), peer=(0,), linear=linear(5, 5)),
+    "module reused": net(lambda m, x: m.linear(m.linear(x).tanh()), linear=linear(5, 5)),
     "child called and its parameter used": net(
-        lambda m, x: m.child(x).tanh() @ m.child.weight, peer=(), child=linear(5, 5)
+        lambda m, x: m.child(x).tanh() @ m.child.weight, child=linear(5, 5)
     ),
     # Direct parameters before, between and behind children.
     "own parameters and children": net(
@@ -213,7 +208,7 @@ ARCHITECTURES = {
     ),
     # Each sample has a row of the parameter to itself.
     "parameter of the batch's shape": net(
-        lambda m, x: m.linear(x + m.rows), peer=(), rows=weight(B, 5), linear=linear(5, 3)
+        lambda m, x: m.linear(x + m.rows), rows=weight(B, 5), linear=linear(5, 3)
     ),
     # A parameter, a child and an output that nobody uses.
     "unused": net(
@@ -227,13 +222,11 @@ ARCHITECTURES = {
     # Draws inside the module that has the parameter: only this draw counts.
     "random with parameters": net(
         lambda m, x: F.dropout(x @ m.weight, 0.5) + torch.randn(len(x), 4) * m.weight[0],
-        peer=(),
         weight=weight(5, 4),
     ),
     "transformer, samples second": net(
         lambda m, x: m.layer(x.transpose(0, 1)).sum(0),
         vectors(3, 4),
-        peer=(),
         layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0),
     ),
     "transformer": net(
@@ -244,7 +237,6 @@ ARCHITECTURES = {
     "token model": net(
         token_model,
         tokens(),
-        peer=(),
         embedding=lambda: nn.Embedding(7, 4, padding_idx=0),
         positions=weight(1, 7, 4),
         token=weight(1, 1, 4),
@@ -252,16 +244,10 @@ ARCHITECTURES = {
         head=linear(4, 3),
     ),
     "relative positions": net(
-        relative_positions,
-        vectors(3, 4),
-        peer=(),
-        bias=lambda: nn.Embedding(5, 2),
-        linear=linear(4, 4),
+        relative_positions, vectors(3, 4), bias=lambda: nn.Embedding(5, 2), linear=linear(4, 4)
     ),
-    "loop over a cell": net(cell_loop, vectors(3, 3), peer=(0,), cell=lambda: nn.GRUCell(3, 4)),
-    "rolled windows": net(
-        windows, vectors(4, 4, 4), peer=(None,), attention=linear(4, 12), linear=linear(4, 4)
-    ),
+    "loop over a cell": net(cell_loop, vectors(3, 3), cell=lambda: nn.GRUCell(3, 4)),
+    "rolled windows": net(windows, vectors(4, 4, 4), attention=linear(4, 12), linear=linear(4, 4)),
     "rearranged": net(
         rearranged,
         vectors(1, 3, 3),
@@ -273,20 +259,15 @@ ARCHITECTURES = {
     "frames": net(
         lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3)),
         vectors(3, 1, 4, 4),
-        peer=(),
         layers=layers(lambda: nn.Conv2d(1, 2, 2), lambda: nn.GroupNorm(1, 2), nn.Tanh),
     ),
-    "embedding bag": Architecture(lambda: nn.EmbeddingBag(7, 4, mode="sum"), tokens(), peer=()),
+    "embedding bag": Architecture(lambda: nn.EmbeddingBag(7, 4, mode="sum"), tokens()),
     "user's function": net(
-        lambda m, x: Pointwise.apply(m.linear(x), m.scale),
-        peer=(),
-        scale=weight(4),
-        linear=linear(5, 4),
+        lambda m, x: Pointwise.apply(m.linear(x), m.scale), scale=weight(4), linear=linear(5, 4)
     ),
     # One of its outputs is used, then both.
     "user's function of two outputs": net(
         lambda m, x: torch.cat(Both.apply(m.linear(Both.apply(x, m.first)[0]), m.second), dim=1),
-        peer=(),
         first=weight(5, 5),
         linear=linear(5, 5),
         second=weight(5, 4),
@@ -307,52 +288,30 @@ ARCHITECTURES = {
     # In reverse order in the middle.
     "samples turned": net(
         lambda m, x: m.second(m.first(x.flip(0)).tanh().flip(0)),
-        peer=(),
         first=linear(5, 4),
         second=linear(4, 3),
     ),
-    "samples as columns": net(
-        columns, peer=(), weight=weight(3, 5), shift=weight(3, 1), last=weight(2, 3)
-    ),
+    "samples as columns": net(columns, weight=weight(3, 5), shift=weight(3, 1), last=weight(2, 3)),
     "routed samples": net(
-        routed,
-        peer=(),
-        gate=linear(5, 2),
-        experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"]),
+        routed, gate=linear(5, 2), experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"])
     ),
     "experts": net(
-        experts,
-        vectors(5, 4),
-        peer=(),
-        router=linear(4, 3),
-        weights=weight(3, 4, 4),
-        head=linear(4, 2),
+        experts, vectors(5, 4), router=linear(4, 3), weights=weight(3, 4, 4), head=linear(4, 2)
     ),
     "experts, all": net(
         all_by_every_expert,
         vectors(5, 4),
-        peer=(),
-        router=linear(4, 3),
-        weights=weight(3, 4, 4),
-        head=linear(4, 2),
-    ),
-    "experts, sorted": net(
-        sorted_by_expert,
-        vectors(5, 4),
-        peer=(),
         router=linear(4, 3),
         weights=weight(3, 4, 4),
         head=linear(4, 2),
     ),
     "user's functions that mix samples": net(
         lambda m, x: Mixed.apply(m.second(Mixed.apply(m.first(x), 1.0)), -1 / (1 + len(x))).tanh(),
-        peer=(),
         first=linear(5, 4),
         second=lambda: nn.Linear(4, 3, bias=False),
     ),
     "recomputed": net(
         lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=False)),
-        peer=(),
         inner=layers(linear(5, 4), nn.Tanh),
         last=linear(4, 3),
     ),

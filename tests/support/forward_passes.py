@@ -178,15 +178,3 @@ def all_by_every_expert(m, x):
     rows = seen.view(3, -1, 4)
     hidden = [F.linear(rows[i], weight).tanh() for i, weight in enumerate(m.weights)]
     return m.head(torch.stack(hidden).sum(0).view_as(x)).flatten(1)
-
-
-def sorted_by_expert(m, x):
-    """The same by one product of groups of rows, which are sorted and sorted back."""
-    tokens = x.flatten(0, 1)
-    scores, chosen = m.router(tokens).softmax(-1).topk(2)
-    order = chosen.flatten().argsort(stable=True)
-    ends = F.one_hot(chosen.flatten(), 3).sum(0).cumsum(0)
-    picked = tokens[order // 2].split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-    hidden = torch.cat([F.linear(rows, w) for rows, w in zip(picked, m.weights, strict=True)])
-    hidden = (hidden.tanh() * scores.flatten()[order, None])[order.argsort()]
-    return m.head(hidden.view(-1, 2, 4).sum(1).view_as(x)).flatten(1)
