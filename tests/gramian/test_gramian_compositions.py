@@ -1,7 +1,6 @@
-"""Random chains of operations on tensors whose dimensions are as long as the batch.
+"""Random chains of operations on tensors whose dimensions all have the size of the batch.
 
-No shape gives away where the samples are, and some operations mix them: the Gramian is exact all
-the same.
+Shapes don't show along which dimension the samples lie, and some operations mix samples.
 """
 
 import contextlib
@@ -108,7 +107,7 @@ STEPS = [
 
 
 class Chain(nn.Module):
-    """The same chain for the same seed."""
+    """A random chain that the seed determines."""
 
     def __init__(self, seed):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small networks with one quirk each, for the Gramian engine. Make them under float64."""
+"""Small networks with one special feature each. Make them under float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def attention(**options):
 
 
 def net(forward, inputs=FIVE_NUMBERS, **parts):
-    """Make a function of a network and its inputs an architecture; ``parts`` make the network."""
+    """Return an architecture whose forward pass is a function of the network and its inputs."""
     settings = {key: parts.pop(key) for key in ("kwargs", "output") if key in parts}
     return Architecture(partial(Net, forward, parts), inputs, **settings)
 
@@ -194,7 +194,6 @@ ARCHITECTURES = {
     "child called and its parameter used": net(
         lambda m, x: m.child(x).tanh() @ m.child.weight, child=linear(5, 5)
     ),
-    # Direct parameters before, between and behind children.
     "own parameters and children": net(
         lambda m, x: (m.shift - m.child(x * m.scale)).tanh() - 2 * m.shift,
         scale=weight(5),
@@ -206,11 +205,11 @@ ARCHITECTURES = {
         factor=lambda: nn.Parameter(torch.tensor(0.7)),
         linear=linear(5, 3),
     ),
-    # Each sample has a row of the parameter to itself.
+    # Each sample has its own row of the parameter.
     "parameter of the batch's shape": net(
         lambda m, x: m.linear(x + m.rows), rows=weight(B, 5), linear=linear(5, 3)
     ),
-    # A parameter, a child and an output that nobody uses.
+    # A parameter, a child and an output are unused.
     "unused": net(
         lambda m, x: (m.used(x), m.ignored(x)),
         output=lambda o: o[0],
@@ -219,7 +218,7 @@ ARCHITECTURES = {
         unused=linear(5, 3),
         ignored=linear(5, 3),
     ),
-    # Draws inside the module that has the parameter: only this draw counts.
+    # Dropout and noise of this forward pass are differentiated.
     "random with parameters": net(
         lambda m, x: F.dropout(x @ m.weight, 0.5) + torch.randn(len(x), 4) * m.weight[0],
         weight=weight(5, 4),
@@ -255,7 +254,7 @@ ARCHITECTURES = {
         second=lambda: nn.Conv2d(1, 2, 2),
         last=linear(8, 2),
     ),
-    # Several images a sample, folded into the first dimension.
+    # Several images for each sample, folded into the first dimension.
     "frames": net(
         lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3)),
         vectors(3, 1, 4, 4),
@@ -265,14 +264,14 @@ ARCHITECTURES = {
     "user's function": net(
         lambda m, x: Pointwise.apply(m.linear(x), m.scale), scale=weight(4), linear=linear(5, 4)
     ),
-    # One of its outputs is used, then both.
+    # First one of its outputs is used, then both.
     "user's function of two outputs": net(
         lambda m, x: torch.cat(Both.apply(m.linear(Both.apply(x, m.first)[0]), m.second), dim=1),
         first=weight(5, 5),
         linear=linear(5, 5),
         second=weight(5, 4),
     ),
-    # Casts it, as mixed precision does.
+    # As in mixed precision.
     "copied parameter": net(
         lambda m, x: F.linear(x, m.weight.to(torch.float64, copy=True)), weight=weight(3, 5)
     ),
@@ -285,8 +284,7 @@ ARCHITECTURES = {
         lambda m, x: torch.einsum("bi,ijk,bk->bj", x, m.weight, x[:, :2]), weight=weight(5, 3, 2)
     ),
     "in place": net(in_place, first=linear(5, 4), second=linear(4, 3)),
-    # In reverse order in the middle.
-    "samples turned": net(
+    "samples reversed": net(
         lambda m, x: m.second(m.first(x.flip(0)).tanh().flip(0)),
         first=linear(5, 4),
         second=linear(4, 3),
@@ -318,12 +316,12 @@ ARCHITECTURES = {
     "detached": net(
         lambda m, x: m.first(x) * m.second(x).detach(), first=linear(5, 3), second=linear(5, 3)
     ),
-    # A part that is empty, as where rotary positions turn all of a head.
-    "nothing beside": net(
+    # As rotary positions that rotate all of a head.
+    "empty part": net(
         lambda m, x: torch.cat([(y := m.linear(x))[:, :3].tanh(), y[:, 3:]], dim=1),
         linear=linear(5, 3),
     ),
-    # torch gives the mean other strides.
+    # The mean has channels-last strides.
     "pooled, channels last": net(
         lambda m, x: F.adaptive_avg_pool2d(m.linear(x).permute(0, 3, 1, 2), 1).flatten(1).tanh(),
         vectors(2, 2, 5),

@@ -1,4 +1,4 @@
-"""Forward passes with one quirk each: what networks of `architectures` do with their parts."""
+"""Forward passes of networks in ``architectures``."""
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class Both(torch.autograd.Function):
 
 
 class Mixed(torch.autograd.Function):
-    """Adds the sum of all samples to each, or takes it off again."""
+    """Adds a multiple of the sum of all samples to each."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -56,7 +56,7 @@ class Mixed(torch.autograd.Function):
 
 
 def frozen():
-    """One parameter, and all of a layer that gradients pass through."""
+    """A parameter and a layer are frozen."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].weight.requires_grad_(False)
     model[1].requires_grad_(False)
@@ -76,14 +76,13 @@ def cross_attention(m, x, y):
 
 
 def nested_containers(m, tree, *, shift, factor, nothing):
-    """Takes and returns them, and things that aren't tensors, by keyword."""
     assert nothing is None
     a = m.left(tree["a"][0]) + shift
     return {"sum": [a + m.right(tree["a"][1]["b"]) * factor], "rest": (a, 7)}
 
 
 def side_effects(m, x):
-    """Counts its calls, and its output depends on the count."""
+    """The output depends on the number of calls."""
     m.calls.append(1)
     return (x @ m.weight) ** (1 + len(m.calls))
 
@@ -105,7 +104,7 @@ def token_model(m, x):
 
 
 def relative_positions(m, x):
-    """A bias that is looked up for pairs of places, the same for all samples."""
+    """A learned bias for pairs of positions, the same for all samples."""
     place = torch.arange(3)
     bias = m.bias((place[:, None] - place).clamp(-2, 2) + 2).permute(2, 0, 1)
     heads = m.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
@@ -113,7 +112,6 @@ def relative_positions(m, x):
 
 
 def cell_loop(m, x):
-    """One cell, once for each place."""
     state = x.new_zeros(len(x), 4)
     for place in x.unbind(1):
         state = m.cell(place, state)
@@ -121,7 +119,7 @@ def cell_loop(m, x):
 
 
 def windows(m, x):
-    """Attention within windows of a picture that was rolled on, as in Swin."""
+    """Attention within windows of a rolled image, as in Swin."""
     x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
     q, k, v = m.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
     x = (q @ k.mT).softmax(-1) @ v
@@ -129,7 +127,6 @@ def windows(m, x):
 
 
 def rearranged(m, x):
-    """Pixels to channels and back, repeated, unfolded."""
     x = F.pixel_shuffle(m.first(x), 2)
     x = F.unfold(m.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
     return m.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
@@ -143,7 +140,7 @@ def in_place(m, x):
 
 
 def columns(m, x):
-    """Samples are columns in the middle."""
+    """Samples are columns of the hidden layer."""
     hidden = torch.tanh(m.weight @ x.T + m.shift)
     return torch.addmm(m.shift[:2], m.last, hidden, beta=0.5, alpha=2).T
 

@@ -37,9 +37,8 @@ _LABEL_SHAPES = (
     "one token for each position",
     "one class for each pixel",
 )
-# A module's call: its name, and the tensors in its arguments and its result that have one row for
-# each sample.
-_Call = tuple[str, list[Tensor], list[Tensor]]
+# A step of a forward pass: its name, and tensors that have one row for each sample.
+_Step = tuple[str, list[Tensor]]
 # Errors of the user's model that are reported instead of raised.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 # Bound of the rounding error of a sample's features, relative to the largest entry.
@@ -66,8 +65,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         again, _ = _run(model, output, batch)
         if not _close(together, again, tolerance):
             _check_repeatable(model, output, batch)
-            calls, others = (_calls(model, batch)[0] for _ in range(2))
-            layer = _first_difference(calls, others, allowed)
+            steps, others = (_steps(model, batch)[0] for _ in range(2))
+            layer = _first_difference(steps, others, allowed)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different ones for the same batch; the first layer that differs: {layer}. "
@@ -160,23 +159,17 @@ def _alone(batch: Batch, i: int) -> Batch:
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
     """Return the first layer whose result for sample 0 differs between the batch and sample 0."""
-    alone, failed = _calls(model, _alone(batch, 0))
+    alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
-    together, _ = _calls(model, batch)
-    first_rows = (
-        (name, [tensor[:1] for tensor in arguments], [tensor[:1] for tensor in result])
-        for name, arguments, result in together
-    )
+    together, _ = _steps(model, batch)
+    first_rows = ((name, [tensor[:1] for tensor in tensors]) for name, tensors in together)
     return _first_difference(first_rows, alone, allowed)
 
 
-def _first_difference(calls: Iterable[_Call], others: Iterable[_Call], allowed: float) -> str:
-    """Return the first module whose result differs, or the code before it if its arguments do."""
-    for (name, *mine), (_, *theirs) in zip(calls, others, strict=False):
-        if _differ(mine[0], theirs[0], allowed):
-            return f"the code that calls {name}"
-        if _differ(mine[1], theirs[1], allowed):
+def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: float) -> str:
+    for (name, tensors), (_, other_tensors) in zip(steps, others, strict=False):
+        if _differ(tensors, other_tensors, allowed):
             return name
     return "the code of the model itself"
 
@@ -194,28 +187,28 @@ def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool
     return False
 
 
-def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
-    """Return the calls of a model's modules, inner before outer, and the module that failed."""
-    calls: list[_Call] = []
+def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
+    """Return the arguments and results of all modules in order, and the module that failed."""
+    steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
         for name, module in model.named_modules():
             label = f"{name or 'the model itself'} ({type(module).__name__})"
 
-            def enter(*_: Any, label: str = label) -> None:
+            def enter(_: Any, args: Any, kwargs: Any, label: str = label) -> None:
                 inside.append(label)
+                steps.append((f"the code that calls {label}", _tensors((args, kwargs), len(batch))))
 
-            def leave(_: Any, args: Any, kwargs: Any, result: Any) -> None:
-                arguments = _tensors((args, kwargs), len(batch))
-                calls.append((inside.pop(), arguments, _tensors(result, len(batch))))
+            def leave(_: Any, args: Any, result: Any) -> None:
+                steps.append((inside.pop(), _tensors(result, len(batch))))
 
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         try:
             batch.given_to(model)
         except _FAILURES:
-            return calls, inside[-1]
-    return calls, None
+            return steps, inside[-1]
+    return steps, None
 
 
 def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
