@@ -53,10 +53,10 @@ def assert_equal(found, expected):
 def run(name, entries):
     """Make an architecture, call it, and give a few entries a sample, or one loss."""
     architecture = ARCHITECTURES[name]
-    model, inputs, kwargs = architecture.make(), architecture.inputs(), architecture.kwargs()
+    model, inputs = architecture.make(), architecture.inputs()
 
     def call():
-        found = architecture.output(model(*inputs, **kwargs)).flatten(1)
+        found = architecture.output(model(*inputs)).flatten(1)
         weights = torch.arange(1.0, 1 + found.shape[1]).sqrt()
         return found[:, :entries] if entries else (found * weights).square().sum(1)
 
@@ -66,7 +66,7 @@ def run(name, entries):
 # Architectures for which some operation is differentiated for each sample or row.
 SLOW = {
     *("parameter reused", "parameter squared", "scalar parameter", "LSTM, both ways"),
-    *("own parameters and children", "parameter of the batch's shape", "random with parameters"),
+    *("parameter of the batch's shape", "random with parameters"),
     *("relative positions", "loop over a cell", "PReLU", "InstanceNorm", "in place", "einsum"),
     *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm"),
     *("orthogonal weight", "user's function", "user's function of two outputs"),
@@ -120,18 +120,12 @@ def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
 HIDING = {"user's functions that mix samples": "Mixed"}
 # Models that are no functions of a sample alone, for which the comparison with autograd fails.
 NO_FUNCTIONS = {
-    *("parameter of the batch's shape", "side effects", "random with parameters"),
+    *("parameter of the batch's shape", "random with parameters"),
     *("picked by index", "routed samples"),
 }
-# A study's samples are tensors.
-OF_TENSORS = [
-    name
-    for name, case in ARCHITECTURES.items()
-    if not case.kwargs() and all(isinstance(x, torch.Tensor) for x in case.inputs())
-]
 
 
-@pytest.mark.parametrize("name", OF_TENSORS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
     """If an operation mixes samples, the notice names it."""
     architecture = ARCHITECTURES[name]

@@ -8,25 +8,19 @@ import torch
 from architectures import Net
 from differences import by_differences
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from trak_core.attribution.project_gradients import Features
 from trak_core.compat.gradient_computers import FunctionalGradientComputer
 from trak_core.compat.modelout_functions import ImageClassificationModelOutput
 from trak_core.gradients import (
-    as_batch,
     formed_gradients,
     gradient_method,
     gradients_at_once,
-    gradients_in_turn,
     gradients_one_by_one,
     select_parameters,
 )
 from trak_core.gramian import train_gramian
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.spec import ProjectionSpec, matrix_shape
 
 
 class OwnTask(ImageClassificationModelOutput):
@@ -186,24 +180,6 @@ def test_plain_autograd_decides_where_ways_disagree(name, capsys):
                 torch.testing.assert_close(gradients[i], own)
 
 
-class Storages(TorchDispatchMode):
-    """Records the largest storage that an operation allocates, in bytes."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        returned = func(*args, **(kwargs or {}))
-        for tensor in returned if isinstance(returned, tuple | list) else [returned]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.seen:
-                    self.most = max(self.most, storage.nbytes())
-        return returned
-
-
 def test_one_pass_of_a_sample_alone_is_compared_too(monkeypatch, capsys):
     """A method that is wrong for batches of one sample only is not chosen."""
 
@@ -218,40 +194,6 @@ def test_one_pass_of_a_sample_alone_is_compared_too(monkeypatch, capsys):
     method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
     assert method is gradients_one_by_one
     assert "it differs from autograd by 1 of the largest entry, in " in capsys.readouterr().out
-
-
-def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
-    class OnTokens(nn.Sequential):
-        def forward(self, input_ids):
-            return {"logits": super().forward(input_ids)}
-
-    torch.manual_seed(0)
-    model = OnTokens(nn.Embedding(300, 200), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 300))
-    parameters = select_parameters(model, None)
-    shapes = [matrix_shape(p.shape) for p in parameters.values()]
-    spec = ProjectionSpec(
-        kind="tensor_sketch",
-        n_params=sum(a * b for a, b in shapes),
-        proj_dim=64,
-        seed=0,
-        stream=0,
-        shapes=shapes,
-    )
-    tokens = torch.randint(0, 300, (1, 5))
-    batch = as_batch({"input_ids": tokens, "labels": tokens}, LANGUAGE_MODELLING)
-    features, most = [], []
-    for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one):
-        sums = Features.zeros(parameters, spec, 1, threads=1)
-        with Storages(model) as storages:
-            method(model, parameters, LANGUAGE_MODELLING, batch, sums)
-        features.append(sums.scaled())
-        most.append(storages.most)
-    smallest = 200 * 200 * 4
-    assert max(most[:2]) < smallest / 4 < smallest <= most[2]
-    for rows in features[:2]:
-        torch.testing.assert_close(
-            rows, features[2], rtol=1e-5, atol=1e-5 * float(rows.abs().max())
-        )
 
 
 @pytest.mark.parametrize(("limit", "groups"), [(2**28, 1), (4 * 900, 3), (0, 4)])

@@ -27,7 +27,7 @@ from trak_core.gradients.gradient_methods import (
     gradients_in_turn,
     gradients_one_by_one,
 )
-from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 
 CPU = torch.device("cpu")
 METHODS = [gradients_at_once, gradients_one_by_one]
@@ -395,18 +395,6 @@ def test_half_precision_may_differ_by_its_rounding():
     assert model_inputs.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
     assert model_inputs.rounding(wide, as_batch(batch, CLASSIFICATION)) == 2**-11.5
     assert chosen(model, batch) is gradients_at_once
-
-
-@pytest.mark.parametrize("more", [[], [nn.Flatten(0)]], ids=["(n, 1)", "(n,)"])
-def test_one_number_a_sample(more):
-    model, batch = nn.Sequential(nn.Linear(4, 1), *more), (torch.randn(5, 4), torch.randn(5))
-    check_samples_apart(model, REGRESSION, batch)
-    outputs = model(batch[0]).detach().flatten()
-    for method in METHODS:
-        result = formed(method, model, batch, REGRESSION)
-        torch.testing.assert_close(result.gradients["0.weight"], batch[0].unsqueeze(1))
-        torch.testing.assert_close(result.outputs, outputs)
-        torch.testing.assert_close(result.loss_weights, batch[1] - outputs)
 
 
 def test_bad_values_are_left_for_the_check_of_gradients():

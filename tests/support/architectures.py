@@ -12,8 +12,6 @@ from forward_passes import (
     Mixed,
     Pointwise,
     TiedEmbedding,
-    all_by_every_expert,
-    branches,
     cell_loop,
     columns,
     cross_attention,
@@ -21,12 +19,9 @@ from forward_passes import (
     experts,
     frozen,
     in_place,
-    nested_containers,
     rearranged,
     relative_positions,
-    residual,
     routed,
-    side_effects,
     token_model,
     windows,
 )
@@ -49,7 +44,6 @@ class Architecture:
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]] = FIVE_NUMBERS
-    kwargs: Callable[[], dict[str, Any]] = dict
     output: Callable[[Any], torch.Tensor] = lambda returned: returned
 
 
@@ -90,10 +84,9 @@ def attention(**options):
     return lambda: nn.MultiheadAttention(4, 2, batch_first=True, **options)
 
 
-def net(forward, inputs=FIVE_NUMBERS, **parts):
+def net(forward, inputs=FIVE_NUMBERS, output=lambda returned: returned, **parts):
     """Return an architecture whose forward pass is a function of the network and its inputs."""
-    settings = {key: parts.pop(key) for key in ("kwargs", "output") if key in parts}
-    return Architecture(partial(Net, forward, parts), inputs, **settings)
+    return Architecture(partial(Net, forward, parts), inputs, output)
 
 
 def convolution(kind, *shape, **options):
@@ -159,32 +152,16 @@ ARCHITECTURES = {
     "orthogonal weight": Architecture(
         layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh)
     ),
-    "nested containers": net(
-        nested_containers,
-        lambda: ({"a": [torch.randn(B, 5), {"b": torch.randn(B, 5)}]},),
-        kwargs=lambda: {"shift": torch.randn(B, 3), "factor": 3.0, "nothing": None},
-        output=lambda o: o["sum"][0] + o["rest"][0],
-        left=linear(5, 3),
-        right=linear(5, 3),
-    ),
-    "side effects": net(side_effects, weight=weight(5, 3), calls=list),
     "self-attention": net(
         lambda m, x: m.attention(x, x, x)[0].sum(1), vectors(3, 4), attention=attention()
     ),
     "cross-attention with bias vectors": net(
         cross_attention, two(3, 4), attention=attention(add_bias_kv=True)
     ),
-    "cross-attention of other widths": net(
-        cross_attention,
-        lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5)),
-        attention=attention(kdim=5, vdim=5),
-    ),
     "RNN": recurrent(lambda: nn.RNN(3, 4, batch_first=True)),
     "LSTM, both ways": recurrent(
         lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)
     ),
-    "residual of two inputs": net(residual, two(), first=linear(5, 5), second=linear(5, 5)),
-    "branches": net(branches, stem=linear(5, 4), left=linear(4, 3), right=linear(4, 2)),
     "parameter reused": net(lambda m, x: (x @ m.weight).tanh() @ m.weight.T, weight=weight(5, 4)),
     # One operation takes the same parameter twice.
     "parameter squared": net(
@@ -193,12 +170,6 @@ ARCHITECTURES = {
     "module reused": net(lambda m, x: m.linear(m.linear(x).tanh()), linear=linear(5, 5)),
     "child called and its parameter used": net(
         lambda m, x: m.child(x).tanh() @ m.child.weight, child=linear(5, 5)
-    ),
-    "own parameters and children": net(
-        lambda m, x: (m.shift - m.child(x * m.scale)).tanh() - 2 * m.shift,
-        scale=weight(5),
-        shift=weight(3),
-        child=linear(5, 3),
     ),
     "scalar parameter": net(
         lambda m, x: m.linear(x) / m.factor,
@@ -296,13 +267,6 @@ ARCHITECTURES = {
     "experts": net(
         experts, vectors(5, 4), router=linear(4, 3), weights=weight(3, 4, 4), head=linear(4, 2)
     ),
-    "experts, all": net(
-        all_by_every_expert,
-        vectors(5, 4),
-        router=linear(4, 3),
-        weights=weight(3, 4, 4),
-        head=linear(4, 2),
-    ),
     "user's functions that mix samples": net(
         lambda m, x: Mixed.apply(m.second(Mixed.apply(m.first(x), 1.0)), -1 / (1 + len(x))).tanh(),
         first=linear(5, 4),
@@ -312,9 +276,6 @@ ARCHITECTURES = {
         lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=False)),
         inner=layers(linear(5, 4), nn.Tanh),
         last=linear(4, 3),
-    ),
-    "detached": net(
-        lambda m, x: m.first(x) * m.second(x).detach(), first=linear(5, 3), second=linear(5, 3)
     ),
     # As rotary positions that rotate all of a head.
     "empty part": net(

@@ -75,28 +75,6 @@ def cross_attention(m, x, y):
     return m.attention(x, y, y, need_weights=False)[0].flatten(1)
 
 
-def nested_containers(m, tree, *, shift, factor, nothing):
-    assert nothing is None
-    a = m.left(tree["a"][0]) + shift
-    return {"sum": [a + m.right(tree["a"][1]["b"]) * factor], "rest": (a, 7)}
-
-
-def side_effects(m, x):
-    """The output depends on the number of calls."""
-    m.calls.append(1)
-    return (x @ m.weight) ** (1 + len(m.calls))
-
-
-def residual(m, x, y):
-    x = x + m.first(x).tanh()
-    return x + m.second(y) * x
-
-
-def branches(m, x):
-    x = m.stem(x).sigmoid()
-    return torch.cat([m.left(x), m.right(x.square())], dim=1)
-
-
 def token_model(m, x):
     """Class token, positions, attention."""
     x = torch.cat([m.token.expand(len(x), -1, -1), m.embedding(x)], dim=1)
@@ -165,13 +143,3 @@ def experts(m, x):
         hidden = F.linear(tokens[rows], weight).tanh() * scores[rows, places, None]
         mixed.index_add_(0, rows, hidden)
     return m.head(mixed.view_as(x)).flatten(1)
-
-
-def all_by_every_expert(m, x):
-    """Every expert sees every token, weighted by its share, as in Llama 4."""
-    tokens = x.flatten(0, 1)
-    scores = m.router(tokens).sigmoid()
-    seen = tokens.repeat(3, 1) * scores.T.reshape(-1, 1)
-    rows = seen.view(3, -1, 4)
-    hidden = [F.linear(rows[i], weight).tanh() for i, weight in enumerate(m.weights)]
-    return m.head(torch.stack(hidden).sum(0).view_as(x)).flatten(1)

@@ -73,20 +73,10 @@ def sample_memory(
 ) -> SampleMemory:
     """Return an estimate of the memory to differentiate a sample like the first.
 
-    It is measured in a forward pass, by the tensors that are saved for the backward pass.
-
-    Args:
-        model: The model, as in ``trak_core.gradients``.
-        parameters: The parameters to differentiate.
-        output: The model output f.
-        samples: At least one.
-        blocks: The model's blocks that are recomputed, if there are any.
-        most_bytes: A limit of the activations. The pass stops to keep them once it is exceeded.
-        n_copies: Copies of the sample in the pass. With two, it is also known which gradients are
-            formed because an operation mixes samples. One suffices if batches have one sample.
-
-    Raises:
-        TooMuchMemoryError: If activations need more than ``most_bytes``.
+    The tensors that a forward pass saves are counted. ``blocks`` are the model's recomputed blocks.
+    Once activations exceed ``most_bytes``, they are no longer kept, and a ``TooMuchMemoryError`` is
+    raised at the end. The pass has ``n_copies`` of the sample. Two also show which gradients are
+    formed because an operation mixes samples. One suffices if every batch has one sample.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}

@@ -72,10 +72,10 @@ class Use(NamedTuple):
         cut = tensor.unflatten(at, (size, self.layout.period, self.width))
         if self.layout.owners is None:
             return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
-        places = own_places(self.layout.owners, self.layout.n_samples).to(tensor.device)
-        is_own = (places >= 0).view(-1, *(1 for _ in cut.shape[at + 2 :]))
-        own = cut.index_select(at + 1, places.clamp(min=0).flatten())
-        own = torch.where(is_own, own, 0).unflatten(at + 1, places.shape)
+        indices = own_indices(self.layout.owners, self.layout.n_samples).to(tensor.device)
+        is_own = (indices >= 0).view(-1, *(1 for _ in cut.shape[at + 2 :]))
+        own = cut.index_select(at + 1, indices.clamp(min=0).flatten())
+        own = torch.where(is_own, own, 0).unflatten(at + 1, indices.shape)
         return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
 
     def is_along(self, dim: int) -> bool:
@@ -87,15 +87,15 @@ class Use(NamedTuple):
         return self.by_sample(self.gradient, self.dim, 1)
 
 
-def own_places(owners: Tensor, n_samples: int) -> Tensor:
+def own_indices(owners: Tensor, n_samples: int) -> Tensor:
     """Return the indices at which each sample is the owner, shape (B, most), padded with -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
     ranks = torch.arange(len(order)) - (counts.cumsum(0) - counts)[owners[order]]
-    places = torch.full((n_samples, int(counts.max())), -1)
-    places[owners[order], ranks] = order
-    return places
+    indices = torch.full((n_samples, int(counts.max())), -1)
+    indices[owners[order], ranks] = order
+    return indices
 
 
 def has_form(edge: Edge) -> bool:
@@ -108,12 +108,8 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    The formulas hold for real numbers.
-
-    Args:
-        edges: Crossings of one operation.
-        gradients: delta of its outputs by number, shape (C, *shape) each.
-        layouts: Layouts of the same outputs.
+    ``gradients`` are delta of the operation's outputs by number, shape (C, *shape) each, and
+    ``layouts`` theirs. The formulas hold for real numbers.
     """
     make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
     is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
@@ -226,8 +222,8 @@ def _looked_up(use: Use) -> Contribution | None:
         gradient = gradient * (indices != padding).unsqueeze(-1)
     own = use.by_sample(gradient, use.dim, 1)
     own = own.reshape(*own.shape[:2], -1, own.shape[-1])
-    places = use.by_sample(indices, use.dim, 0).reshape(own.shape[1], -1)
-    return Lookup(own, places, use.input_shape[0])
+    indices = use.by_sample(indices, use.dim, 0).reshape(own.shape[1], -1)
+    return Lookup(own, indices, use.input_shape[0])
 
 
 def _weighted_sums(

@@ -344,11 +344,8 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     bit, and of those that don't. If an entry depends on sample b alone, its gradient is nonzero in
     exactly the trials that b is in, which spell b. If both trials of a bit are nonzero, several
     samples share the input, and its layout is None. So an operation that mixes samples is never
-    taken for one that doesn't. This costs 2 ceil(log2 B) derivatives.
-
-    Args:
-        edges: All edges of the operation.
-        layouts: The layouts of those outputs that are used, by number.
+    taken for one that doesn't. This costs 2 ceil(log2 B) derivatives. ``layouts`` are those of the
+    outputs that are used, by number.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples

@@ -88,16 +88,8 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     """Return the margins of labels, and whether each label is the predicted class.
 
     Margins equal those of ``model_outputs.classification`` up to rounding. At most ``PIECE`` logits
-    are held at a time, or those of one token. Per-sample gradients of the layer have a closed form
-    in ``gradient_formulas``.
-
-    Args:
-        hidden: The layer's inputs, shape (batch, tokens, d).
-        labels: Classes, shape (batch, tokens).
-        head: The layer.
-
-    Returns:
-        Two tensors of shape (batch, tokens).
+    are held at a time, or those of one token. ``hidden`` are the layer's inputs, shape (batch,
+    tokens, d); labels and both results have shape (batch, tokens).
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)

@@ -40,6 +40,7 @@ from trak_core.gradients.graph import (
 
 # A function of gradients (rows, *shape), one for each tensor; None for a tensor without one.
 Watcher = Callable[[list[Tensor | None]], None]
+_Tensors = Sequence[Tensor]
 # A function of a parameter and its gradients (rows, *shape).
 _Taker = Callable[[Tensor, Tensor], None]
 
@@ -55,13 +56,8 @@ def take_rows(
 
     One vmapped pass serves all rows, and a parameter's rows are dropped after they are handed over.
     If an operation can't be vmapped, one pass is run for each row, and all rows are formed first.
-
-    Args:
-        consumer: It takes ``Dense`` contributions.
-        outputs: Tensors of the graph, such as an inner tensor that depends on parameters alone.
-        gradients: Gradients of the outputs, shape (rows, *shape) each.
-        parameters: The tensors to differentiate.
-        extra: Gradients of parameters, shape (rows, entries), that are added to the computed ones.
+    Gradients of each output have shape (rows, *shape). ``extra`` are gradients of parameters, shape
+    (rows, entries), that are added to the computed ones.
     """
 
     def run(propagate: Callable[..., None]) -> Consumer:
@@ -89,10 +85,7 @@ def take_rows(
 
 
 def _together(
-    take: _Taker,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
+    take: _Taker, outputs: Sequence[GradientEdge], gradients: _Tensors, parameters: _Tensors
 ) -> None:
     def watch(parameter: Tensor) -> Callable[[Tensor], Tensor]:
         def arrive(rows: list[Tensor | None]) -> None:
@@ -111,10 +104,7 @@ def _together(
 
 
 def _row_by_row(
-    take: _Taker,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
+    take: _Taker, outputs: Sequence[GradientEdge], gradients: _Tensors, parameters: _Tensors
 ) -> None:
     by_row = [
         torch.autograd.grad(outputs, parameters, row, retain_graph=True, allow_unused=True)
@@ -245,16 +235,11 @@ _MOST_PLANS = 16
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
     """Return the plan of a backward pass for samples along dimension ``dim`` of ``output``.
 
-    The plans of recent graphs are kept, and reused for graphs with an equal signature.
-
-    Returns:
-        None if there is no sample, if the samples can't be told apart, if no parameter is reached,
-        or if a single sample has several entries.
-
-    Raises:
-        MixedSamplesError: If an operation computes statistics over samples.
-        UnreadableGraphError: If parameters or modules have backward hooks. They would be called
-            with the sum of the samples' gradients, for which they may do something else.
+    The plans of recent graphs are kept, and reused for graphs with an equal signature. The result
+    is None if there is no sample, if samples can't be told apart, if no parameter is reached, or if
+    a single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
+    Backward hooks of parameters and modules raise an ``UnreadableGraphError``, because they would
+    get the sum of the samples' gradients.
     """
     n_samples = output.shape[dim]
     if n_samples == 0 or n_samples == 1 < output.numel():
@@ -289,18 +274,12 @@ def by_samples(
     """Hand over per-sample gradients by one backward pass.
 
     Write ``output`` as f_{c,i} with sample i along ``dim`` and c over the other dimensions. For
-    each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i.
+    each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i. The plan is
+    that of ``plan_of`` for the same output and dimension.
 
-    Args:
-        consumer: It takes the contributions.
-        output: A tensor with a graph.
-        plan: What ``plan_of`` returned for this output and dimension.
-        dim: The dimension of the samples.
-        keep_graph: If False, saved tensors are freed during the pass, unless an operation without a
-            closed form is known to need them.
-
-    Raises:
-        GraphNeededError: If a freed graph is needed. The consumer has taken a part by then.
+    Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
+    closed form is known to need them. If they are needed after all, a ``GraphNeededError`` is
+    raised, and the consumer has taken a part of the gradients by then.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]

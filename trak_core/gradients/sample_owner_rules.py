@@ -37,16 +37,10 @@ class MixedSamplesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RuleInput:
-    """The argument of a rule: one input of one operation, and the layout of one of its outputs.
+    """The argument of a rule: input ``index`` of an operation, and the layout of one output.
 
-    Attributes:
-        node: The operation.
-        index: Index of the input.
-        output: Shape of the output.
-        input: Shape of the input.
-        layout: The output's layout.
-        dim: The output's dimension along which the samples lie; -1 if they span several.
-        width: Consecutive indices of one sample in that dimension.
+    ``input`` and ``output`` are shapes. The samples lie along the output's dimension ``dim`` (-1 if
+    they span several), with ``width`` consecutive indices each.
     """
 
     node: Node
@@ -343,18 +337,11 @@ _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 def input_layouts(
     edges: list[Edge], outputs: dict[int, Layout]
 ) -> tuple[list[Layout | None], bool]:
-    """Derive the layouts of an operation's inputs from those of its outputs, for B >= 2.
+    """Return the layouts of an operation's inputs, given those of its used outputs, for B >= 2.
 
-    Args:
-        edges: All edges of the operation.
-        outputs: The layouts of the outputs that are used, by number.
-
-    Returns:
-        The layout of each edge's input, None if it is shared or unknown; and whether the graph's
-        ``signature`` determines them, instead of saved values.
-
-    Raises:
-        MixedSamplesError: If the operation computes statistics over samples.
+    The result has a layout for each of the operation's edges, None if the input is shared; and
+    whether the graph's ``signature`` determines the layouts, instead of saved values. Statistics
+    over samples raise a ``MixedSamplesError``.
     """
     if not edges:
         return [], True
