@@ -226,14 +226,14 @@ def test_a_block_with_an_object_keeps_all(capsys):
 def test_a_block_with_a_dict_is_recomputed_more_than_once():
     model, _, _, batch = prepared(TakesADict, kind=HandsOn, n_blocks=3)
     model.eval()
-    found = []
+    gradients = []
     for is_on in (False, True):
         if is_on:
             Recomputation(model).start()
         values = model(batch.args[0])[:, 0]
         parameters = [p for p in model.parameters() if p is not model.a]
-        found.append([torch.autograd.grad(v, parameters, retain_graph=True) for v in values])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        gradients.append([torch.autograd.grad(v, parameters, retain_graph=True) for v in values])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 def test_random_numbers_are_the_same_in_a_second_call():

@@ -310,11 +310,9 @@ def test_a_forward_that_differentiates(how):
 
 
 SPARSE = {
-    "embedding": lambda k: nn.Sequential(nn.Embedding(7, 4, **k), nn.Flatten(), nn.Linear(12, 2)),
     "padding": lambda k: nn.Sequential(
         nn.Embedding(7, 4, padding_idx=2, **k), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)
     ),
-    "bag": lambda k: nn.Sequential(nn.EmbeddingBag(7, 4, **k), nn.Tanh(), nn.Linear(4, 2)),
     "tied": lambda k: Net(
         lambda m, x: m.table(x).sum(1).tanh() @ m.table.weight.T,
         {"table": lambda: nn.Embedding(7, 4, **k)},

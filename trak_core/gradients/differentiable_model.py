@@ -102,14 +102,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     A pattern selects the parameters with ``requires_grad`` that it matches. If there are none, it
     selects frozen ones and sets their ``requires_grad``. So ``*layers.0.*`` selects the layer's
     adapter alone if only adapters are trained, and ``*lora_*`` an adapter loaded for inference.
-
-    Args:
-        model: A model with all its shapes.
-        patterns: Shell-style patterns (``layer4.*``) of full parameter names. None selects all
-            parameters with ``requires_grad``.
-
-    Returns:
-        Parameters by name.
+    Patterns are shell-style (``layer4.*``) and match full names. None selects all parameters with
+    ``requires_grad``.
 
     Raises:
         InputError: If a pattern matches no parameter, if nothing is selected, if a parameter is not

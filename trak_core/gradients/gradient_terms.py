@@ -24,14 +24,14 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-# Most entries of a piece of formed gradients. On a CPU 16 MiB of float32, which fit into its cache.
+# Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
 PIECE = 2**22
 # On a GPU 128 MiB, because starting a piece's kernels takes the host 2 ms.
 PIECE_OF_GPU = 2**25
 
 
 def piece_on(device: torch.device) -> int:
-    """Return the most entries of a piece of formed gradients on a device."""
+    """Return the largest number of entries in a piece of formed gradients on a device."""
     return PIECE_OF_GPU if device.type == "cuda" else PIECE
 
 

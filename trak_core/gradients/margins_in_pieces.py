@@ -253,7 +253,7 @@ class BiasFactors(Dense):
     of_weight: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield outer products with 1 of some tokens at a time, which sum to the gradients."""
+        """Yield outer products of slopes and ones, of some tokens at a time, which sum to it."""
         for outer in self.of_weight.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

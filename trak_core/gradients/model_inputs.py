@@ -119,15 +119,10 @@ Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
-    If labels are tokens, those that the input ``attention_mask`` excludes get the label
-    ``IGNORED``, because padding is not predicted. For a model with inputs of a decoder,
-    ``decoder_attention_mask`` is used instead.
-
-    Args:
-        samples: A tuple of the model's positional arguments and, last, the labels; a dict of its
-            named arguments and ``labels``; or a batch, which is returned. If the output has no
-            labels, they are left out.
-        output: The model output f.
+    ``samples`` are a tuple of the model's positional arguments and, last, the labels; a dict of its
+    named arguments and ``labels``; or a batch. If the output has no labels, they are left out. If
+    labels are tokens, those that the input ``attention_mask`` excludes get the label ``IGNORED``,
+    because padding is not predicted (``decoder_attention_mask``, if the model has a decoder).
 
     Returns:
         The batch, on the samples' device.
@@ -196,9 +191,8 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return the samples of several batches, which have the same inputs, as one batch.
 
-    Texts with ``lengths``, which all batches have or none, are padded on the
-    right: labels with ``IGNORED``, inputs with 0, which is a token of every vocabulary and means
-    excluded in an ``attention_mask``.
+    Texts with ``lengths``, which all batches have or none, are padded on the right: labels with
+    ``IGNORED``, inputs with 0, which is a token of every vocabulary and excluded by masks.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
