@@ -130,7 +130,7 @@ def sample_memory(
 def _pair(batch: Batch) -> Batch:
     """Return the first sample twice, in new storages, because saved bytes are counted by storage.
 
-    Of texts the second copy is one token shorter, so that code for padding runs as well.
+    For texts, the second copy is one token shorter, so that code for padding runs as well.
     """
     if batch.lengths is None:
         pair = batch.mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
