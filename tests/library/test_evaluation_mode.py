@@ -1,4 +1,4 @@
-"""Models are differentiated as they are evaluated, with nothing left over from earlier passes."""
+"""Models are differentiated in evaluation mode, without tensors cached in earlier passes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def gradients_of(method, model, samples, patterns=None):
 
 @pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])
 def test_transformer_layers_by_their_plain_formula(patterns):
-    """Their inference kernels, taken where nothing asks for a gradient, leave no graph."""
+    """Not by their inference kernels, which leave no graph."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
     batch = [torch.randn(4, 3, 8), torch.tensor([0, 1, 2, 0])]
@@ -37,17 +37,14 @@ def test_transformer_layers_by_their_plain_formula(patterns):
 
 
 class KeepsItsBias(nn.Module):
-    """As TinyViT in timm: a bias is derived from a parameter, and kept until training.
-
-    As there ``train`` returns nothing.
-    """
+    """Caches a bias computed from a parameter until training, as models of timm do."""
 
     def __init__(self, keeps):
         super().__init__()
         self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
         self.biases = nn.Parameter(torch.randn(6))
         self.bias_cache = {}
-        # Made once, for good: it must stay.
+        # Not emptied by ``train``.
         self.bound_cache = {"most": 2.0}
         self.keeps = keeps
 
@@ -70,7 +67,7 @@ def test_what_a_model_derived_earlier_and_kept_hides_no_gradient(method):
     plain.load_state_dict(model.state_dict())
     samples = torch.randn(3, 3), torch.tensor([0, 2, 1])
     with torch.no_grad():
-        model(samples[0])  # as a user does before
+        model(samples[0])  # fills the cache
     expected = gradients_of(method, plain, samples)
     assert expected["biases"].any()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Plans of earlier batches: kept where a graph's signature decides them, and never stale."""
+"""Plans of earlier batches are reused if a graph's signature determines them, and never stale."""
 
 import gc
 import re
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from trak_core.gradients import (
-    as_batch,
     formed_gradients,
     gradients_at_once,
     one_pass,
@@ -19,11 +18,8 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.graph import SETTINGS, Layout, UnreadableGraphError
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.model_outputs.supervised import CLASSIFICATION
-
-transformers = pytest.importorskip("transformers", reason="with the extra `test`")
 
 
 class Layers(nn.Module):
@@ -40,26 +36,26 @@ class Layers(nn.Module):
 
 
 def branches(m, x):
-    """Other operations where the batch says so."""
+    """The operations depend on the batch."""
     x = m.first(x).tanh() if x.sum() > 0 else m.second(m.first(x).tanh()).relu()
     return x.mean(1)
 
 
 def turns(m, x):
-    """The same operations and, for four samples, shapes, along other dimensions."""
+    """The dimensions depend on the batch; operations and, for four samples, shapes don't."""
     dims = (0, 1) if x.sum() > 0 else (1, 2)
     turned = m.first(x).tanh().transpose(*dims).contiguous()
     return m.second(turned).tanh().transpose(*dims).mean(1)
 
 
 def shares(m, x):
-    """The weights of one layer for the other, so that a parameter has two uses, or one."""
+    """The batch decides whether one layer is used twice."""
     first = m.first(x).tanh()
     return (m.first if x.sum() > 0 else m.second)(first).mean(1)
 
 
 def experts(m, x):
-    """Each token goes to one of two experts, and back to its place."""
+    """Each token goes to one of two experts."""
     flat = x.flatten(0, 1)
     mixed = torch.zeros_like(flat)
     for expert, own in ((m.first, flat[:, 0] > 0), (m.second, flat[:, 0] <= 0)):
@@ -69,13 +65,13 @@ def experts(m, x):
 
 
 def shuffled(m, x):
-    """Samples change places, by the data, and change back."""
+    """Samples are reordered by the data, and restored."""
     order = x.sum((1, 2)).argsort()
     return m.second(m.first(x)[order].tanh())[order.argsort()].mean(1)
 
 
 class Moved(torch.autograd.Function):
-    """Unknown to the rules. It takes tokens of all samples from the places that it is given."""
+    """An operation without a rule, which reorders the tokens of all samples."""
 
     @staticmethod
     def forward(ctx, x, places):
@@ -88,7 +84,7 @@ class Moved(torch.autograd.Function):
 
 
 def probed(m, x):
-    """An operation that is probed: the data say from which sample it takes a token."""
+    """The operation is probed, because the data determine the order."""
     places = x.flatten(0, 1)[:, 0].argsort()
     moved = Moved.apply(m.first(x), places)
     return Moved.apply(m.second(moved.tanh()), places.argsort()).mean(1)
@@ -103,38 +99,36 @@ def samples_of(n, seed):
     return x, torch.randint(0, 3, (n,), generator=generator)
 
 
-def gradients_of(model, samples, output=CLASSIFICATION):
+def gradients_of(model, samples):
     parameters = select_parameters(model, None)
-    return formed_gradients(
-        gradients_at_once, model, parameters, output, as_batch(samples, output)
-    ).gradients
+    return formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, samples).gradients
 
 
-def by_autograd(model, samples, output):
-    """A pass for each sample, after one call with the batch, whose branches all samples take."""
-    batch, parameters = as_batch(samples, output), select_parameters(model, None)
-    values = over_samples(output.value, output.read(batch.given_to(model)), batch.labels)
+def by_autograd(model, samples):
+    """One backward pass for each sample, after one forward pass of the batch."""
+    parameters = select_parameters(model, None)
+    values = over_samples(CLASSIFICATION.value, model(samples[0]), samples[1])
     given = {"retain_graph": True, "materialize_grads": True}
     rows = [torch.autograd.grad(f, list(parameters.values()), **given) for f in values]
     return dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
 
 
-def assert_fresh(model, batches, output=CLASSIFICATION):
-    """Gradients are those without plans of earlier batches, bit for bit, and autograd's."""
+def assert_fresh(model, batches):
+    """Gradients equal those without earlier plans, bit for bit, and those of autograd."""
     for samples in batches:
-        found = gradients_of(model, samples, output)
+        gradients = gradients_of(model, samples)
         kept = dict(one_pass._PLANS)
         one_pass._PLANS.clear()
-        fresh = gradients_of(model, samples, output)
+        fresh = gradients_of(model, samples)
         one_pass._PLANS.update(kept)
-        torch.testing.assert_close(found, fresh, rtol=0, atol=0)
-        plain = by_autograd(model, samples, output)
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradients, fresh, rtol=0, atol=0)
+        plain = by_autograd(model, samples)
+        torch.testing.assert_close(gradients, plain, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """Begin without plans, and return a list that gets an entry for each that is made."""
+    """Start without plans, and return a list that gets an entry for each new one."""
     plans = []
     make = one_pass.make_plan
     monkeypatch.setattr(one_pass, "make_plan", lambda *given: plans.append(1) or make(*given))
@@ -143,40 +137,15 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize("call", [*FIXED, *BY_VALUE], ids=lambda call: call.__name__)
-def test_a_kept_plan_gives_what_a_new_one_does(call):
+def test_kept_plans_give_what_new_ones_do(call, made):
+    """A plan is made once, unless values determine it."""
     torch.manual_seed(0)
-    sizes = [3, 1, 4, 3, 2, 4, 4, 1, 3, 2, 4, 4]
-    assert_fresh(Layers(call), [samples_of(n, seed) for seed, n in enumerate(sizes)])
-
-
-@pytest.mark.parametrize("call", [*FIXED, *BY_VALUE], ids=lambda call: call.__name__)
-def test_plans_are_made_once_unless_values_decide_them(call, made):
     model = Layers(call)
     for seed in range(12):
         gradients_of(model, samples_of(4, seed))
     assert len(made) == len(one_pass._PLANS) == 2 if call in FIXED else len(made) == 12
-
-
-def test_a_single_sample_owns_all_whatever_the_values_are(made):
-    model = Layers(shuffled)
-    for seed in range(4):
-        gradients_of(model, samples_of(1, seed))
-    assert len(made) == 1
-
-
-def test_texts_of_other_lengths_and_paddings(made):
-    torch.manual_seed(0)
-    config = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    about = transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(about).eval()
-    batches = []
-    for n_samples, length, padding in [(2, 6, 0), (2, 6, 2), (3, 5, 1), (2, 6, 1), (2, 4, 0)] * 2:
-        ids = torch.randint(0, 20, (n_samples, length))
-        mask = torch.ones_like(ids)
-        mask[1:, length - padding :] = 0
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
-    assert_fresh(model, batches, LANGUAGE_MODELLING)
-    assert len(one_pass._PLANS) <= 4
+    sizes = [3, 1, 4, 3, 2, 4, 4, 1, 3, 2, 4, 4]
+    assert_fresh(model, [samples_of(n, seed) for seed, n in enumerate(sizes)])
 
 
 def test_hooks_that_come_later_are_seen():
@@ -187,8 +156,7 @@ def test_hooks_that_come_later_are_seen():
     with pytest.raises(UnreadableGraphError):
         formed_gradients(partial(gradients_at_once, must=True), *given)
     handle.remove()
-    found = gradients_of(model, samples)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients_of(model, samples), expected, rtol=0, atol=0)
 
 
 def test_other_parameters_of_the_same_shapes_have_plans_of_their_own():
@@ -218,7 +186,7 @@ def test_plans_keep_no_tensor_and_no_graph_and_few_are_kept():
 
 
 def test_signatures_have_all_settings_that_rules_read():
-    """Indices are values: plans that depend on them aren't kept."""
+    """Except indices, because plans that depend on them aren't kept."""
     source = Path(sample_owner_rules.__file__)
     text = source.read_text() + source.with_name("backward_plan.py").read_text()
     read = set(re.findall(r'node\._saved_(\w+)|"_saved_(\w+)"', text))

@@ -1,4 +1,4 @@
-"""What rules say of operations that only a GPU has, under their names on a CPU."""
+"""Rules for operations that exist only on a GPU, tested by CPU operations of the same name."""
 
 import torch
 from architectures import Net
@@ -16,7 +16,7 @@ from trak_core.model_outputs.supervised import CLASSIFICATION
 
 
 class ScaledDotProductEfficientAttention(torch.autograd.Function):
-    """Under the name by which the rules know a GPU's kernel, which takes a trained bias too."""
+    """Has the name of a GPU kernel, which takes a trained bias too."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias):

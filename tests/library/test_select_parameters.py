@@ -1,6 +1,4 @@
-"""Which parameters are differentiated: patterns of names, frozen, integer and complex ones."""
-
-import re
+"""Selection of parameters by patterns, and refused parameters."""
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ def test_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
     assert list(select_parameters(model, None)) == ["1.weight", "1.bias"]
-    # A pattern that matches others as well means those alone.
+    # A pattern that matches trainable parameters selects no frozen ones.
     assert list(select_parameters(model, ["*.weight"])) == ["1.weight"]
     assert not model[0].weight.requires_grad
     model.requires_grad_(False)
@@ -28,10 +26,6 @@ def test_patterns_of_nothing_and_of_integers_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     with refused("gradients.unmatched_pattern", "'lora'", "0.weight, 0.bias, 1.weight, 1.bias"):
         select_parameters(model, ["0.*", "lora"])
-    larger = nn.Sequential(model, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
-    some = re.compile(r"0\.0\.weight, .*, 1\.1\.bias and 2 more")
-    with refused("gradients.unmatched_pattern", "'lora'", some):
-        select_parameters(larger, ["lora"])
     quantized = torch.zeros(3, 3, dtype=torch.int8)
     model[0].weight = nn.Parameter(quantized, requires_grad=False)
     assert "0.weight" not in select_parameters(model, None)
@@ -51,16 +45,13 @@ def test_complex_parameters_are_refused():
     ("layer", "names"),
     [
         (lambda: nn.LazyLinear(3), "1.weight, 1.bias"),
-        (lambda: nn.LazyConv2d(3, 2, bias=False), "1.weight"),
         (lambda: nn.LazyBatchNorm1d(affine=False), "1.running_mean, 1.running_var"),
-        (lambda: nn.Sequential(nn.LazyLinear(3, bias=False), nn.Tanh()), "1.0.weight"),
     ],
 )
-@pytest.mark.parametrize("patterns", [None, ["0.*"]])
-def test_shapes_that_come_with_the_first_call_are_refused(layer, names, patterns):
+def test_lazy_parameters_are_refused(layer, names):
     model = nn.Sequential(nn.Linear(2, 2), layer())
     with refused("gradients.lazy_parameter", names):
-        select_parameters(model, patterns)
+        select_parameters(model, ["0.*"])
 
 
 def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():

@@ -1,4 +1,4 @@
-"""Models without numbers: they say of a study what the models themselves say."""
+"""Models of fake tensors have the names, shapes and classes of the real ones."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def has_numbers(model):
 
 
 def both(tmp_path, code, output):
-    (tmp_path / "looked_at.py").write_text(code)
-    study = Study.load(tmp_path / "looked_at.py")
+    (tmp_path / "study.py").write_text(code)
+    study = Study.load(tmp_path / "study.py")
     models = [StudyModel(study, output, without_numbers=without) for without in (False, True)]
     assert has_numbers(models[0])
     return models
@@ -61,7 +61,7 @@ def test_names_shapes_and_classes_are_the_model_s(make, tmp_path):
     assert [(k, p.shape) for k, p in chosen[0].items()] == [
         (k, p.shape) for k, p in chosen[1].items()
     ]
-    # Tied weights need to be there once; another key is missed.
+    # Tied weights are stored once. Another missing key is an error.
     state = real.module.state_dict()
     if "tied" in make:
         del state["lm_head.weight"]
@@ -76,7 +76,7 @@ def test_names_shapes_and_classes_are_the_model_s(make, tmp_path):
 
 @pytest.mark.parametrize("around", ["{}", "lora.adapted({})"])
 def test_a_base_that_is_read(around, tmp_path):
-    """A model of transformers' from_pretrained has names and shapes; PEFT needs its numbers."""
+    """``from_pretrained`` works without numbers, unless PEFT reads them."""
     lora.save(lora.llama(), tmp_path / "base")
     folder = lora.save(lora.adapted(lora.llama()), tmp_path / "adapter")
     made = around.format(f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r})")
@@ -101,7 +101,7 @@ def make_model():
     [("self.scale = float(torch.ones(1))", ""), ("", "assert x.sum().item() < 1e9")],
     ids=["make_model", "forward"],
 )
-def test_what_looks_at_numbers_gets_them(init, forward, tmp_path):
+def test_a_model_that_reads_numbers_gets_them(init, forward, tmp_path):
     code = READS_NUMBERS.format(init=init or "pass", forward=forward or "pass")
     _, bare = both(tmp_path, code, "image_classification")
     output = TABLE["image_classification"].load()
@@ -124,7 +124,7 @@ def test_a_failing_model_raises_its_own_error(tmp_path):
     assert messages[0] == messages[1]
 
 
-def test_small_checkpoints_are_looked_at_with_numbers(tmp_path):
+def test_small_checkpoints_are_read_with_numbers(tmp_path):
     torch.save(texts.gpt2().state_dict(), tmp_path / "c0.pt")
     assert not _is_large(tmp_path / "c0.pt")
     with (tmp_path / "large.pt").open("wb") as file:

@@ -1,4 +1,4 @@
-"""What a process asks of OpenMP and of the C library, looked at in processes of their own."""
+"""Threads of OpenMP and freed memory, in processes of their own."""
 
 import os
 import platform
@@ -87,7 +87,7 @@ def test_threads_of_openmp_end_and_come_back_and_no_fork_waits_for_them():
         pytest.skip("runs where torch computes on the threads of GNU's OpenMP")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is asked")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="runs on Linux with glibc")
 def test_freed_memory_is_kept_unless_the_user_says_otherwise():
     code = """
 import os

@@ -1,4 +1,4 @@
-"""Layers whose graph autograd can't be asked twice, or whose gradients aren't those of f."""
+"""Layers for which settings of torch change gradients or hide the graph."""
 
 from functools import partial
 
@@ -55,7 +55,6 @@ TABLE = partial(nn.Embedding, 5, 4)
 BODY = {"body": lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())}
 MODELS = {
     "sparse table": (averaged, {"table": partial(TABLE, sparse=True)}),
-    "sparse bag": (bagged, {"table": lambda: nn.EmbeddingBag(5, 4, mode="sum", sparse=True)}),
     "sparse functions": (looked_up, {"weights": lambda: nn.Parameter(torch.randn(5, 4))}),
     "by frequency": (averaged, {"table": partial(TABLE, scale_grad_by_freq=True)}),
     "bag by frequency": (bagged, {"table": lambda: nn.EmbeddingBag(5, 4, scale_grad_by_freq=True)}),
@@ -78,7 +77,7 @@ def model(request):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # without a graph
 def test_gradients_are_those_of_the_output_by_one_pass(model, capsys):
-    """All that a job does with a model works; the words are such that a sample repeats some."""
+    """Samples repeat tokens, for which ``scale_grad_by_freq`` matters."""
     batch = torch.tensor([[0, 1, 1, 1], [2, 2, 3, 1], [4, 0, 2, 0]]), torch.tensor([0, 2, 1])
     parameters = select_parameters(model, None)
     expected = by_differences(model, *batch)
@@ -95,7 +94,7 @@ def test_gradients_are_those_of_the_output_by_one_pass(model, capsys):
     torch.testing.assert_close(gramian, flat @ flat.T, rtol=1e-6, atol=1e-8)
 
 
-def test_torch_is_left_as_it_was():
+def test_torch_is_restored():
     owners = torch, torch.utils.checkpoint
     before = [dict(vars(owner)) for owner in owners]
     with in_evaluation_mode(nn.Embedding(5, 4)):

@@ -1,8 +1,7 @@
-"""A batch's features wait for a GPU once, where they are done: no operation on the way does.
+"""Computing a batch's features synchronizes with a GPU once, at the end.
 
-What waits is an operation that hands a number to Python, or whose result has a size that numbers
-decide. Operations are counted where torch dispatches them, on a CPU as on a GPU. What the forward
-pass of the model does is not ours: transformers looks at a mask.
+Operations synchronize if they return a number to Python, or a tensor whose size depends on numbers.
+They are counted on the CPU by torch's dispatcher, without those of the model's forward pass.
 """
 
 from collections import Counter
@@ -73,7 +72,7 @@ def test_features_wait_once(make, kind):
     given = model, parameters, output, batch, projection, range(len(batch)), 1, None
     with Counted() as forward:
         batch.given_to(model)
-    for _ in range(2):  # as a plan is made, and by a plan
+    for _ in range(2):  # with a new plan, and with a kept one
         with Counted() as counted:
             batch_features(gradients_at_once, *given)
         assert counted.counts - forward.counts == {"_local_scalar_dense": 1}

@@ -1,4 +1,4 @@
-"""Images by networks of the real timm and torchvision, from `trak init` or a config to scores.
+"""Networks of timm and torchvision, from `trak init` or a config to scores.
 
 Both come with the extra `vision`, which the gate installs with its lowest versions.
 """
@@ -26,8 +26,8 @@ if find_spec("torchvision"):
     try:
         import torchvision  # ruff: ignore[unused-import]
     except RuntimeError:
-        # One that fits another torch has no operators to find objects by, which no network here
-        # needs. It can be imported where they have a signature.
+        # A torchvision for another torch lacks operators that no network here needs. It can be
+        # imported if they have a signature.
         for operator in ("nms", "qnms"):
             signature = "(Tensor boxes, Tensor scores, float least) -> Tensor"
             torch.library.define(f"torchvision::{operator}", signature)
@@ -40,7 +40,7 @@ prepared = transforms.Compose([transforms.Resize(32), transforms.ToTensor()])
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Make pictures of two kinds, and what prepares them."""
+    """Write images of two classes, and their transform."""
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (10, 40, 40, 3), dtype=np.uint8)
     for i, image in enumerate(pixels):

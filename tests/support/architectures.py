@@ -1,4 +1,4 @@
-"""Small networks with one quirk each, for the Gramian engine. Make them under float64."""
+"""Small networks with one special feature each. Make them under float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,6 @@ from forward_passes import (
     Mixed,
     Pointwise,
     TiedEmbedding,
-    all_by_every_expert,
-    branches,
     cell_loop,
     columns,
     cross_attention,
@@ -21,13 +19,9 @@ from forward_passes import (
     experts,
     frozen,
     in_place,
-    nested_containers,
     rearranged,
     relative_positions,
-    residual,
     routed,
-    side_effects,
-    sorted_by_expert,
     token_model,
     windows,
 )
@@ -46,16 +40,11 @@ FIVE_NUMBERS = vectors(5)
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make it and call it; ``output`` turns what it returns into a tensor, samples first.
-
-    ``peer`` holds the values of batch_dim for which torchjd's engine accepts it and means the same.
-    """
+    """A network and its inputs. ``output`` converts its result to a tensor (samples, ...)."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]] = FIVE_NUMBERS
-    kwargs: Callable[[], dict[str, Any]] = dict
     output: Callable[[Any], torch.Tensor] = lambda returned: returned
-    peer: tuple[int | None, ...] = (None, 0)
 
 
 def tokens(length=6, size=7):
@@ -95,10 +84,9 @@ def attention(**options):
     return lambda: nn.MultiheadAttention(4, 2, batch_first=True, **options)
 
 
-def net(forward, inputs=FIVE_NUMBERS, **parts):
-    """Make a function of a network and its inputs an architecture; ``parts`` make the network."""
-    settings = {key: parts.pop(key) for key in ("kwargs", "output", "peer") if key in parts}
-    return Architecture(partial(Net, forward, parts), inputs, **settings)
+def net(forward, inputs=FIVE_NUMBERS, output=lambda returned: returned, **parts):
+    """Return an architecture whose forward pass is a function of the network and its inputs."""
+    return Architecture(partial(Net, forward, parts), inputs, output)
 
 
 def convolution(kind, *shape, **options):
@@ -108,7 +96,7 @@ def convolution(kind, *shape, **options):
 
 
 def recurrent(make):
-    return net(lambda m, x: m.recurrent(x)[0][:, -1], vectors(3, 3), peer=(None,), recurrent=make)
+    return net(lambda m, x: m.recurrent(x)[0][:, -1], vectors(3, 3), recurrent=make)
 
 
 ARCHITECTURES = {
@@ -117,7 +105,7 @@ ARCHITECTURES = {
     "narrow linear on long sequences": Architecture(
         layers(linear(2, 1), nn.Tanh, linear(1, 2)), vectors(50, 2)
     ),
-    "tied embedding": Architecture(TiedEmbedding, tokens(), peer=()),
+    "tied embedding": Architecture(TiedEmbedding, tokens()),
     "frozen": Architecture(frozen),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
@@ -152,70 +140,47 @@ ARCHITECTURES = {
         vectors(1, 4, 4),
     ),
     "RMSNorm": Architecture(layers(linear(5, 6), lambda: nn.RMSNorm(6))),
-    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4), peer=()),
+    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4)),
     "PReLU": Architecture(layers(linear(5, 4), lambda: nn.PReLU(4))),
     "embedding": Architecture(
         layers(lambda: nn.Embedding(7, 3, padding_idx=2), nn.Tanh, nn.Flatten), tokens()
     ),
     "bilinear": Architecture(lambda: nn.Bilinear(5, 5, 3), two()),
     "weight norm": Architecture(
-        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh), peer=()
+        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh)
     ),
     "orthogonal weight": Architecture(
-        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh), peer=()
+        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh)
     ),
-    "nested containers": net(
-        nested_containers,
-        lambda: ({"a": [torch.randn(B, 5), {"b": torch.randn(B, 5)}]},),
-        kwargs=lambda: {"shift": torch.randn(B, 3), "factor": 3.0, "nothing": None},
-        output=lambda o: o["sum"][0] + o["rest"][0],
-        left=linear(5, 3),
-        right=linear(5, 3),
-    ),
-    "side effects": net(side_effects, peer=(), weight=weight(5, 3), calls=list),
     "self-attention": net(
         lambda m, x: m.attention(x, x, x)[0].sum(1), vectors(3, 4), attention=attention()
     ),
     "cross-attention with bias vectors": net(
         cross_attention, two(3, 4), attention=attention(add_bias_kv=True)
     ),
-    "cross-attention of other widths": net(
-        cross_attention,
-        lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5)),
-        attention=attention(kdim=5, vdim=5),
-    ),
     "RNN": recurrent(lambda: nn.RNN(3, 4, batch_first=True)),
     "LSTM, both ways": recurrent(
         lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)
     ),
-    "residual of two inputs": net(residual, two(), first=linear(5, 5), second=linear(5, 5)),
-    "branches": net(branches, stem=linear(5, 4), left=linear(4, 3), right=linear(4, 2)),
     "parameter reused": net(lambda m, x: (x @ m.weight).tanh() @ m.weight.T, weight=weight(5, 4)),
     # One operation takes the same parameter twice.
     "parameter squared": net(
         lambda m, x: x * (m.weight * m.weight) + torch.outer(x[:, 0], m.weight), weight=weight(5)
     ),
-    "module reused": net(lambda m, x: m.linear(m.linear(x).tanh()), peer=(0,), linear=linear(5, 5)),
+    "module reused": net(lambda m, x: m.linear(m.linear(x).tanh()), linear=linear(5, 5)),
     "child called and its parameter used": net(
-        lambda m, x: m.child(x).tanh() @ m.child.weight, peer=(), child=linear(5, 5)
-    ),
-    # Direct parameters before, between and behind children.
-    "own parameters and children": net(
-        lambda m, x: (m.shift - m.child(x * m.scale)).tanh() - 2 * m.shift,
-        scale=weight(5),
-        shift=weight(3),
-        child=linear(5, 3),
+        lambda m, x: m.child(x).tanh() @ m.child.weight, child=linear(5, 5)
     ),
     "scalar parameter": net(
         lambda m, x: m.linear(x) / m.factor,
         factor=lambda: nn.Parameter(torch.tensor(0.7)),
         linear=linear(5, 3),
     ),
-    # Each sample has a row of the parameter to itself.
+    # Each sample has its own row of the parameter.
     "parameter of the batch's shape": net(
-        lambda m, x: m.linear(x + m.rows), peer=(), rows=weight(B, 5), linear=linear(5, 3)
+        lambda m, x: m.linear(x + m.rows), rows=weight(B, 5), linear=linear(5, 3)
     ),
-    # A parameter, a child and an output that nobody uses.
+    # A parameter, a child and an output are unused.
     "unused": net(
         lambda m, x: (m.used(x), m.ignored(x)),
         output=lambda o: o[0],
@@ -224,16 +189,14 @@ ARCHITECTURES = {
         unused=linear(5, 3),
         ignored=linear(5, 3),
     ),
-    # Draws inside the module that has the parameter: only this draw counts.
+    # Dropout and noise of this forward pass are differentiated.
     "random with parameters": net(
         lambda m, x: F.dropout(x @ m.weight, 0.5) + torch.randn(len(x), 4) * m.weight[0],
-        peer=(),
         weight=weight(5, 4),
     ),
     "transformer, samples second": net(
         lambda m, x: m.layer(x.transpose(0, 1)).sum(0),
         vectors(3, 4),
-        peer=(),
         layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0),
     ),
     "transformer": net(
@@ -244,7 +207,6 @@ ARCHITECTURES = {
     "token model": net(
         token_model,
         tokens(),
-        peer=(),
         embedding=lambda: nn.Embedding(7, 4, padding_idx=0),
         positions=weight(1, 7, 4),
         token=weight(1, 1, 4),
@@ -252,16 +214,10 @@ ARCHITECTURES = {
         head=linear(4, 3),
     ),
     "relative positions": net(
-        relative_positions,
-        vectors(3, 4),
-        peer=(),
-        bias=lambda: nn.Embedding(5, 2),
-        linear=linear(4, 4),
+        relative_positions, vectors(3, 4), bias=lambda: nn.Embedding(5, 2), linear=linear(4, 4)
     ),
-    "loop over a cell": net(cell_loop, vectors(3, 3), peer=(0,), cell=lambda: nn.GRUCell(3, 4)),
-    "rolled windows": net(
-        windows, vectors(4, 4, 4), peer=(None,), attention=linear(4, 12), linear=linear(4, 4)
-    ),
+    "loop over a cell": net(cell_loop, vectors(3, 3), cell=lambda: nn.GRUCell(3, 4)),
+    "rolled windows": net(windows, vectors(4, 4, 4), attention=linear(4, 12), linear=linear(4, 4)),
     "rearranged": net(
         rearranged,
         vectors(1, 3, 3),
@@ -269,29 +225,24 @@ ARCHITECTURES = {
         second=lambda: nn.Conv2d(1, 2, 2),
         last=linear(8, 2),
     ),
-    # Several images a sample, folded into the first dimension.
+    # Several images for each sample, folded into the first dimension.
     "frames": net(
         lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3)),
         vectors(3, 1, 4, 4),
-        peer=(),
         layers=layers(lambda: nn.Conv2d(1, 2, 2), lambda: nn.GroupNorm(1, 2), nn.Tanh),
     ),
-    "embedding bag": Architecture(lambda: nn.EmbeddingBag(7, 4, mode="sum"), tokens(), peer=()),
+    "embedding bag": Architecture(lambda: nn.EmbeddingBag(7, 4, mode="sum"), tokens()),
     "user's function": net(
-        lambda m, x: Pointwise.apply(m.linear(x), m.scale),
-        peer=(),
-        scale=weight(4),
-        linear=linear(5, 4),
+        lambda m, x: Pointwise.apply(m.linear(x), m.scale), scale=weight(4), linear=linear(5, 4)
     ),
-    # One of its outputs is used, then both.
+    # First one of its outputs is used, then both.
     "user's function of two outputs": net(
         lambda m, x: torch.cat(Both.apply(m.linear(Both.apply(x, m.first)[0]), m.second), dim=1),
-        peer=(),
         first=weight(5, 5),
         linear=linear(5, 5),
         second=weight(5, 4),
     ),
-    # Casts it, as mixed precision does.
+    # As in mixed precision.
     "copied parameter": net(
         lambda m, x: F.linear(x, m.weight.to(torch.float64, copy=True)), weight=weight(3, 5)
     ),
@@ -304,67 +255,34 @@ ARCHITECTURES = {
         lambda m, x: torch.einsum("bi,ijk,bk->bj", x, m.weight, x[:, :2]), weight=weight(5, 3, 2)
     ),
     "in place": net(in_place, first=linear(5, 4), second=linear(4, 3)),
-    # In reverse order in the middle.
-    "samples turned": net(
+    "samples reversed": net(
         lambda m, x: m.second(m.first(x.flip(0)).tanh().flip(0)),
-        peer=(),
         first=linear(5, 4),
         second=linear(4, 3),
     ),
-    "samples as columns": net(
-        columns, peer=(), weight=weight(3, 5), shift=weight(3, 1), last=weight(2, 3)
-    ),
+    "samples as columns": net(columns, weight=weight(3, 5), shift=weight(3, 1), last=weight(2, 3)),
     "routed samples": net(
-        routed,
-        peer=(),
-        gate=linear(5, 2),
-        experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"]),
+        routed, gate=linear(5, 2), experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"])
     ),
     "experts": net(
-        experts,
-        vectors(5, 4),
-        peer=(),
-        router=linear(4, 3),
-        weights=weight(3, 4, 4),
-        head=linear(4, 2),
-    ),
-    "experts, all": net(
-        all_by_every_expert,
-        vectors(5, 4),
-        peer=(),
-        router=linear(4, 3),
-        weights=weight(3, 4, 4),
-        head=linear(4, 2),
-    ),
-    "experts, sorted": net(
-        sorted_by_expert,
-        vectors(5, 4),
-        peer=(),
-        router=linear(4, 3),
-        weights=weight(3, 4, 4),
-        head=linear(4, 2),
+        experts, vectors(5, 4), router=linear(4, 3), weights=weight(3, 4, 4), head=linear(4, 2)
     ),
     "user's functions that mix samples": net(
         lambda m, x: Mixed.apply(m.second(Mixed.apply(m.first(x), 1.0)), -1 / (1 + len(x))).tanh(),
-        peer=(),
         first=linear(5, 4),
         second=lambda: nn.Linear(4, 3, bias=False),
     ),
     "recomputed": net(
         lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=False)),
-        peer=(),
         inner=layers(linear(5, 4), nn.Tanh),
         last=linear(4, 3),
     ),
-    "detached": net(
-        lambda m, x: m.first(x) * m.second(x).detach(), first=linear(5, 3), second=linear(5, 3)
-    ),
-    # A part that is empty, as where rotary positions turn all of a head.
-    "nothing beside": net(
+    # As rotary positions that rotate all of a head.
+    "empty part": net(
         lambda m, x: torch.cat([(y := m.linear(x))[:, :3].tanh(), y[:, 3:]], dim=1),
         linear=linear(5, 3),
     ),
-    # torch gives the mean other strides.
+    # The mean has channels-last strides.
     "pooled, channels last": net(
         lambda m, x: F.adaptive_avg_pool2d(m.linear(x).permute(0, 3, 1, 2), 1).flatten(1).tanh(),
         vectors(2, 2, 5),

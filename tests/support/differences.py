@@ -1,4 +1,4 @@
-"""Gradients of classifiers by finite differences in float64, with no batch of one sample."""
+"""Gradients of classifiers by finite differences in float64."""
 
 import torch
 
@@ -6,7 +6,7 @@ from trak_core.model_outputs.supervised import CLASSIFICATION
 
 
 def by_differences(model, images, labels):
-    """Central differences of f, parameter by parameter; no model call sees a sample alone."""
+    """Return central differences of f. The model is never called with a single sample."""
     step, pair = 1e-6, torch.cat([images, images])
 
     def f():

@@ -1,4 +1,4 @@
-"""Forward passes with one quirk each: what networks of `architectures` do with their parts."""
+"""Forward passes of networks in ``architectures``."""
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class Both(torch.autograd.Function):
 
 
 class Mixed(torch.autograd.Function):
-    """Adds the sum of all samples to each, or takes it off again."""
+    """Adds a multiple of the sum of all samples to each."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -56,7 +56,7 @@ class Mixed(torch.autograd.Function):
 
 
 def frozen():
-    """One parameter, and all of a layer that gradients pass through."""
+    """A parameter and a layer are frozen."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].weight.requires_grad_(False)
     model[1].requires_grad_(False)
@@ -75,29 +75,6 @@ def cross_attention(m, x, y):
     return m.attention(x, y, y, need_weights=False)[0].flatten(1)
 
 
-def nested_containers(m, tree, *, shift, factor, nothing):
-    """Takes and returns them, and things that aren't tensors, by keyword."""
-    assert nothing is None
-    a = m.left(tree["a"][0]) + shift
-    return {"sum": [a + m.right(tree["a"][1]["b"]) * factor], "rest": (a, 7)}
-
-
-def side_effects(m, x):
-    """Counts its calls, and its output depends on the count."""
-    m.calls.append(1)
-    return (x @ m.weight) ** (1 + len(m.calls))
-
-
-def residual(m, x, y):
-    x = x + m.first(x).tanh()
-    return x + m.second(y) * x
-
-
-def branches(m, x):
-    x = m.stem(x).sigmoid()
-    return torch.cat([m.left(x), m.right(x.square())], dim=1)
-
-
 def token_model(m, x):
     """Class token, positions, attention."""
     x = torch.cat([m.token.expand(len(x), -1, -1), m.embedding(x)], dim=1)
@@ -105,7 +82,7 @@ def token_model(m, x):
 
 
 def relative_positions(m, x):
-    """A bias that is looked up for pairs of places, the same for all samples."""
+    """A learned bias for pairs of positions, the same for all samples."""
     place = torch.arange(3)
     bias = m.bias((place[:, None] - place).clamp(-2, 2) + 2).permute(2, 0, 1)
     heads = m.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
@@ -113,7 +90,6 @@ def relative_positions(m, x):
 
 
 def cell_loop(m, x):
-    """One cell, once for each place."""
     state = x.new_zeros(len(x), 4)
     for place in x.unbind(1):
         state = m.cell(place, state)
@@ -121,7 +97,7 @@ def cell_loop(m, x):
 
 
 def windows(m, x):
-    """Attention within windows of a picture that was rolled on, as in Swin."""
+    """Attention within windows of a rolled image, as in Swin."""
     x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
     q, k, v = m.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
     x = (q @ k.mT).softmax(-1) @ v
@@ -129,7 +105,6 @@ def windows(m, x):
 
 
 def rearranged(m, x):
-    """Pixels to channels and back, repeated, unfolded."""
     x = F.pixel_shuffle(m.first(x), 2)
     x = F.unfold(m.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
     return m.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
@@ -143,7 +118,7 @@ def in_place(m, x):
 
 
 def columns(m, x):
-    """Samples are columns in the middle."""
+    """Samples are columns of the hidden layer."""
     hidden = torch.tanh(m.weight @ x.T + m.shift)
     return torch.addmm(m.shift[:2], m.last, hidden, beta=0.5, alpha=2).T
 
@@ -168,25 +143,3 @@ def experts(m, x):
         hidden = F.linear(tokens[rows], weight).tanh() * scores[rows, places, None]
         mixed.index_add_(0, rows, hidden)
     return m.head(mixed.view_as(x)).flatten(1)
-
-
-def all_by_every_expert(m, x):
-    """Every expert sees every token, weighted by its share, as in Llama 4."""
-    tokens = x.flatten(0, 1)
-    scores = m.router(tokens).sigmoid()
-    seen = tokens.repeat(3, 1) * scores.T.reshape(-1, 1)
-    rows = seen.view(3, -1, 4)
-    hidden = [F.linear(rows[i], weight).tanh() for i, weight in enumerate(m.weights)]
-    return m.head(torch.stack(hidden).sum(0).view_as(x)).flatten(1)
-
-
-def sorted_by_expert(m, x):
-    """The same by one product of groups of rows, which are sorted and sorted back."""
-    tokens = x.flatten(0, 1)
-    scores, chosen = m.router(tokens).softmax(-1).topk(2)
-    order = chosen.flatten().argsort(stable=True)
-    ends = F.one_hot(chosen.flatten(), 3).sum(0).cumsum(0)
-    picked = tokens[order // 2].split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-    hidden = torch.cat([F.linear(rows, w) for rows, w in zip(picked, m.weights, strict=True)])
-    hidden = (hidden.tanh() * scores.flatten()[order, None])[order.argsort()]
-    return m.head(hidden.view(-1, 2, 4).sum(1).view_as(x)).flatten(1)

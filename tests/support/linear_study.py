@@ -1,4 +1,4 @@
-"""The smallest study, with two checkpoints of random weights, for `pipeline`."""
+"""The smallest study, with two random checkpoints, for ``pipeline``."""
 
 import torch
 from pipeline import scores_spec
@@ -37,7 +37,7 @@ SPEC = scores_spec(
 
 
 def with_two_checkpoints(folder):
-    """Write the study and its checkpoints, and return what ``pipeline`` needs of them."""
+    """Write the study and its checkpoints; return the arguments of ``pipeline.run_stages``."""
     study = folder / "study.py"
     study.write_text(STUDY)
     checkpoints = {}

@@ -1,4 +1,4 @@
-"""Small language models with adapters of PEFT's, random weights and nothing downloaded."""
+"""Small language models with PEFT's adapters and random weights."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def gpt2():
 
 
 def texts(n, first=0):
-    """Token ids of some texts, each always the same: counting on, with slips."""
+    """Return token ids of texts that count upwards, with errors."""
     generator = torch.Generator().manual_seed(first)
     starts = torch.randint(VOCABULARY, (n, 1), generator=generator)
     slips = torch.randint(100, (n, TOKENS), generator=generator) // 80
@@ -29,20 +29,20 @@ def texts(n, first=0):
 
 
 def adapted(base, config=None, name="default"):
-    """Return a PeftModel; transformers warns of what peft calls there."""
+    """Return a PeftModel, without the warnings of transformers."""
     config = config or LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model(base, config, adapter_name=name)
 
 
 def loaded(base, folder, **options):
-    """Return what peft itself makes of a folder."""
+    """Return the model that peft loads from a folder."""
     with warnings.catch_warnings(action="ignore"):
         return PeftModel.from_pretrained(base, folder, **options).eval()
 
 
 def train(model, seed=0, steps=3):
-    """Take a few steps, so that no part of an adapter is zero."""
+    """Train for a few steps, so that no part of an adapter is zero."""
     torch.manual_seed(seed)
     chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(chosen, 3e-2)

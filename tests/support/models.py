@@ -1,4 +1,4 @@
-"""Architectures that people attribute, small and with random weights; nothing is downloaded."""
+"""Small versions of common architectures, with random weights."""
 
 import torch
 from texts import VOCABULARY
@@ -82,7 +82,7 @@ _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 
 def resnet():
     model = ResNet()
-    # Statistics that differ from their initial 0 and 1, as after training.
+    # Statistics other than the initial 0 and 1.
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.3)

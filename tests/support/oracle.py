@@ -1,5 +1,4 @@
-"""Scores by an independent road: plain autograd, float64, dense matrices, no code of ours but the
-reference projection matrix."""
+"""Scores by plain autograd and dense float64 matrices, with the reference projection matrix."""
 
 import copy
 
@@ -11,10 +10,7 @@ from trak_core.spec import ProjectionSpec, stream_of
 
 
 def jacobian(model, samples, output):
-    """Gradients (n, p), outputs and labels, one sample and one backward pass at a time.
-
-    The model is taken in evaluation mode and float64.
-    """
+    """Return gradients (n, p), outputs and labels, by one backward pass for each sample."""
     model = copy.deepcopy(model).double().eval()
     parameters = list(model.parameters())
     rows, outputs, labels = [], [], []
@@ -33,10 +29,10 @@ def jacobian(model, samples, output):
 
 
 def parts(jacobians, proj_dim=None):
-    """Features of training samples and of targets, outputs and labels under each checkpoint.
+    """Return features of training samples and targets, outputs and labels for each checkpoint.
 
-    `jacobians` has what `jacobian` gives for training samples, and for targets, by checkpoint.
-    Without proj_dim features are whole gradients.
+    ``jacobians`` are results of ``jacobian`` for training samples and targets, by checkpoint.
+    Without ``proj_dim``, features are gradients.
     """
     features = []
     for checkpoint, ((gradients, f, y), (target_gradients, *_)) in jacobians.items():
@@ -50,8 +46,8 @@ def parts(jacobians, proj_dim=None):
             )
             matrix = projection_matrix(spec) / np.sqrt(proj_dim)
             gradients, target_gradients = gradients @ matrix, target_gradients @ matrix
-        # In an orthonormal basis of all that training samples span nothing changes: what targets
-        # have beside it meets no training sample. The matrices to invert are smaller.
+        # Scores don't change in an orthonormal basis of the training samples' span, because the
+        # orthogonal part of targets has inner product 0 with all of them. Matrices are smaller.
         basis, _ = np.linalg.qr(gradients.T)
         features.append((gradients @ basis, target_gradients @ basis, f, y))
     return features
@@ -80,11 +76,11 @@ def scores(
         w = curvature if weighting == "curvature" else np.ones_like(f)
         shift = damping * np.mean(w * (phi**2).sum(1))
         gramian = phi.T @ (w[:, None] * phi) + shift * np.eye(phi.shape[1])
-        # Without damping, and with fewer samples than dimensions: the limit of ever less of it.
+        # Without damping, the limit of ever less damping.
         inverse = np.linalg.inv(gramian) if shift else np.linalg.pinv(gramian, rcond=1e-12)
         all_similarities.append(phi @ inverse @ phi_targets.T)
         all_weights.append(np.sign(q) * np.abs(q) ** power)
-        # What the scores of the training samples on each other amount to, each written out.
+        # The norm of the training samples' scores for each other.
         norms.append(np.linalg.norm(np.abs(q[:, None]) ** power * (phi @ inverse @ phi.T)))
     a, q = np.array(all_similarities), np.array(all_weights)
     if combine == "average_of_products":

@@ -1,4 +1,4 @@
-"""Two small studies with trained checkpoints, and what their scores must be."""
+"""Two small studies with trained checkpoints, and their expected scores."""
 
 from functools import cache, cached_property
 from pathlib import Path
@@ -52,10 +52,7 @@ class Case:
         self.features, self.parts = cache(self._features), cache(self._parts)
 
     def stages(self, results, n_checkpoints=3, *, proj_dim=None, **settings):
-        """Run the stages under the first checkpoints, without a projection if no proj_dim is given.
-
-        What is given comes in place of the case's own.
-        """
+        """Run the stages for the first checkpoints. Settings replace those of the case."""
         given = {
             "study": self.path,
             "checkpoints": dict(list(self.checkpoints.items())[:n_checkpoints]),
@@ -74,7 +71,7 @@ class Case:
         return {"bad": path}
 
     def _features(self, proj_dim=None):
-        """A run for its features, or without proj_dim its Gramians: scoring leaves them be."""
+        """Return a run with features, or with Gramians if there is no proj_dim."""
         results = self.folder / f"{self.path.stem}-{proj_dim}"
         self.stages(results, proj_dim=proj_dim)
         return results
@@ -84,7 +81,7 @@ class Case:
 
     @cached_property
     def jacobians(self):
-        """What `oracle.jacobian` gives of training samples and of targets, by checkpoint."""
+        """``oracle.jacobian`` of training samples and of targets, by checkpoint."""
         splits = self.train, self.target_split
         return {
             checkpoint: [oracle.jacobian(model, self.samples(s), self.output) for s in splits]
@@ -99,7 +96,7 @@ class Case:
         return oracle.parts(jacobians, proj_dim)
 
     def expected(self, n_checkpoints=3, proj_dim=None, n_train=None, **settings):
-        """Scores in float64; gradients are taken once, since settings of scoring leave them be."""
+        """Return scores in float64."""
         parts = self.parts(proj_dim, n_train)[:n_checkpoints]
         return oracle.scores(parts, output=self.output, **settings)
 

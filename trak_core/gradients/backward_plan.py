@@ -1,10 +1,15 @@
-"""Find where one backward pass can tell samples apart, and takes each sample's gradients.
+"""Plan a backward pass: find the edges of the graph at which per-sample gradients are computed.
 
-From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
-sample, see ``graph.py``) or *shared*: a parameter, a function of parameters alone, or what
-several samples lead to. One backward pass serves all samples as far as tensors are split. An edge
-from a split output to a shared input is a *crossing*: there the gradient of each sample is formed,
-or its inner products by a closed form.
+A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
+``graph.py``), and *shared* otherwise: parameters, functions of parameters alone, and tensors that
+depend on several samples. Let f_1, ..., f_B be the outputs and x a split tensor. The gradient of
+sum_i f_i with respect to an entry of x is the gradient of the one f_i that it belongs to, so that
+one backward pass serves all samples down to there. An edge from the split output y of an operation
+to a shared input w is a *crossing*. There the sum over samples of the chain rule
+
+    d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw)
+
+is kept apart by i: ``gradient_formulas`` returns the B inner sums in closed form.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +22,7 @@ from torch import Tensor
 from trak_core.gradients.graph import Edge, Graph, Layout, Node, joined, name_of, settled, shape_of
 from trak_core.gradients.sample_owner_rules import input_layouts
 
-# Operations that only move entries. Inner products of gradients don't see them.
+# Operations that only move entries. They don't change inner products of gradients.
 MOVES = {
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
     *("Clone", "Alias", "ToCopy"),
@@ -27,12 +32,11 @@ _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
 
 def keeps_order(node: Node) -> bool:
-    """Whether an operation that only moves entries keeps their row-major order."""
+    """Return whether an operation of ``MOVES`` keeps the row-major order of entries."""
     return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
 
 
 def _transposes(node: Node) -> bool:
-    """Whether an operation transposes a matrix."""
     if len(shape_of(node, 0)) != 2:
         return False
     if name_of(node) == "Transpose":
@@ -42,15 +46,15 @@ def _transposes(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A connected set of shared nodes, with the parameters below them.
+    """A connected component of shared nodes, such as a parameter and its transpose.
 
     Attributes:
-        n_crossings: How many edges lead into it.
-        parameters: Their places among the chosen ones.
-        is_direct: There is one parameter, and each crossing leads to that parameter itself, perhaps
-            transposed or in another shape.
-        is_simple: Every crossing leads, through operations that only move entries, to entries of
-            one parameter that no other crossing leads to. Their contributions don't overlap.
+        n_crossings: Number of crossings that lead into it.
+        parameters: Indices of its parameters.
+        is_direct: Whether it has one parameter, and each crossing leads to that parameter as a
+            whole, possibly transposed or reshaped. Then contributions to it are added as they are.
+        is_simple: Whether each crossing leads to entries of one parameter that no other crossing
+            leads to. Then inner products of the contributions add up.
     """
 
     n_crossings: int = 0
@@ -61,16 +65,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the backward pass goes.
+    """The crossings of a graph.
 
     Attributes:
-        layouts: For each split node with crossings, the layouts of the outputs that are used.
-        crossings: For each such node, its crossings, with their region.
-        inner: Such nodes that are above others.
-        last: Those above no others, where the backward pass can end.
-        parameters: The chosen ones.
-        is_fixed: Whether the graph's signature decides the plan, so that neither indices nor other
-            values that operations have saved do.
+        layouts: For each split node with crossings, the layouts of its used outputs.
+        crossings: For each such node, its crossings and the regions they lead to.
+        regions: All regions.
+        inner: Such nodes from which others are reached; hooks read the gradients there.
+        last: The other such nodes, where the backward pass ends.
+        parameters: The parameters to differentiate.
+        is_fixed: Whether the graph's signature determines the plan. If not, it depends on values
+            that operations have saved, such as indices.
     """
 
     layouts: dict[Node, dict[int, Layout]]
@@ -84,8 +89,8 @@ class Plan:
     def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
         """Return the same plan for another graph with an equal signature.
 
-        ``like`` maps this plan's nodes to that graph's, or to their numbers; a plan of numbers,
-        without parameters, keeps no tensor alive.
+        ``like`` maps this plan's nodes to nodes of that graph, or to their numbers. A plan of
+        numbers, without parameters, keeps no tensor and no graph alive.
         """
         crossings = {
             like[user]: [
@@ -98,7 +103,7 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return names of operations and shapes of tensors where gradients arrive as rows."""
+        """Return operation and shape of each tensor whose per-sample gradients must be formed."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -110,8 +115,8 @@ class Plan:
 def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
-    """Return the plan from the layout of the output that the backward pass starts from."""
-    layouts_of = _layouts if layout.n_samples > 1 else _of_one_sample
+    """Return the plan of a backward pass from output ``root``, which has the given layout."""
+    layouts_of = _layouts if layout.n_samples > 1 else _layouts_of_one_sample
     layouts, is_fixed = layouts_of(graph, root, layout)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
@@ -132,10 +137,10 @@ def make_plan(
     return Plan(crossed, dict(by_node), regions, inner, last, parameters, is_fixed)
 
 
-def _of_one_sample(
+def _layouts_of_one_sample(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Give everything to the only sample, except parameters and what only moves their entries."""
+    """Return the layouts for B = 1: all tensors are split, except parameters that only moved."""
     used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
     for node in reversed(graph.order):
@@ -150,7 +155,10 @@ def _of_one_sample(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Visit nodes in topological order, users first, so that every user has set its layout."""
+    """Return the layouts of all split nodes, by their outputs, and whether no value decides them.
+
+    Nodes are visited in topological order, so that all users of a tensor have set its layout.
+    """
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     layouts[root[0]][root[1]] = layout
     all_fixed = True
@@ -165,15 +173,14 @@ def _layouts(
             answers, is_fixed = input_layouts(edges, known)
             all_fixed &= is_fixed
         for edge, answer in zip(edges, answers, strict=True):
-            before = layouts[edge.node]
-            # Users that disagree mix samples: no entry below belongs to one sample alone.
-            known_before = edge.number in before
-            before[edge.number] = joined(before[edge.number], answer) if known_before else answer
+            of_node = layouts[edge.node]
+            is_known = edge.number in of_node
+            of_node[edge.number] = joined(of_node[edge.number], answer) if is_known else answer
     return split, all_fixed
 
 
 def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Join connected shared nodes (union-find)."""
+    """Return the region of each shared node, by union-find over the edges below crossings."""
     parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:
@@ -195,9 +202,9 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
     for node, region in region_of.items():
         is_parameter = node in graph.parameters
         moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)
-        once = n_edges[id(region)] == n_arrivals[id(region)]
-        alone = len(region.parameters) == 1
-        region.is_simple &= moves and once and alone
-        keeps = name_of(node) in MOVES and (keeps_order(node) or _transposes(node))
-        region.is_direct &= alone and (is_parameter or keeps)
+        is_reached_once = n_edges[id(region)] == n_arrivals[id(region)]
+        has_one_parameter = len(region.parameters) == 1
+        region.is_simple &= moves and is_reached_once and has_one_parameter
+        is_whole = name_of(node) in MOVES and (keeps_order(node) or _transposes(node))
+        region.is_direct &= has_one_parameter and (is_parameter or is_whole)
     return region_of

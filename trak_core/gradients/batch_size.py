@@ -1,8 +1,4 @@
-"""Choose how many samples to differentiate at once, so that they fit into memory.
-
-Texts of different lengths are padded to the longest of their batch: the longer it is, the fewer
-texts fit.
-"""
+"""Determine how many samples fit into memory when they are differentiated at once."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,23 +22,23 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 T = TypeVar("T")
 
-# Peak memory of a backward pass, in units of what the forward pass has saved; measured for a ResNet
-# and GPT-2-like models of 7 and 124 million parameters: 1.5 to 1.7 for each further sample.
+# Peak memory of a backward pass, relative to the tensors that the forward pass saves. Measured were
+# 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million parameters.
 _ACTIVATIONS = 2
-# Copies of a piece of formed gradients that a consumer holds.
+# Number of copies of a piece of formed gradients that a consumer holds.
 _PIECES = 3
 PIECE_BYTES = 4 * PIECE
 
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """Memory that differentiating takes, for each sample.
+    """Memory that is needed to differentiate f.
 
     Attributes:
-        activation_bytes: Peak of what is saved on the way to f, and of gradients with respect to
+        activation_bytes: Peak of saved tensors for each sample, and of gradients with respect to
             tensors that are computed from parameters.
-        gradient_bytes: Size of a whole gradient; at most a piece of all gradients is formed.
-        shared_bytes: What any number of samples takes once.
+        gradient_bytes: Size of a sample's gradient. Not more than a piece of a batch's is formed.
+        shared_bytes: Memory that doesn't depend on the number of samples.
     """
 
     activation_bytes: int
@@ -50,12 +46,12 @@ class SampleMemory:
     shared_bytes: int = 0
 
     def of(self, n_samples: int) -> int:
-        """Return the bytes that ``n_samples`` take together."""
+        """Return the bytes that ``n_samples`` need together."""
         formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
         return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
     def most(self, budget_bytes: int) -> int:
-        """Return how many samples together take no more than ``budget_bytes``."""
+        """Return how many samples together need at most ``budget_bytes``."""
         budget_bytes -= self.shared_bytes
         all_formed = budget_bytes // max(1, self.of(1) - self.shared_bytes)
         in_pieces = (budget_bytes - _PIECES * PIECE_BYTES) // max(1, self.activation_bytes)
@@ -63,7 +59,7 @@ class SampleMemory:
 
 
 class TooMuchMemoryError(Exception):
-    """A sample's activations take more than they may."""
+    """A sample's activations need more than the given limit."""
 
 
 def sample_memory(
@@ -75,12 +71,12 @@ def sample_memory(
     most_bytes: int | None = None,
     n_copies: int = 2,
 ) -> SampleMemory:
-    """Return an estimate of the memory that differentiating the first sample takes.
+    """Return an estimate of the memory to differentiate a sample like the first.
 
-    A forward pass shows it, whatever the numbers in the sample; ``blocks`` are those of the model
-    that run twice. The pass has ``n_copies``: two show which gradients arrive as rows; one is
-    enough where no other sample is ever beside it. If activations take more than ``most_bytes``,
-    there is a ``TooMuchMemoryError``. Measuring stops there: no more are held.
+    The tensors that a forward pass saves are counted. ``blocks`` are the model's recomputed blocks.
+    Once activations exceed ``most_bytes``, they are no longer kept, and a ``TooMuchMemoryError`` is
+    raised at the end. The pass has ``n_copies`` of the sample. Two also show which gradients are
+    formed because an operation mixes samples. One suffices if every batch has one sample.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -98,17 +94,17 @@ def sample_memory(
         if storage.data_ptr() not in own:
             n_saved += storage.nbytes() - saved.get(storage.data_ptr(), 0)
             saved[storage.data_ptr()] = storage.nbytes()
-        # A tensor itself would keep its graph alive for good, and so would an error here.
-        place = [tensor.detach()]
-        held.append(place)
+        # Saving the tensor itself, or raising an error here, would keep its graph alive forever.
+        cell = [tensor.detach()]
+        held.append(cell)
         while is_too_much() and held:
             held.pop().clear()
-        return place
+        return cell
 
-    def unpack(place: list[Tensor]) -> Tensor:
-        if not place:  # the model itself differentiates
+    def unpack(cell: list[Tensor]) -> Tensor:
+        if not cell:  # the model differentiates in its forward pass
             raise TooMuchMemoryError
-        return place[0]
+        return cell[0]
 
     batch = as_batch(samples, output)
     given = batch.rows(slice(0, 1)) if n_copies == 1 else _pair(batch)
@@ -125,17 +121,16 @@ def sample_memory(
         with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # Twice: as they arrive, and on their way down.
+            # Twice: the rows that arrive, and those propagated to the parameter.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
 
 
 def _pair(batch: Batch) -> Batch:
-    """Return the first sample twice, in storages of their own, by which saved bytes are counted.
+    """Return the first sample twice, in new storages, because saved bytes are counted by storage.
 
-    For padded texts the second copy is one token shorter, so that the padding code path is measured
-    too.
+    For texts, the second copy is one token shorter, so that code for padding runs as well.
     """
     if batch.lengths is None:
         pair = batch.mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
@@ -146,9 +141,9 @@ def _pair(batch: Batch) -> Batch:
 
 
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
-    """Return what a batch may take: ``memory_mb`` MiB, or most of a CUDA device's free memory.
+    """Return the memory of a batch: ``memory_mb`` MiB, or 4/5 of a CUDA device's free memory.
 
-    What a GPU's larger pieces take beyond a CPU's is not for the batch.
+    On a GPU, pieces of formed gradients are larger. The difference is subtracted.
     """
     if device.type == "cuda":
         larger_pieces = _PIECES * 4 * (piece_on(device) - PIECE)
@@ -156,39 +151,18 @@ def budget_bytes(device: torch.device, memory_mb: int) -> int:
     return memory_mb * 2**20
 
 
-def _checked_budget(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
-    """Return what a batch may take, at least one sample's bytes; see ``samples_that_fit``."""
-    is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
-    if needed.of(1) > budget:
-        memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
-        remedy = "Use a larger GPU" if is_cuda else "Raise it"
-        raise InputError(
-            f"{memory} must hold the gradient of one sample: about "
-            f"{-(-needed.of(1) // 2**20)} MiB. "
-            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
-            code="gradients.memory_limit",
-        )
-    return budget
-
-
-def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
-    """Return how many samples fit, at least one; refuse a sample that doesn't.
-
-    The budget is ``memory_mb`` MiB on the CPU, and four fifths of a CUDA device's free memory.
-    """
-    return needed.most(_checked_budget(needed, device, memory_mb))
-
-
 def in_chunks(
     compute: Callable[[int, int], T], n_samples: int, chunk: int | Callable[[int], int]
 ) -> Iterator[tuple[int, int, T]]:
-    """Compute chunks of samples, and halve the chunk for good whenever memory runs out.
+    """Call ``compute(start, stop)`` for chunks of samples; halve the size when memory runs out.
 
-    ``compute`` takes start and stop; ``chunk`` is the samples at once, or gives them from a start.
-    Memory that runs out for a single sample is an ``InputError``.
+    ``chunk`` is the number of samples of a chunk, or a function of its start.
 
     Yields:
         Start and stop of each chunk, in order, and its result.
+
+    Raises:
+        InputError: If memory runs out for a single sample.
     """
     start, share = 0, Fraction(1)
     while start < n_samples:
@@ -214,16 +188,17 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # After the exception has let go of its tensors.
+        # Only now: the exception has released its tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryByLength:
-    """Memory that differentiating a sample takes, by the tokens of the longest text of its batch.
+    """Memory to differentiate a sample, by the tokens of the longest text in its batch.
 
-    ``shortest`` and ``longest`` are tokens of texts, 0 if all samples have one shape.
+    Texts are padded to that length. ``shortest`` and ``longest`` are the smallest and largest
+    number of tokens of any text, or 0 if all samples have the same shape.
     """
 
     shortest: int
@@ -232,10 +207,10 @@ class MemoryByLength:
     of_longest: SampleMemory
 
     def at(self, length: int) -> SampleMemory:
-        """Return the most that a text takes in a batch whose longest text has ``length`` tokens.
+        """Return an upper bound for a text in a batch whose longest text has ``length`` tokens.
 
-        Activations grow with the tokens and, in attention, with their square, so that a straight
-        line between two measurements is an upper bound.
+        Activations a n + b n^2 of n tokens are convex, so that linear interpolation between two
+        measurements bounds them from above.
         """
         low, high = self.of_shortest, self.of_longest
         if self.shortest == self.longest:
@@ -246,24 +221,34 @@ class MemoryByLength:
         return replace(high, activation_bytes=low.activation_bytes + int(part * more))
 
     def mapped(self, function: Callable[[SampleMemory], SampleMemory]) -> "MemoryByLength":
-        """Return the memory of another use of the model, a function of that of differentiating."""
+        """Apply ``function`` to both measurements, for another use of the model."""
         low, high = function(self.of_shortest), function(self.of_longest)
         return MemoryByLength(self.shortest, self.longest, low, high)
 
     def room(self, device: torch.device, memory_mb: int) -> "Room":
-        """Return the budget as it is now, for all batches; the longest text must fit alone."""
-        return Room(self, _checked_budget(self.of_longest, device, memory_mb))
+        """Return the present budget, or raise an ``InputError`` if the longest text doesn't fit."""
+        is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
+        needed = self.of_longest.of(1)
+        if needed > budget:
+            memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
+            remedy = "Use a larger GPU" if is_cuda else "Raise it"
+            raise InputError(
+                f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
+                f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
+                code="gradients.memory_limit",
+            )
+        return Room(self, budget)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Number of samples that fit into ``budget_bytes`` together."""
+    """The memory that batches may use, in bytes, and the memory that samples need."""
 
     needed: MemoryByLength
     budget_bytes: int
 
     def most(self, length: int) -> int:
-        """Return how many samples fit, at least one, if the longest has ``length`` tokens."""
+        """Return how many samples fit, at least 1, if the longest has ``length`` tokens."""
         return max(1, self.needed.at(length).most(self.budget_bytes))
 
 
@@ -275,11 +260,7 @@ def memory_by_length(
     blocks: Recomputation | None = None,
     most_bytes: int | None = None,
 ) -> MemoryByLength:
-    """Return the memory of differentiating, measured as by ``sample_memory``, by text length.
-
-    Among texts of different lengths, ``few`` must have the longest and the shortest. One sample is
-    all that there is.
-    """
+    """Return ``sample_memory`` of the shortest and the longest text, which ``few`` must contain."""
     if few.lengths is None:
         n_copies = min(2, len(few))
         needed = sample_memory(model, parameters, output, few, blocks, most_bytes, n_copies)

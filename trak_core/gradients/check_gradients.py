@@ -1,7 +1,7 @@
-"""Refuse gradients that say nothing of samples, and samples and labels that lead to none.
+"""Refuse samples, labels and gradients that would give meaningless scores.
 
-Refused are NaN and infinity, zeros alone, and the same for all samples; samples that affect each
-other; and labels that the model cannot have learned.
+These are samples that affect each other, labels that the model cannot have learned, and gradients
+that are NaN, infinite, zero for all samples or equal for all samples.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,25 +30,26 @@ from trak_core.model_outputs.model_output import (
 )
 from trak_core.system.progress import notice
 
-# Samples of a batch that are compared.
+# Number of samples that ``check_samples_apart`` compares.
 _SAMPLES = 8
 _LABEL_SHAPES = (
-    "one number a sample, shape (samples,)",
-    "one token a position",
-    "one class a pixel",
+    "one number for each sample, shape (samples,)",
+    "one token for each position",
+    "one class for each pixel",
 )
-# A module's call: its name, its arguments and its result, both as tensors with a row a sample.
-_Call = tuple[str, list[Tensor], list[Tensor]]
-# Two computations of one sample's features differ by this part of the largest entry, at most.
+# A step of a forward pass: its name, and tensors that have one row for each sample.
+_Step = tuple[str, list[Tensor]]
+# Errors of the user's model that are reported instead of raised.
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
+# Bound of the rounding error of a sample's features, relative to the largest entry.
 _ROUNDING = 1e-5
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
-    """Compare f of a batch with f sample by sample, before the expensive work.
+    """Refuse an f that depends on other samples, on chance or on padding.
 
-    The first eight are compared, in evaluation mode; a single one is not. Refused is an f that
-    depends on other samples, or changes from call to call, by the layer where that begins; and an f
-    of a text that depends on its padding.
+    f of the first eight samples as a batch is compared with f of each alone, in evaluation mode.
+    The error names the first layer whose output differs.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -57,15 +58,15 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         returned, allowed = call_with_rounding(model, batch)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
-        # Each without padding: it tells others, padding and chance apart only if it differs.
+        # Alone, texts have no padding. If f differs, the reason is found below.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _agrees(together, alone, tolerance):
             return
         again, _ = _run(model, output, batch)
         if not _close(together, again, tolerance):
             _check_repeatable(model, output, batch)
-            calls, others = (_calls(model, batch)[0] for _ in range(2))
-            layer = _first_difference(calls, others, allowed)
+            steps, others = (_steps(model, batch)[0] for _ in range(2))
+            layer = _first_difference(steps, others, allowed)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different ones for the same batch; the first layer that differs: {layer}. "
@@ -79,10 +80,9 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                     raise alone
                 raise InputError(
                     "The model output of a text must not depend on padding: texts of different "
-                    "lengths are padded on the right. Found that f differs by up to "
-                    f"{_largest_difference(together, alone):.2g} between texts padded and as they "
-                    "are. A model whose tokens see those that follow must take an input "
-                    "`attention_mask`, and leave out what it says; or give texts of one length.",
+                    "lengths are padded on the right. Found that f with padding differs by up to "
+                    f"{_largest_difference(together, alone):.2g}. Let a model whose tokens attend "
+                    "to later ones use an input `attention_mask`, or give texts of one length.",
                     code="gradients.padding",
                 )
             alone = padded
@@ -91,11 +91,10 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         else:
             reason = f"f differs by up to {_largest_difference(alone, together):.2g}"
         raise InputError(
-            "The model output of a sample must not depend on the others of its batch. Found "
-            f"that one by one {reason}; the first layer that mixes samples: "
-            f"{_likely_layer(model, batch, allowed)}. BatchNorm needs "
-            "`track_running_stats=True`; a loss or normalization across the batch has no "
-            "per-sample gradient.",
+            "The model output of a sample must not depend on other samples of its batch. Found "
+            f"that for one sample at a time {reason}; the first layer that mixes samples: "
+            f"{_likely_layer(model, batch, allowed)}. BatchNorm needs `track_running_stats=True`. "
+            "A loss or normalization across the batch has no per-sample gradient.",
             code="gradients.mixed_samples",
         )
 
@@ -103,10 +102,10 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _one_by_one(
     model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
 ) -> Tensor | Exception:
-    """Return f of batches of one sample, shape (batch,), or how the model or f failed."""
+    """Return f of batches of one sample, shape (batch,), or the error of the model or f."""
     try:
         return torch.cat([_run(model, output, part)[0] for part in parts])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except _FAILURES as error:
         return error
 
 
@@ -115,7 +114,7 @@ def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> b
 
 
 def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
-    """Refuse an f that is random by itself, whatever the model."""
+    """Refuse an f that is random though the model's result is fixed."""
     outputs = output.read(batch.given_to(model))
     values, again = (_values(output, outputs, batch.labels) for _ in range(2))
     if not torch.equal(values.nan_to_num(), again.nan_to_num()):
@@ -123,7 +122,7 @@ def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> No
 
 
 def _values(output: ModelOutput, outputs: Any, labels: Tensor) -> Tensor:
-    """Return f of each sample, one after another."""
+    """Return f of each sample, computed one after another instead of by vmap."""
     n = len(labels)
     return torch.stack([output.value(of_sample(outputs, i, n), labels[i]) for i in range(n)])
 
@@ -133,7 +132,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return f of each sample of a batch, and the largest absolute value of its model's returns."""
+    """Return f of each sample, and the largest absolute value of what the model returned for it."""
     return _read(output, batch.given_to(model), batch)
 
 
@@ -154,29 +153,23 @@ def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
 
 
 def _alone(batch: Batch, i: int) -> Batch:
-    """Return one sample as it is in the batch, padding and all."""
+    """Return one sample with the padding that it has in the batch."""
     return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the layer in which a batch's first sample differs from itself alone."""
-    alone, failed = _calls(model, _alone(batch, 0))
+    """Return the first layer whose result for sample 0 differs between the batch and sample 0."""
+    alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
-    together, _ = _calls(model, batch)
-    first_rows = (
-        (name, [tensor[:1] for tensor in arguments], [tensor[:1] for tensor in result])
-        for name, arguments, result in together
-    )
+    together, _ = _steps(model, batch)
+    first_rows = ((name, [tensor[:1] for tensor in tensors]) for name, tensors in together)
     return _first_difference(first_rows, alone, allowed)
 
 
-def _first_difference(calls: Iterable[_Call], others: Iterable[_Call], allowed: float) -> str:
-    """Name the first module whose result differs, or the code before it."""
-    for (name, *mine), (_, *theirs) in zip(calls, others, strict=False):
-        if _differ(mine[0], theirs[0], allowed):
-            return f"the code that calls {name}"
-        if _differ(mine[1], theirs[1], allowed):
+def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: float) -> str:
+    for (name, tensors), (_, other_tensors) in zip(steps, others, strict=False):
+        if _differ(tensors, other_tensors, allowed):
             return name
     return "the code of the model itself"
 
@@ -194,32 +187,32 @@ def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool
     return False
 
 
-def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
-    """Return the calls of a model's modules, inner before outer, and the one that failed."""
-    calls: list[_Call] = []
+def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
+    """Return the arguments and results of all modules in order, and the module that failed."""
+    steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
         for name, module in model.named_modules():
             label = f"{name or 'the model itself'} ({type(module).__name__})"
 
-            def enter(*_: Any, label: str = label) -> None:
+            def enter(_: Any, args: Any, kwargs: Any, label: str = label) -> None:
                 inside.append(label)
+                steps.append((f"the code that calls {label}", _tensors((args, kwargs), len(batch))))
 
-            def leave(_: Any, args: Any, kwargs: Any, result: Any) -> None:
-                arguments = _tensors((args, kwargs), len(batch))
-                calls.append((inside.pop(), arguments, _tensors(result, len(batch))))
+            def leave(_: Any, args: Any, result: Any) -> None:
+                steps.append((inside.pop(), _tensors(result, len(batch))))
 
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         try:
             batch.given_to(model)
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return calls, inside[-1]
-    return calls, None
+        except _FAILURES:
+            return steps, inside[-1]
+    return steps, None
 
 
 def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
-    """Return the tensors in nested containers that have one row a sample."""
+    """Return copies of the tensors in nested containers that have ``n_rows`` rows."""
     leaves = pytree.tree_leaves(tree)
     rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
@@ -228,9 +221,10 @@ def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
 def count_classes(
     model: nn.Module, output: ModelOutput, samples: Samples, device: torch.device
 ) -> int | None:
-    """Return how many classes the model tells apart in a batch's first sample, two at least.
+    """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    None where labels are no classes. The model is on ``device``, the samples on any.
+    None if labels are no classes. The model is on ``device``, the samples may be elsewhere. An
+    ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -240,12 +234,12 @@ def count_classes(
     if n_classes is not None and n_classes < 2:
         raise InputError(
             "Log-odds of a label need a model that returns one logit for each of at least 2 "
-            f"classes. Found {n_classes}: for a single logit x, let the model return (0, x).",
+            f"classes. Found {n_classes}. For a single logit x, let the model return (0, x).",
             code="gradients.too_few_classes",
         )
     _notice_unlikely(output, outputs, sample)
     if output.label_ndim is None:
-        over_samples(output.value, returned, sample.labels)  # which explains what is wrong
+        over_samples(output.value, returned, sample.labels)  # raises an error that explains
     elif sample.labels.ndim == 1 + output.label_ndim:
         label = torch.zeros_like(sample.labels[0])
         try:
@@ -254,8 +248,8 @@ def count_classes(
             shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if shape:
             raise InputError(
-                f"The model output must be one number a sample. Found {shape} from what the model "
-                f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
+                f"The model output must be one number for each sample. Found {shape} from what the "
+                f"model returned for one sample, {tuple(outputs.shape)}, and a label of shape "
                 f"{tuple(label.shape)}.",
                 code="gradients.output_shape",
             )
@@ -263,14 +257,14 @@ def count_classes(
 
 
 def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
-    """Print what a sample shows that the model output is hardly meant for."""
+    """Print a notice if the model seems to return probabilities, or labels seem to be shifted."""
     if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(outputs)):
-        return  # numbers are not known
+        return  # a fake tensor has no numbers
     is_vector = output.label_ndim == 0 and isinstance(outputs, Tensor) and outputs.numel() > 1
     if is_vector and (outputs >= 0).all() and abs(outputs.sum().item() - 1) < 1e-4:
         notice(
             "the model returns numbers from 0 to 1 that add up to 1, such as the probabilities of "
-            "a softmax. They are read as logits. Let the model return logits."
+            "a softmax. They are used as logits. Let the model return logits."
         )
     tokens = sample.kwargs.get("input_ids", next(iter(sample.args), None))
     if output.predicts_next and tokens is not None and tokens.shape == sample.labels.shape:
@@ -279,8 +273,8 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
         same, shifted = ((t == sample.labels)[counts] for t in (tokens, ahead))
         if len(same) > 2 and shifted.all() and not same.all():
             notice(
-                "each label is the token that follows in the text: labels were shifted before. The "
-                "model output shifts them itself. Give labels that stand where their tokens stand."
+                "each label is the next token of the text, so labels seem to be shifted already. "
+                "The model output shifts them itself. Give the label of each token at its position."
             )
 
 
@@ -289,9 +283,9 @@ def check_labels(
 ) -> None:
     """Refuse labels, shape (batch, ...), that the model cannot have been trained with.
 
-    Those are labels of a wrong shape; classes that are no integers from 0 to n_classes - 1 (or
-    ``IGNORED``, where a label has many parts); numbers that are not finite; and labels without a
-    part that counts. ``n_classes`` is that of ``count_classes``.
+    These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1 (a label
+    of many parts may have ``IGNORED``), numbers that are not finite, and labels of which all parts
+    are ignored. ``n_classes`` is the result of ``count_classes``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -326,7 +320,7 @@ def check_labels(
             code="gradients.label_value",
         )
     if has_parts:
-        if output.label_ndim is None:  # whose number may well be class 0
+        if output.label_ndim is None:  # then ``label_number`` may be a class, such as 0
             is_empty = (labels.reshape(len(labels), -1) == IGNORED).all(1)
         else:
             is_empty = vmap(output.label_number)(labels) == 0
@@ -341,7 +335,7 @@ def check_labels(
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Refuse NaN or infinity in whole gradients and outputs, by samples and parameters."""
+    """Refuse NaN or infinity in gradients and outputs; the error names samples and parameters."""
     bad = {
         name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         for name, block in result.gradients.items()
@@ -357,7 +351,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate once more, slowly, to refuse NaN or infinity by samples and parameters."""
+    """Differentiate again, one by one, and refuse NaN or infinity as ``check_finite`` does."""
     batch = as_batch(samples, output)
     magnitude = Magnitude.zeros(parameters, len(batch))
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
@@ -381,22 +375,21 @@ def _refuse_bad(
         bad_ids = [sample_ids[i] for i in bad.nonzero().flatten().tolist()]
         overflow = ""
         if torch.float16 in dtypes:
-            overflow = " float16 ends at 65504: bfloat16 or float32 weights reach further."
+            overflow = " float16 overflows above 65504. Use bfloat16 or float32 weights."
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
-            f"{listed(bad_ids)} in {listed(names)}. Look for bad values "
-            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
+            f"{listed(bad_ids)} in {listed(names)}. Look for bad values in these samples and in "
+            f"the checkpoint.{overflow}",
             code="gradients.not_finite",
         )
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Raise an error that calls what is not finite ``numbers``, the beginning of a sentence."""
+    """Raise an ``InputError`` that starts with ``numbers``, such as "Outputs"."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
         f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
-        "Look for bad values in these samples and in the checkpoint; an infinite score would hide "
-        "them.",
+        "Look for bad values in these samples and in the checkpoint.",
         code="gradients.values_not_finite",
     )
 
@@ -408,18 +401,19 @@ def check_finite_gramian(
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
-        if not (rows or columns):  # too large for each other alone
+        if not (rows or columns):  # finite gradients, whose inner products overflow
             rows = np.flatnonzero(bad.any(axis=1)).tolist()
         bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
         refuse_not_finite(bad_ids, "Inner products of gradients")
 
 
 class Variety:
-    """Counts samples without a gradient, and compares all with the first, a block at a time.
+    """Count samples with gradient zero, and compare all with the first, a block at a time.
 
     Attributes:
-        n_zero: How many of the ``n_samples`` seen have zeros alone.
-        are_alike: Whether all are equal, to rounding.
+        n_samples: Number of samples so far.
+        n_zero: Number of samples with gradient zero.
+        are_alike: Whether all gradients are equal up to rounding.
     """
 
     def __init__(self) -> None:
@@ -428,7 +422,7 @@ class Variety:
         self._first: np.ndarray | None = None
 
     def add(self, rows: np.ndarray) -> None:
-        """Take a row a sample, shape (n, k): features, or inner products with all others."""
+        """Take features of n samples, or their inner products with all samples, shape (n, k)."""
         first = rows[0].astype(np.float64) if self._first is None else self._first
         self._first = first
         self.n_samples += len(rows)
@@ -439,32 +433,30 @@ class Variety:
             self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
-        """Refuse several samples of which none has a gradient; warn if most of them don't.
+        """Refuse several samples whose gradients are all zero; warn if most are.
 
-        Equal gradients of several are refused where they ``must_differ``: targets may be asked
-        twice. ``samples`` says whose they are.
+        If gradients ``must_differ``, refuse several samples whose gradients are all equal. (Targets
+        may contain the same sample twice.) ``samples`` names the samples in messages.
         """
         n = self.n_samples
         if n > 1 and self.n_zero == n:
             raise InputError(
-                f"Gradients must not be 0 for every sample. Found zeros alone for all {n} "
-                f"{samples}: all scores would be 0. Look for `parameters` that don't lead to the "
-                "model output, for layers whose weights in the checkpoint are 0 or let nothing "
-                "pass, and for a `detach()` on the way.",
+                f"Gradients must not be 0 for every sample. Found zeros for all {n} {samples}. All "
+                "scores would be 0. Look for `parameters` on which the model output "
+                "doesn't depend, layers whose weights are 0 in the checkpoint, and a `detach()`.",
                 code="gradients.all_zero",
             )
         if n > 1 and self.are_alike and must_differ:
             raise InputError(
-                f"Gradients must tell samples apart. Found the same for all {n} {samples}: scores "
-                "would not depend on them. Look for a data set that returns one sample again and "
-                "again, for a model that ignores its input, and for `parameters` whose gradient is "
-                "a constant, such as the last bias of a regression.",
+                f"Gradients must differ between samples. Found equal ones for all {n} {samples}. "
+                "Look for a data set that always returns the same sample, a model that ignores its "
+                "input, and `parameters` with a constant gradient, such as a regression's bias.",
                 code="gradients.all_alike",
             )
         if 2 * self.n_zero > n:
             print(
                 f"Warning: the gradients of {self.n_zero} of {n} {samples} are 0 in every entry, "
-                "and so are their scores. Look for layers that let nothing pass, such as a ReLU "
-                "whose inputs are all negative.",
+                "and so are their scores. Look for layers with gradient 0, such as a ReLU whose "
+                "inputs are all negative.",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Choose the way to a model's per-sample gradients, by what it gives for two samples."""
+"""Choose how to compute a model's per-sample gradients, by a comparison on two samples."""
 
 import copy
 import math
@@ -29,10 +29,11 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
-# With fewer parameters plain autograd, whose gradients stay in a core's caches, is rarely slower
-# than a pass by factors for each sample (RESULTS.md, "Ways to gradients").
+# Below this number of parameters, plain autograd is rarely slower than ``gradients_in_turn``
+# (RESULTS.md, "Ways to gradients"), because its gradients fit into a core's caches.
 _LEAST_PARAMETERS = 8_000_000
-# So much larger, in units of the last place, is another kind of difference.
+# Differences in float64 must be smaller than those in float32 by the ratio of the two machine
+# epsilons over this factor. Only then are they rounding errors.
 _FAR = 10
 
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
@@ -62,33 +63,34 @@ def choose_method(
     *,
     reads_terms: bool = False,
 ) -> tuple[GradientMethod, str | None]:
-    """Compare the gradients of the first two samples, and of the first alone, with autograd's.
+    """Choose the fastest method whose gradients of two samples, and of one, equal autograd's.
 
     Args:
-        model: It may be in any mode.
-        parameters: Those to differentiate.
+        model: A model in any mode.
+        parameters: The parameters to differentiate.
         output: The model output f.
-        samples: Two, or one.
-        reads_terms: Whether gradients are wanted as factors, however few entries they have.
+        samples: One or more. The first two are differentiated.
+        reads_terms: Whether the consumer needs the gradients as factors.
 
     Returns:
-        ``gradients_at_once``, if it gives what plain autograd does, to rounding.
-        ``gradients_in_turn``, if that does, where samples can't be told apart, or there is one; but
-        not where they can't, the model is small and nothing ``reads_terms``. Plain autograd,
-        ``gradients_one_by_one``, everywhere else. And a notice why, or None.
+        The method, and a notice with the reason, or None. ``gradients_at_once``, unless an
+        operation mixes samples. Then, or if there is one sample, ``gradients_in_turn``; but plain
+        autograd for a small model that mixes samples, unless ``reads_terms``.
+        ``gradients_one_by_one``, which is plain autograd, if the graph can't be read or the
+        gradients differ by more than rounding.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair
-    hidden, said, is_right, method = None, None, True, gradients_in_turn
+    hidden, difference, is_right, method = None, None, True, gradients_in_turn
     is_small = n_params(parameters) < _LEAST_PARAMETERS and not reads_terms
     try:
-        hidden = _hiding_operations(*given) if len(pair) > 1 else None
+        hidden = _mixing_operations(*given) if len(pair) > 1 else None
         if len(pair) > 1 and hidden is None:
             method = gradients_at_once
         elif hidden is not None and is_small:
             method = gradients_one_by_one
         if method is not gradients_one_by_one:
-            is_right, said = _compare(given, method)
+            is_right, difference = _compare(given, method)
     except InputError:
         raise
     except Exception as error:
@@ -98,21 +100,23 @@ def choose_method(
                 "autograd. The pass is taken without that"
             )
         is_unread = isinstance(error, UnreadableGraphError)
-        is_right, said = False, str(error) if is_unread else f"fails: {_in_short(error)}"
+        is_right, difference = False, str(error) if is_unread else f"fails: {_in_short(error)}"
     if is_right and hidden is None:
-        return method, said and f"one backward pass for all samples {said}."
+        return method, difference and f"one backward pass for all samples {difference}."
     return method if is_right else gradients_one_by_one, (
         "one backward pass for all samples cannot take this model; it "
-        f"{'; it '.join(filter(None, (hidden, said)))}. Gradients are computed one sample at a "
-        "time, with the same numbers but slower."
+        f"{'; it '.join(filter(None, (hidden, difference)))}. Gradients are computed one sample at "
+        "a time, with the same numbers but slower."
     )
 
 
 def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
-    """Return whether a way gives what plain autograd does, to rounding, and what to say of it.
+    """Return whether a method equals plain autograd up to rounding, and the difference in words.
 
-    Float32 may round a ReLU's input, say, to the other side of 0. In float64 the ways are much
-    nearer then, in units of the last place. Formulas that lose digits lose as many there.
+    In float32, rounding may change the sign of a ReLU's input, which makes a large difference
+    though both are right. So a large difference is computed again in float64. There it shrinks by
+    the ratio of the machine epsilons if it was rounding. If a formula is wrong, or cancels digits,
+    it doesn't shrink enough.
     """
     model, *_, pair = given
     plain, allowed = _digest(given, gradients_one_by_one), least_rounding(model)
@@ -123,12 +127,12 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
             with in_evaluation_mode(model):
                 allowed = rounding(model, pair)
         if not apart > allowed:
-            continue  # the check of features explains NaN in both, with sample and parameter
+            continue  # NaN in both is refused later, with samples and parameters
         if apart == math.inf:
             return False, f"gives NaN or infinity where autograd doesn't, in {name}"
         said = f"differs from autograd by {apart:.1g} of the largest entry, in {name}"
         try:
-            exact, exact_name = _apart_in_float64(first, method)
+            exact, exact_name = _difference_in_float64(first, method)
         except Exception as error:
             return False, f"{said}; in float64 that can't be told ({_in_short(error)})"
         said = f"{said}; in float64 by {exact:.1g}"
@@ -139,13 +143,14 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
     return True, None
 
 
-def _apart_in_float64(given: _Given, method: GradientMethod) -> tuple[float, str]:
+def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float, str]:
     """Return the largest difference from plain autograd in float64, and its parameter's name."""
     model, parameters, output, pair = given
     copies: dict[int, nn.Parameter] = {}
-    twin = copy.deepcopy(model, copies).double()
-    own = {name: copies[id(parameter)] for name, parameter in parameters.items()}
-    exact = twin, own, output, pair.mapped(lambda x: x.double() if x.is_floating_point() else x)
+    double = copy.deepcopy(model, copies).double()
+    chosen = {name: copies[id(parameter)] for name, parameter in parameters.items()}
+    pair = pair.mapped(lambda x: x.double() if x.is_floating_point() else x)
+    exact = double, chosen, output, pair
     return _digest(exact, method).difference(_digest(exact, gradients_one_by_one))
 
 
@@ -157,8 +162,8 @@ def _digest(given: _Given, method: GradientMethod) -> Digest:
         return digest
     n = len(pair) if method is gradients_at_once else 1
     for rows in (slice(i, i + n) for i in range(0, len(pair), n)):
-        own = model, parameters, output, pair.rows(rows)
-        gradients_at_once(*own, digest.of(rows), must=True)
+        part = model, parameters, output, pair.rows(rows)
+        gradients_at_once(*part, digest.of(rows), must=True)
     return digest
 
 
@@ -166,13 +171,13 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def _hiding_operations(
+def _mixing_operations(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, pair: Batch
 ) -> str | None:
-    """Return the operations below which samples can't be told apart, in words; None if all can.
+    """Return a phrase that names the operations that mix samples, or None if none does.
 
-    Tensors that depend on parameters alone are as many, of the same shapes, for two samples and
-    for three.
+    Gradients are formed at tensors that depend on parameters alone, and below operations that mix
+    samples. Only the latter's number or shapes differ between two and three samples.
     """
     arrivals: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for n in (2, 3):
@@ -185,9 +190,9 @@ def _hiding_operations(
         with suppress(MixedSamplesError):
             plan = plan_of(values, list(parameters.values()), 0)
         if plan is None:
-            raise SamplesSharedError("the samples share what leads to the model output")
+            raise SamplesSharedError
         arrivals.append(Counter(plan.arrivals()))
-        del outputs, values, plan  # before the next
+        del outputs, values, plan  # free the graph
     two, three = arrivals
     names = dict.fromkeys(name for name, _ in [*(two - three), *(three - two)])
     return f"cannot tell samples apart below: {', '.join(names)}" if names else None

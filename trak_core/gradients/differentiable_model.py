@@ -1,6 +1,7 @@
-"""Select the parameters to differentiate, and set a model and autograd up for that.
+"""Select the parameters to differentiate, and prepare a model and autograd for that.
 
-Some of torch's kernels and layers' settings would not give the gradients of f.
+Some kernels and settings of torch, and caches of models, are switched off because gradients of f
+would be wrong or could not be read with them.
 """
 
 import contextlib
@@ -22,12 +23,11 @@ from trak_core.gradients.graph import Node, nodes_below
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
-    """Run with the model in evaluation mode.
+    """Run with the model in evaluation mode; restore each module's mode afterwards.
 
-    Dropout is off and BatchNorm uses its stored statistics; afterwards each module has its own mode
-    again. The inference kernels of torch's transformer layers, taken when only other layers are
-    differentiated, are off because they leave no graph to read. Layers run in their plain form.
-    What modules derived from parameters and keep in a cache is derived anew.
+    The inference kernels of torch's transformer layers are switched off, because they leave no
+    graph. So are the settings in ``plain_layers``. Modules' caches of tensors that are computed
+    from parameters are emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -47,24 +47,23 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
 
 
 def _empty_caches(modules: Iterable[nn.Module]) -> None:
-    """Have modules that keep a cache until training empty it; all are in evaluation mode.
+    """Empty caches that modules keep in evaluation mode, by switching to training mode and back.
 
-    LeViT, TinyViT and EfficientFormer of timm keep biases that they derive from parameters. The
-    graph of such a bias is used up by one pass, or isn't there, so that its parameter's gradient
-    would be 0. What a module forgets for training is its own choice, in ``train``: other caches
-    may hold what nobody makes again.
+    LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
+    cached bias has no graph, or one that was freed, so that the parameter's gradient would be 0.
+    Only modules with a ``train`` of their own are switched: it empties what may be emptied.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(
             "cache" in name and value for name, value in vars(module).items()
         ):
-            module.train()  # which returns nothing in timm
+            module.train()  # not chained, because timm's returns None
             module.eval()
 
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with a graph to these parameters alone, so that nothing is saved for the others."""
+    """Run with a graph for these parameters only, so that nothing is saved for the others."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -81,7 +80,7 @@ def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[
 def differentiating(
     model: nn.Module, parameters: Iterable[nn.Parameter]
 ) -> Generator[None, None, None]:
-    """Run in evaluation mode, with a graph to these parameters alone."""
+    """Run in evaluation mode, with a graph for these parameters only."""
     with in_evaluation_mode(model), graph_to(model, parameters):
         yield
 
@@ -90,10 +89,9 @@ def check_graph(values: Tensor) -> None:
     """Refuse a model output that depends on no parameter."""
     if not values.requires_grad:
         raise InputError(
-            "The model output must depend on a parameter that is differentiated. Found none that "
-            "leads to it: don't call the model under `torch.no_grad()` or `inference_mode()`, "
-            "don't `detach()` on the way, give `torch.autograd.grad` in a model "
-            "`create_graph=True`, and choose `parameters` that play a part.",
+            "The model output must depend on a parameter that is differentiated. Found none. "
+            "Choose other `parameters`. Avoid `no_grad()`, `inference_mode()`, `detach()` and "
+            "`torch.autograd.grad` without `create_graph=True` in the model.",
             code="gradients.no_graph",
         )
 
@@ -101,29 +99,30 @@ def check_graph(values: Tensor) -> None:
 def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
     """Return the parameters to differentiate, in ``named_parameters`` order.
 
-    A pattern means the parameters with ``requires_grad`` that it matches. Only where it matches
-    none of them it means frozen ones: ``*lora_*`` finds an adapter that was loaded for inference,
-    and ``*layers.0.*``, where only adapters are trained, that layer's adapter alone. Frozen
-    parameters that are returned have ``requires_grad`` from then on.
+    A pattern selects the parameters with ``requires_grad`` that it matches. If there are none, it
+    selects frozen ones and sets their ``requires_grad``. So ``*layers.0.*`` selects the layer's
+    adapter alone if only adapters are trained, and ``*lora_*`` an adapter loaded for inference.
+    Patterns are shell-style (``layer4.*``) and match full names. None selects all parameters with
+    ``requires_grad``.
 
-    Patterns are shell-style (``layer4.*``), of full parameter names; None takes all that have
-    ``requires_grad``. Refused is a pattern that matches no parameter, or one whose numbers aren't
-    real and floating-point; a model with nothing to differentiate; and one that gets shapes later.
+    Raises:
+        InputError: If a pattern matches no parameter, if nothing is selected, if a parameter is not
+            real and floating-point, or if a lazy module has no shapes yet.
     """
     tensors = *model.named_parameters(), *model.named_buffers()
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
-            "A model must have all its shapes when make_model() returns it. Found none yet for "
-            f"{listed(lazy)}. Call a lazy module once, on a sample, in make_model().",
+            "A model must have all its shapes when make_model() returns it. Found none for "
+            f"{listed(lazy)}. Call a lazy module on a sample in make_model().",
             code="gradients.lazy_parameter",
         )
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if patterns is None and not trainable:
         raise InputError(
-            f"The model must have a parameter with requires_grad. Found none of {len(named)}. Name "
-            "in the config's `parameters` those to differentiate, frozen or not, such as "
+            f"The model must have a parameter with requires_grad. Found none of {len(named)}. Set "
+            "`parameters` in the config to those to differentiate, frozen or not, such as "
             '["*lora_*"]; or don\'t freeze them in make_model().',
             code="gradients.no_parameter",
         )
@@ -135,17 +134,16 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if complex_ones:
         raise InputError(
             "Parameters that are differentiated must hold real numbers. Found "
-            f"{listed(complex_ones)}. Hold real and imaginary parts as one real parameter "
-            "`nn.Parameter(torch.view_as_real(w))`, read it by `torch.view_as_complex`, and save "
-            "the checkpoint's weights likewise; or choose `parameters` that leave them out.",
+            f"{listed(complex_ones)}. Store a real parameter `torch.view_as_real(w)`, also in "
+            "checkpoints, and use `torch.view_as_complex`; or exclude it by `parameters`.",
             code="gradients.complex_parameter",
         )
     integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
     if integers:
         raise InputError(
             "Parameters that are differentiated must hold floating-point numbers. Found "
-            f"{listed(integers)}, as quantized weights are. Choose `parameters` that leave "
-            "them out, or load the model without quantization.",
+            f"{listed(integers)}. Load the model without quantization, or exclude them by "
+            "`parameters`.",
             code="gradients.integer_parameter",
         )
     for parameter in selected.values():
@@ -167,7 +165,10 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
 def refuse_hooks(
     model: nn.Module, parameters: Mapping[str, Tensor], way: str, instead: str
 ) -> None:
-    """Refuse backward hooks where ``torch.func``, which runs none, differentiates."""
+    """Refuse backward hooks for computations by ``torch.func``, which would not call them.
+
+    The message names the computation, ``way``, and what to do ``instead``.
+    """
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
     hooked += [
         name or "the model itself"
@@ -189,32 +190,30 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 
 @contextlib.contextmanager
 def plain_layers() -> Generator[None, None, None]:
-    """Run models so that autograd gives the gradients of its output, as tensors that can be read.
+    """Run with some features of torch switched off that change gradients, or hide the graph.
 
-    Tables of embeddings give dense gradients, which counts of words don't divide. What a model
-    calls by ``torch.utils.checkpoint`` is called itself: a graph that computes activations again
-    lets them be read only once. What was compiled runs as it is written. No number of a model's
-    output changes.
+    Embeddings have dense gradients, without ``scale_grad_by_freq``. ``torch.utils.checkpoint``
+    calls its function directly, because recomputed activations can be read only once. Compiled code
+    runs eagerly. The model's output doesn't change.
     """
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # which is slow to import, and compiles nothing before
+        if "torch._dynamo" in sys.modules:  # not imported here, because that takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, function in (("embedding", _embedding), ("embedding_bag", _embedding_bag)):
-            _put(stack, torch, name, partial(function, getattr(torch, name)))
-        # A model may have imported the function itself, which looks these up in its module.
-        _put(stack, checkpoint, "CheckpointFunction", _Called)
+            _replace(stack, torch, name, partial(function, getattr(torch, name)))
+        # ``checkpoint`` itself may have been imported by name; it looks these up in its module.
+        _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
         if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
-            _put(stack, checkpoint, "_checkpoint_without_reentrant_generator", _called)
+            _replace(stack, checkpoint, "_checkpoint_without_reentrant_generator", _do_nothing)
         yield
 
 
-def _put(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack is closed."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
 
-# torch's functions for every look-up, by a layer or not. Without the settings that keep a gradient
-# sparse for an optimizer, or scale it.
 def _embedding(
     function: Callable[..., Tensor],
     weight: Tensor,
@@ -240,34 +239,32 @@ def _embedding_bag(
     return function(weight, indices, offsets, False, mode, False, *others, **named)
 
 
-class _Called:
-    """Stands for torch's function of the same method, and calls what it is given."""
+class _DirectCall:
+    """Replaces ``torch.utils.checkpoint.CheckpointFunction``."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def _called(*_: Any, **__: Any) -> Generator[None, None, None]:
-    """Stand for the code that torch runs before and after what it checkpoints."""
+def _do_nothing(*_: Any, **__: Any) -> Generator[None, None, None]:
+    """Replace the code that torch runs before and after a checkpointed function."""
     yield
 
 
 @contextlib.contextmanager
 def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
-    """Run backward passes in which BatchNorm reads gradients in the order in which they lie.
+    """Run backward passes from ``values`` without an error in torch's BatchNorm kernel.
 
-    torch's CPU kernel runs over gradient and input side by side, if both are dense and their
-    strides suggest one memory format. A dimension of size 1, above all the samples' in a batch of
-    one, may have any stride, so that a gradient with the channels last suggests that they come
-    first. Then gradients of all that lies above the layer are wrong, in training mode too. A
-    gradient with gaps goes through the kernel that heeds strides.
-
-    InstanceNorm is a BatchNorm with one sample. Gradients that torch reads rightly stay as they
-    are, bit for bit. The passes begin at ``values`` or below.
+    torch's CPU kernel reads gradient and input in memory order if both are dense and their strides
+    suggest the same memory format. A dimension of size 1, such as that of a batch of one sample,
+    may have any stride, so that a channels-last gradient can look channels-first. Then gradients
+    with respect to the layer's input are wrong, without an error. Hooks give such gradients a gap
+    in memory, with which torch uses a kernel that respects strides. Other gradients are unchanged,
+    bit for bit. InstanceNorm is computed by BatchNorm with one sample, so it is affected too.
     """
     nodes = [] if values.grad_fn is None else nodes_below(values.grad_fn)
-    # Hooks must go: they hold their node, which holds them.
+    # Hooks must be removed, because a hook and its node refer to each other.
     with ExitStack() as hooks:
         for node in nodes:
             if node.name() == "NativeBatchNormBackward0":
@@ -279,7 +276,7 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
 def _reader(node: Node) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...] | None]:
     def read(gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         gradient, *others = gradients
-        # Raw, because checkpointed activations may be unpacked only once; they are no tensors yet.
+        # Raw, because a saved tensor that is recomputed can be unpacked only once.
         saved = node._raw_saved_input.data
         if 1 not in gradient.shape or not _may_be_confused(gradient, saved):
             return None
@@ -298,9 +295,9 @@ def _may_be_confused(gradient: Tensor, saved: object) -> bool:
 
 
 def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether entries lie one after another with the channels first, and last.
+    """Return whether a tensor is dense in channels-first order, and in channels-last order.
 
-    ``Tensor.is_contiguous`` says the same, but not under vmap.
+    ``Tensor.is_contiguous`` returns the same, but not under vmap.
     """
     dims = list(range(tensor.ndim))
     first, last = (_is_dense(tensor, order) for order in (dims, [0, *dims[2:], 1]))

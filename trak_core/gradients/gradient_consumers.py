@@ -1,4 +1,4 @@
-"""Consumers of per-sample gradients: they keep them whole, their largest entry, or a digest."""
+"""Consumers of per-sample gradients, which keep all entries, the largest one, or a digest."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,19 +15,19 @@ class SampleConsumer(Consumer, Protocol):
     """Takes the gradients of a batch, one row a sample."""
 
     def of(self, samples: slice) -> Self:
-        """Return a consumer that takes the gradients of some samples, into the same tensors."""
+        """Return a consumer for some of the samples, which writes into the same tensors."""
         ...
 
     def finish(self) -> None:
-        """Add up what was held back, because no gradient comes any more."""
+        """Process gradients that were held back; no more will follow."""
         ...
 
 
 class _Rows(ABC):
-    """A sample consumer with one tensor a parameter.
+    """A sample consumer with one tensor for each parameter.
 
     Attributes:
-        rows: Names of parameters to tensors (batch, ...); zeros where no gradient came.
+        rows: Tensors of shape (batch, ...) by name of the parameter. Zero without a gradient.
     """
 
     reads_terms: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class _Rows(ABC):
     @staticmethod
     @abstractmethod
     def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        """Return the tensor of one parameter."""
+        """Return zeros for one parameter."""
 
     def of(self, samples: slice) -> Self:
         return type(self)(self._parameters, {name: x[samples] for name, x in self.rows.items()})
@@ -63,7 +63,7 @@ class _Rows(ABC):
 
 
 class Formed(_Rows):
-    """Whole gradients, (batch, *shape) each."""
+    """Whole gradients, shape (batch, *shape) each."""
 
     in_order: ClassVar[bool] = True
 
@@ -78,10 +78,10 @@ class Formed(_Rows):
 
 
 class Digest(_Rows):
-    """A random combination of each gradient's entries, row by row, to compare gradients by.
+    """The product G_i v of each sample's gradient with a random vector, to compare gradients.
 
-    A parameter is read as a matrix of its first dimension by all others; every row of the matrix
-    gives its product with one random vector. Shape (batch, rows of the matrix), float32 or float64.
+    A parameter's gradient is read as a matrix G_i: its first dimension by all others. The entries
+    of v are standard normal. Shape (batch, rows of G_i), float32 or float64.
     """
 
     in_order: ClassVar[bool] = True
@@ -106,16 +106,16 @@ class Digest(_Rows):
             total[:, first // width : first // width + rows.shape[1]] += rows
 
     def _vector(self, name: str, width: int) -> Tensor:
-        """Return the random vector of a parameter, shape (width,)."""
+        """Return v of a parameter, shape (width,)."""
         seed = list(self.rows).index(name)
         vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
         return vector.to(self.rows[name].device, self.rows[name].dtype)
 
     def difference(self, other: Self) -> tuple[float, str]:
-        """Return the largest difference from another digest, relative to its largest entry.
+        """Return the largest difference from another digest, and the parameter that has it.
 
-        Infinity where it is finite and this one isn't; NaN where both aren't. And the name of the
-        parameter that has it.
+        The difference is relative to the other digest's largest entry. It is infinity if an entry
+        is finite in the other digest only, and NaN if it is finite in neither.
         """
         largest = max((float(b.abs().max()) for b in other.rows.values() if b.numel()), default=0)
         differences = [(0.0, "no parameter")]
@@ -130,7 +130,7 @@ class Digest(_Rows):
 
 
 class Magnitude(_Rows):
-    """The largest absolute entry of each gradient, (batch,); not finite where an entry isn't."""
+    """The largest absolute entry of each gradient, shape (batch,); NaN if an entry is NaN."""
 
     in_order: ClassVar[bool] = False
     _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)

@@ -1,199 +1,41 @@
-"""Formulas, operation by operation, for what a parameter's use adds to its gradients."""
+"""Compute the contribution of each operation to the per-sample gradients of its parameters.
+
+Let delta = df/dy be the gradient of an operation's output y, and let t run over the positions of
+sample i (tokens, pixels, or a single one). With x the operation's saved input:
+
+    y = W x + b        dW_i = sum_t delta_t x_t^T,   db_i = sum_t delta_t
+    convolution        the same, with x_t the patch of the image under the kernel at pixel t
+    embedding          dE_i[v] = sum_{t with index v} delta_t
+    normalization      dgamma_i = sum_t delta_t * (x_t - mean) / std,   dbeta_i = sum_t delta_t
+    y = w + x, w * x   dw_i = sum_t delta_t,   sum_t delta_t * x_t
+
+The sums over t are the only difference from autograd, which sums over i as well. Operations without
+a formula here are differentiated once for each sample (``one_pass._by_operation``).
+"""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from trak_core.gradients.gradient_terms import (
-    Contribution,
-    Dense,
-    Lookup,
-    Outer,
-    add_product,
-    pieces,
-    prefers_inner_products,
-)
+from trak_core.gradients.convolution_gradients import Patches
+from trak_core.gradients.gradient_terms import Contribution, Dense, Lookup, Outer
 from trak_core.gradients.graph import Edge, Layout, locate, name_of, shape_of
 from trak_core.gradients.margins_in_pieces import head_factors
 
-# From so many input channels on, a product for each place of the kernel is faster than patches.
-_BY_PLACE_CHANNELS = 8
-# From so many on, torch's own convolution is faster than patches where gradients are formed.
-_BY_LIBRARY_CHANNELS = 4
-# By the dimensions of the kernel, from one on.
-_WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
-
-
-@dataclass(frozen=True, slots=True)
-class Patches(Contribution):
-    """A convolution's weight of shape (outputs, inputs / groups, *kernel).
-
-    A convolution is a linear layer on patches of its input. Patches overlap, so that all of them
-    take much more memory than the input. They are formed for some channels at a time, or not at
-    all, because for one place of the kernel they are the input itself, moved.
-
-    Attributes:
-        gradients: Gradients of the output, shape (C, B, V, outputs, *output size).
-        images: Shape (B, V, inputs, *size), V images a sample.
-    """
-
-    images: Tensor
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        inputs = self.images.shape[2] // self.groups
-        return self.gradients.shape[3], inputs * math.prod(self.kernel)
-
-    def add_to(self, gramian: Tensor) -> None:
-        c, b, v, outputs = self.gradients.shape[:4]
-        inputs, window = self.images.shape[2] // self.groups, math.prod(self.kernel)
-        places = v * math.prod(self.gradients.shape[4:])
-        outputs //= self.groups
-        if prefers_inner_products(c * b, places, inputs * window, outputs):
-            for group in range(self.groups):
-                patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
-                gradients = self._gradients_of(group).transpose(-1, -2)
-                Outer(gradients, patches, is_transposed=True).add_to(gramian)
-        elif v == 1 and inputs >= _BY_PLACE_CHANNELS:
-            for rows in self._by_place():
-                add_product(gramian, rows)
-        else:
-            each = b * window * max(places, c * outputs)
-            for group in range(self.groups):
-                gradients = self._gradients_of(group)
-                for part in pieces(inputs, each):
-                    patches = self._patches(group, part)
-                    rows = gradients @ patches.transpose(-1, -2)
-                    add_product(gramian, rows.reshape(c * b, -1))
-
-    def part(self, first: int, last: int) -> Tensor:
-        inputs = self.images.shape[2] // self.groups
-        c, _, v, outputs = self.gradients.shape[:4]
-        is_cut = self.groups > 1 and last - first < outputs
-        if c == v == 1 and inputs >= _BY_LIBRARY_CHANNELS and not is_cut:
-            return self._by_library(first, last)
-        each = self.gradients.shape[3] // self.groups
-        parts = []
-        for group in range(first // each, -(-last // each)):
-            own = slice(max(0, first - group * each), min(each, last - group * each))
-            patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
-            parts.append(self._gradients_of(group)[:, :, own] @ patches)
-        return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
-
-    def _by_library(self, first: int, last: int) -> Tensor:
-        """Have torch compute the gradient of one convolution whose groups are the samples."""
-        gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
-        n_samples, outputs = gradients.shape[:2]
-        size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
-        grouped = _WEIGHT_GRADIENTS[len(self.kernel) - 1](
-            images.reshape(1, -1, *images.shape[2:]),
-            size,
-            gradients.reshape(1, -1, *gradients.shape[2:]),
-            self.stride,
-            self.padding,
-            self.dilation,
-            n_samples * self.groups,
-        )
-        return grouped.reshape(n_samples, -1)
-
-    def _gradients_of(self, group: int) -> Tensor:
-        """Return one group's gradients, shape (C, B, outputs / groups, V x places)."""
-        n = self.gradients.shape[3] // self.groups
-        part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
-        return part.transpose(2, 3).flatten(3)
-
-    def _patches(self, group: int, part: slice) -> Tensor:
-        """Return patches of some channels of a group, (B, channels x window, V x places)."""
-        first = group * (self.images.shape[2] // self.groups)
-        images = self.images[:, :, first + part.start : first + part.stop]
-        images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
-        sizes = self.gradients.shape[4:]
-        n_dims = len(self.kernel)
-        steps = images.stride()[-n_dims:]
-        windows = images.as_strided(
-            (*images.shape[:3], *self.kernel, *sizes),
-            (
-                *images.stride()[:3],
-                *(step * d for step, d in zip(steps, self.dilation, strict=True)),
-                *(step * d for step, d in zip(steps, self.stride, strict=True)),
-            ),
-            images.storage_offset(),
-        )
-        b, v = images.shape[:2]
-        flat = windows.reshape(b, v, -1, math.prod(sizes))
-        return flat.transpose(1, 2).flatten(2)
-
-    def _by_place(self) -> Iterator[Tensor]:
-        """Yield the gradients of the weights at each place of the kernel, shape (rows, entries).
-
-        Gradients lie on a grid as wide as the input. The input, moved by one place, is then the
-        input read from another entry on. A stride cuts the input into interleaved images, one for
-        each remainder.
-        """
-        c, b, _, outputs = self.gradients.shape[:4]
-        phases = self._phases()
-        grid = phases.shape[-len(self.kernel) :]
-        sizes = self.gradients.shape[4:]
-        wider = [(0, width - size) for size, width in zip(sizes, grid, strict=True)]
-        margins = [n for pair in wider[:0:-1] for n in pair]
-        gradients = F.pad(self.gradients[:, :, 0], margins) if any(margins) else self.gradients
-        gradients = gradients.reshape(c * b, outputs, -1)
-        steps = [math.prod(grid[i + 1 :]) for i in range(len(grid))]
-        length = 1 + sum(step * (size - 1) for step, size in zip(steps, sizes, strict=True))
-        gradients = gradients[..., :length]
-        n_outputs, n_inputs = outputs // self.groups, self.images.shape[2] // self.groups
-        for place in itertools.product(*map(range, self.kernel)):
-            moves = [at * d for at, d in zip(place, self.dilation, strict=True)]
-            phase = tuple(move % s for move, s in zip(moves, self.stride, strict=True))
-            start = sum(
-                move // s * step for move, s, step in zip(moves, self.stride, steps, strict=True)
-            )
-            moved = phases[phase].flatten(2)[..., start : start + length].mT
-            for group in range(self.groups):
-                own = gradients[:, group * n_outputs : (group + 1) * n_outputs]
-                seen = moved[..., group * n_inputs : (group + 1) * n_inputs]
-                for part in pieces(n_inputs, c * b * n_outputs):
-                    inputs = seen[..., part]
-                    yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
-
-    def _phases(self) -> Tensor:
-        """Cut the padded images, shape (*stride, B, inputs, *size / stride)."""
-        images = self.images[:, 0]
-        margins = [
-            (pad, pad + -(size + 2 * pad) % step)
-            for size, pad, step in zip(images.shape[2:], self.padding, self.stride, strict=True)
-        ]
-        flat = [n for pair in margins[::-1] for n in pair]
-        images = F.pad(images, flat) if any(flat) else images.contiguous()
-        for i, step in enumerate(self.stride):
-            images = images.unflatten(2 + 2 * i, (-1, step))
-        n = len(self.stride)
-        remainders = [3 + 2 * i for i in range(n)]
-        return images.permute(*remainders, 0, 1, *(2 + 2 * i for i in range(n))).contiguous()
-
-
-# Entries whose products are summed at a time: they stay in a core's own cache.
+# Entries that are multiplied and summed at a time. They fit into a core's cache.
 _CACHED = 2**18
 
 
 class Use(NamedTuple):
-    """One input of an operation that all samples share, at the end of an edge.
+    """A crossing: an operation's input that samples share, such as a weight.
 
-    The gradient is that of the operation's output, shape (C, *shape). The output's dimension
-    ``dim``, C not counted, has the samples, with ``width`` consecutive places each.
+    ``gradient`` is delta, the gradient of the operation's output, shape (C, *shape). In *shape,
+    the samples lie along dimension ``dim``, with ``width`` consecutive indices each.
     """
 
     edge: Edge
@@ -203,7 +45,7 @@ class Use(NamedTuple):
     layout: Layout
 
     def saved(self, name: str) -> Any:
-        """Return what the operation saved for its backward pass."""
+        """Return a value that the operation saved for its backward pass."""
         return getattr(self.edge.user, f"_saved_{name}")
 
     def has_saved(self, name: str) -> bool:
@@ -214,9 +56,11 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Return shape (*lead, B, *shape); along ``dim`` only a sample's own places are left.
+        """Split a tensor of shape (*lead, *shape) by samples.
 
-        There are as many places for each; those that a sample doesn't have hold zeros.
+        Returns:
+            Shape (*lead, B, *own shape). Dimension ``dim`` keeps each sample's own indices. Samples
+            with fewer indices than others are padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -228,44 +72,44 @@ class Use(NamedTuple):
         cut = tensor.unflatten(at, (size, self.layout.period, self.width))
         if self.layout.owners is None:
             return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
-        places = own_places(self.layout.owners, self.layout.n_samples).to(tensor.device)
-        is_own = (places >= 0).view(-1, *(1 for _ in cut.shape[at + 2 :]))
-        own = cut.index_select(at + 1, places.clamp(min=0).flatten())
-        own = torch.where(is_own, own, 0).unflatten(at + 1, places.shape)
+        indices = own_indices(self.layout.owners, self.layout.n_samples).to(tensor.device)
+        is_own = (indices >= 0).view(-1, *(1 for _ in cut.shape[at + 2 :]))
+        own = cut.index_select(at + 1, indices.clamp(min=0).flatten())
+        own = torch.where(is_own, own, 0).unflatten(at + 1, indices.shape)
         return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
 
     def is_along(self, dim: int) -> bool:
-        """Whether samples lie along a dimension of the output; a single one lies along all."""
+        """Return whether samples lie along a dimension of the output; a single one always does."""
         return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
-        """Return the gradient of the output by samples, shape (C, B, *shape)."""
+        """Return delta by samples, shape (C, B, *own shape)."""
         return self.by_sample(self.gradient, self.dim, 1)
 
 
-def own_places(owners: Tensor, n_samples: int) -> Tensor:
-    """Return each sample's places among owners, shape (B, most), -1 behind its last."""
+def own_indices(owners: Tensor, n_samples: int) -> Tensor:
+    """Return the indices at which each sample is the owner, shape (B, most), padded with -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
     ranks = torch.arange(len(order)) - (counts.cumsum(0) - counts)[owners[order]]
-    places = torch.full((n_samples, int(counts.max())), -1)
-    places[owners[order], ranks] = order
-    return places
+    indices = torch.full((n_samples, int(counts.max())), -1)
+    indices[owners[order], ranks] = order
+    return indices
 
 
 def has_form(edge: Edge) -> bool:
-    """Whether there is a closed form for most crossings of this operation."""
+    """Return whether most crossings of this operation have a closed form."""
     return name_of(edge.user) in _FORMS
 
 
 def closed_forms(
     edges: Sequence[Edge], gradients: dict[int, Tensor], layouts: dict[int, Layout]
 ) -> Iterator[Contribution | None]:
-    """Yield the contributions of an operation's crossings; None where it must be differentiated.
+    """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    The edges lead from split outputs to shared inputs; ``gradients``, shape (C, *shape) each, and
-    ``layouts`` are those of the outputs. The formulas are those of real numbers.
+    ``gradients`` are delta of the operation's outputs by number, shape (C, *shape) each, and
+    ``layouts`` theirs. The formulas hold for real numbers.
     """
     make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
     is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
@@ -277,7 +121,7 @@ def closed_forms(
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """Sum over the dimensions along which the tensor was repeated."""
+    """Sum gradients, shape (C, *output), over positions and broadcast dimensions of the input."""
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:
@@ -310,17 +154,21 @@ def _multiplied(use: Use) -> Contribution | None:
 
 
 def _matrix_product(use: Use) -> Contribution | None:
-    """Serve a linear layer, from either side; the first input of an Addmm is the bias."""
+    """Return the contribution to either factor of Y = X W, or to the bias of Y = beta b + X W.
+
+    dW_i = sum_t x_t delta_t^T over the rows t of sample i. For a shared left factor, as in the
+    transposed product Y = W X, the samples are columns.
+    """
     is_sum = name_of(use.edge.user) == "Addmm"
     if is_sum and use.edge.index == 0:
         return _summed(use, _times(use.gradient, use.saved("beta")))
     is_left = use.edge.index == int(is_sum)
-    if not use.is_along(int(is_left)):  # samples along what the other factor brings
+    if not use.is_along(int(is_left)):  # samples lie along the entries of W
         return None
-    left, right = ("mat1", "mat2") if is_sum else ("self", "mat2")
-    inputs, gradient = (
-        (use.saved(right).T, use.gradient.mT) if is_left else (use.saved(left), use.gradient)
-    )
+    if is_left:
+        inputs, gradient = use.saved("mat2").T, use.gradient.mT
+    else:
+        inputs, gradient = use.saved("mat1" if is_sum else "self"), use.gradient
     if is_sum:
         gradient = _times(gradient, use.saved("alpha"))
     gradients = use.by_sample(gradient, 0, 1)
@@ -328,7 +176,7 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _grouped_product(use: Use) -> Contribution | None:
-    """Serve experts: each group of rows is multiplied by a matrix of its own."""
+    """Return the contribution to experts' weights W_g, of Y[rows of g] = X[rows of g] W_g."""
     inputs = use.saved("self")
     if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):
         return None
@@ -352,7 +200,7 @@ def _convolved(use: Use) -> Contribution | None:
         return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
     gradients, images = use.gradient_by_sample(), use.by_sample(use.saved("input"), 0, 0)
     if use.saved("transposed"):
-        # The adjoint of a convolution: input and gradient change places, for every row.
+        # It is the adjoint of a convolution, so that x and delta change roles.
         c = len(gradients)
         repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
         images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
@@ -367,21 +215,24 @@ def _looked_up(use: Use) -> Contribution | None:
     if use.saved("scale_grad_by_freq"):
         return None
     indices, padding = use.saved("indices"), use.saved("padding_idx")
-    if use.dim >= max(1, indices.ndim):  # samples along the vectors' entries
+    if use.dim >= max(1, indices.ndim):  # samples lie along the vectors' entries
         return None
     gradient = use.gradient
-    if padding < 2**62:  # or else it is negative, as an unsigned number: nothing is padded
+    if padding < 2**62:  # no padding index is -1, which the graph returns as an unsigned number
         gradient = gradient * (indices != padding).unsqueeze(-1)
     own = use.by_sample(gradient, use.dim, 1)
     own = own.reshape(*own.shape[:2], -1, own.shape[-1])
-    places = use.by_sample(indices, use.dim, 0).reshape(own.shape[1], -1)
-    return Lookup(own, places, use.input_shape[0])
+    indices = use.by_sample(indices, use.dim, 0).reshape(own.shape[1], -1)
+    return Lookup(own, indices, use.input_shape[0])
 
 
 def _weighted_sums(
     gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
 ) -> Contribution:
-    """Sum gradients (C, B, ...) times normalised inputs over ``dims``, a few samples at a time."""
+    """Return sum_t delta_t * normed(x_t), the sum over ``dims``, some samples at a time.
+
+    ``gradients`` are delta, shape (C, B, ...). ``normed(part)`` are normalized inputs.
+    """
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
     sums = []
     for start in range(0, gradients.shape[1], step):
@@ -402,9 +253,8 @@ def _layer_normed(use: Use) -> Contribution | None:
         return _summed(use, use.gradient)
     gradients = use.gradient_by_sample()
     n_normed = len(use.input_shape)
-    if (
-        use.layout.n_samples > 1 and use.dim >= gradients.ndim - 2 - n_normed
-    ):  # it normalises over the samples
+    is_over_samples = use.dim >= gradients.ndim - 2 - n_normed
+    if use.layout.n_samples > 1 and is_over_samples:
         return None
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
@@ -414,7 +264,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Sum over all dimensions except the channels; samples lie along the first dimension."""
+    """Sum over all positions except channels, for samples along the first dimension."""
     if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()
@@ -443,13 +293,13 @@ def _batch_normed(use: Use) -> Contribution | None:
         return None
     shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
-    eps = use.saved("eps" if use.has_saved("eps") else "epsilon")  # as cuDNN and MIOpen call it
+    eps = use.saved("eps" if use.has_saved("eps") else "epsilon")  # its name for cuDNN and MIOpen
     scale = torch.rsqrt(use.saved("running_var") + eps).view(shape)
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Serve the last layer of a language model whose logits are computed in pieces."""
+    """Return the contribution to a last layer whose logits are computed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

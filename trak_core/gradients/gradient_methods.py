@@ -1,6 +1,6 @@
-"""Compute per-sample gradients: by one backward pass for all samples, or by one each."""
+"""Compute per-sample gradients, by one backward pass for all samples or by one for each."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,23 +34,26 @@ GradientMethod = Callable[
 
 
 class SamplesSharedError(Exception):
-    """The graph doesn't say which gradient belongs to which sample."""
+    """The graph doesn't determine which gradient belongs to which sample."""
+
+    def __init__(self) -> None:
+        super().__init__("the samples share what leads to the model output")
 
 
-# A batch's graph that one pass can't read, before any gradient was handed over.
+# Errors for graphs that one pass can't read. They are raised before any gradient is handed over.
 UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """Whole gradients and the other values of a batch under one checkpoint.
+    """Gradients and other values of a batch under one checkpoint.
 
     Attributes:
-        gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
+        gradients: df/dtheta by name of the parameter, shape (batch, *shape) each.
         outputs: f, shape (batch,).
         predictions: Shape (batch,).
         loss_weights: Q, shape (batch,).
-        curvature: W, shape (batch,); None where the model output has none.
+        curvature: W, shape (batch,), or None if the model output has none.
     """
 
     gradients: dict[str, Tensor]
@@ -65,7 +68,7 @@ class PerSample:
         return columns if self.curvature is None else [*columns, self.curvature]
 
     def blocks(self) -> list[Tensor]:
-        """Return the gradients, one (batch, entries) block a parameter, without a copy."""
+        """Return the gradients as (batch, entries) blocks, one for each parameter."""
         return as_blocks(self.gradients.values())
 
 
@@ -77,18 +80,12 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
     return blocks
 
 
-def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
-    """Combine gradients with f and the values of ``beside_gradient``, in that order."""
-    outputs, predictions, loss_weights, *curvature = columns
-    return PerSample(gradients, outputs, predictions, loss_weights, *curvature or [None])
-
-
-def beside_gradient(
+def _other_values(
     output: ModelOutput, outputs: Any, label: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """Return prediction, loss weight and, if there is one, curvature of one sample.
 
-    ``value`` is f, which need not be computed again for functions of it.
+    ``value`` is f, so that functions of f need not compute it again.
     """
     functions = [output.prediction or output.value, output.loss_weight]
     if output.curvature is not None:
@@ -101,16 +98,16 @@ def beside_gradient(
     )
 
 
-def beside_gradients(
+def _other_columns(
     output: ModelOutput, outputs: Any, labels: Tensor, values: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return ``beside_gradient`` of all samples, shape (batch,) each."""
+    """Return ``_other_values`` of all samples, shape (batch,) each."""
 
-    def beside(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
-        return beside_gradient(output, pair[0], label, pair[1])
+    def of_pair(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
+        return _other_values(output, pair[0], label, pair[1])
 
     with torch.no_grad():
-        return over_samples(beside, (detached(outputs), values.detach()), labels)
+        return over_samples(of_pair, (detached(outputs), values.detach()), labels)
 
 
 def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:
@@ -119,7 +116,7 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
         values = over_samples(output.value, outputs, batch.labels)
-        return [values, *beside_gradients(output, outputs, batch.labels, values)]
+        return [values, *_other_columns(output, outputs, batch.labels, values)]
 
 
 def gradients_at_once(
@@ -131,16 +128,14 @@ def gradients_at_once(
     *,
     must: bool = False,
 ) -> list[Tensor]:
-    """Differentiate f of each sample of a batch, and hand the gradients over as they come.
+    """Differentiate f of each sample of a batch by one forward and one backward pass.
 
-    One forward and one backward pass serve all samples, and form no gradient of a weight. Where a
-    parameter is used, the saved inputs and the gradient of the operation's output give every
-    sample's gradient (see ``trak_core.gradients``), which the consumer takes in the form it likes.
-    The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
-    is used in evaluation mode, and a parameter must lead to f.
+    The consumer gets each parameter's gradients as factors when they are computed: for a linear
+    layer, dW_i = sum_t delta_t x_t^T is the pair (delta, x). A sample's gradient doesn't depend on
+    the other samples of its batch, up to rounding. The model runs in evaluation mode.
 
-    A batch whose graph can't be read goes to ``gradients_one_by_one``, which standard output says.
-    With ``must``, one of ``UNREADABLE`` is raised in place of that.
+    If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
+    notice is printed. With ``must``, an error of ``UNREADABLE`` is raised instead.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -153,27 +148,27 @@ def gradients_at_once(
         with differentiating(model, parameters.values()):
             outputs = output.read(batch.given_to(model))
             values = over_samples(output.value, outputs, batch.labels)
-            beside = beside_gradients(output, outputs, batch.labels, values)
+            others = _other_columns(output, outputs, batch.labels, values)
         del outputs
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
             plan = plan_of(values, list(parameters.values()), 0)
             if plan is None:
-                raise SamplesSharedError("the samples share what leads to the model output")
+                raise SamplesSharedError
             part = consumer.empty()
             by_samples(part, values, plan, 0, keep_graph=keep_graph)
             part.finish()
             consumer.add(part)
-        return [values.detach(), *beside]
+        return [values.detach(), *others]
 
     try:
         return one_pass(keep_graph=False)
     except GraphNeededError:
-        pass  # frees the tensors of the first pass, which the error holds
+        pass  # run again below, after the error has released the first pass's tensors
     except UNREADABLE as error:
         if must:
             raise
-        _say_once(str(error) or type(error).__name__)
+        _print_once(str(error) or type(error).__name__)
         return gradients_one_by_one(model, parameters, output, batch, consumer)
     return one_pass(keep_graph=True)
 
@@ -185,9 +180,10 @@ def gradients_in_turn(
     samples: Samples,
     consumer: SampleConsumer,
 ) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, by a pass a sample.
+    """Return and hand over what ``gradients_at_once`` does, with one pass for each sample.
 
-    What isn't made of parameters alone belongs to the sample, so that no operation hides it.
+    This also serves models in which an operation mixes samples, because in a batch of one every
+    tensor belongs to the sample. The gradients are still handed over as factors.
     """
     batch = as_batch(samples, output)
     columns = [
@@ -200,18 +196,21 @@ def gradients_in_turn(
 
 
 @cache
-def _say_once(reason: str) -> None:
-    said = f"Notice: one backward pass cannot take a batch ({reason}). Its gradients, and those of"
-    print(f"{said} others like it, are computed by autograd, one sample at a time.", flush=True)
+def _print_once(reason: str) -> None:
+    print(
+        f"Notice: one backward pass cannot take a batch ({reason}). Its gradients, and those of "
+        "others like it, are computed by autograd, one sample at a time.",
+        flush=True,
+    )
 
 
-# A whole gradient of more bytes is computed in groups of parameters.
+# Gradients of more bytes than this are computed for one group of parameters at a time.
 _WHOLE_BYTES = 2**28
 _GROUPS = 8
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Cut parameters into groups that have a limited size, or one member."""
+    """Split parameters into groups of a limited size, or of one parameter."""
     parameters = list(parameters)
     most = max(_WHOLE_BYTES, sum(p.nbytes for p in parameters) // _GROUPS)
     group: list[nn.Parameter] = []
@@ -230,11 +229,11 @@ def gradients_one_by_one(
     samples: Samples,
     consumer: SampleConsumer,
 ) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
+    """Return and hand over what ``gradients_at_once`` does, up to rounding, by plain autograd.
 
-    It is plain autograd, ``torch.autograd.grad(f, parameters)``, so that it works for everything
-    that autograd takes, and hooks of the user's change gradients as they do there. A large model
-    takes a pass for each of several groups of parameters, of which one is in memory at a time.
+    It calls ``torch.autograd.grad(f, parameters)`` for each sample, which works for every model and
+    obeys users' backward hooks. For a large model, one pass is run for each of several groups of
+    parameters, so that less memory is needed.
     """
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
@@ -255,15 +254,14 @@ def gradients_one_by_one(
                             taker.take(parameter, [Dense(gradient.to_dense()[None, None])])
                     del gradients
         taker.finish()
-        rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
+        rows.append((f.detach(), *_other_values(output, outputs, sample.labels[0], f)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-# The ways by name, as a run's record has them.
+# The methods by the name that is stored with a run.
 METHODS: dict[str, GradientMethod] = {
-    "gradients_at_once": gradients_at_once,
-    "gradients_in_turn": gradients_in_turn,
-    "gradients_one_by_one": gradients_one_by_one,
+    method.__name__: method
+    for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one)
 }
 
 
@@ -274,11 +272,9 @@ def formed_gradients(
     output: ModelOutput,
     samples: Samples,
 ) -> PerSample:
-    """Form the gradients of a batch as a whole, by a method from ``gradient_method``.
+    """Return whole gradients of a batch, by a method that ``gradient_method`` returned.
 
-    Returns:
-        Gradients, outputs and the other columns of the batch, on its device. A parameter that f
-        doesn't depend on has gradient 0.
+    All tensors are on the batch's device. A parameter on which f doesn't depend has gradient 0.
 
     Example:
         >>> import torch
@@ -294,5 +290,7 @@ def formed_gradients(
     """
     batch = as_batch(samples, output)
     formed = Formed.zeros(parameters, len(batch))
-    columns = method(model, parameters, output, batch, formed)
-    return per_sample(formed.rows, columns)
+    outputs, predictions, loss_weights, *curvature = method(
+        model, parameters, output, batch, formed
+    )
+    return PerSample(formed.rows, outputs, predictions, loss_weights, *curvature or [None])

@@ -1,9 +1,18 @@
-"""Keep what one use of a parameter adds to its gradients as factors, smaller than the gradients.
+"""Represent per-sample gradients by factors, which are smaller than the gradients.
 
-Rows are pairs (c, b): c counts what is differentiated within a sample, b the samples. A
-contribution stands for the matrix of those rows' gradients with respect to one tensor. It can add
-that matrix times its transpose to a Gramian, or return it, flattened in the tensor's own order, as
-a whole or in parts. A consumer takes the contributions of one parameter after the other.
+A row is a pair (c, b): output c of sample b, with C outputs a sample (C = 1 for a model output f)
+and B samples. A ``Contribution`` represents the (C B, entries) matrix G of the rows' gradients with
+respect to one use of a tensor. It can add G G^T to a Gramian without forming G, or return G in
+parts. If a parameter is used several times, G is the sum of its contributions.
+
+For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
+
+    dW_i = sum_{t of sample i} delta_t x_t^T,
+
+which ``Outer`` keeps as the pair (delta, x): T (p + q) numbers instead of p q. This differs from
+Opacus and BackPACK in: 1. they form dW_i for all i by an einsum, B p q numbers; here at most
+``PIECE`` entries are formed at a time; 2. ghost norms of Opacus need |dW_i|^2 alone; here all
+<dW_i, dW_j>, the Gramian, come from the same factors.
 """
 
 import math
@@ -15,25 +24,25 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-# Entries that a piece of formed gradients may have: 16 MiB of float32, which stay in a CPU's cache.
+# Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
 PIECE = 2**22
-# And 128 MiB of a GPU's memory, because each piece costs a host 2 ms there to start its kernels.
+# On a GPU 128 MiB, because starting a piece's kernels takes the host 2 ms.
 PIECE_OF_GPU = 2**25
 
 
 def piece_on(device: torch.device) -> int:
-    """Return how many entries a piece of formed gradients may have on a device."""
+    """Return the largest number of entries in a piece of formed gradients on a device."""
     return PIECE_OF_GPU if device.type == "cuda" else PIECE
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution(ABC):
-    """One use of a tensor, which is read as a matrix: its first dimension by all the others.
+    """The gradients of one use of a tensor, read as a matrix: its first dimension by all others.
 
     Attributes:
-        gradients: Gradients where the tensor is used, shape (C, B, ...).
-        has_ranks: Whether places are ranks among those that a sample has here, such as the tokens
-            that are routed to an expert: which tokens they are isn't known.
+        gradients: Gradients of the operation's output, shape (C, B, ...).
+        has_ranks: Whether index t along the tokens is a rank among the sample's tokens that reach
+            this operation, such as an expert of a mixture, instead of a position in the text.
     """
 
     gradients: Tensor
@@ -47,34 +56,34 @@ class Contribution(ABC):
     @property
     @abstractmethod
     def matrix(self) -> tuple[int, int]:
-        """Size of the tensor as a matrix."""
+        """Shape of the tensor as a matrix."""
 
     @abstractmethod
     def add_to(self, gramian: Tensor) -> None:
-        """Add the inner products of rows to a Gramian of shape (rows, rows), in place."""
+        """Add G G^T to a Gramian of shape (rows, rows), in place."""
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return the gradients of some of the matrix's rows, shape (rows, entries of those)."""
+        """Return gradients of the matrix's rows first, ..., last - 1, shape (C B, entries)."""
 
     def whole(self) -> Tensor:
-        """Return whole gradients, shape (rows, entries)."""
+        """Return G, shape (C B, entries)."""
         return self.part(0, self.matrix[0])
 
     def flattened(self) -> "Dense":
-        """Return the contribution to the same tensor, read as a matrix of one row."""
+        """Return an equal contribution that reads the tensor as a matrix of one row."""
         return Dense(self.whole()[None, :, None])
 
 
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the sum of several uses of one tensor, at least one, a part after the other.
+    """Yield the sum of at least one use of a tensor in parts of at most ``piece_on`` entries.
 
-    A part has at most ``piece_on`` entries, unless a single row of the matrix has more.
+    A part has at least one row of the matrix, even if that has more entries.
 
     Yields:
-        The first entry, and gradients of shape (rows, entries), in the tensor's own order.
+        The index of the part's first entry, and gradients of shape (C B, entries), row-major.
     """
-    if len(uses) > 1 and len({use.matrix for use in uses}) > 1:  # seen in several shapes
+    if len({use.matrix for use in uses}) > 1:  # the tensor was reshaped between its uses
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
     step = max(1, piece_on(uses[0].gradients.device) // max(1, width * uses[0].n_rows))
@@ -99,11 +108,11 @@ def pieces(size: int, entries_each: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Gradients that are small enough to be formed, shape (C, B, *shape of the tensor).
+    """Formed gradients of a small tensor, shape (C, B, *shape).
 
     Attributes:
-        terms: Makes those whose sum over places T they are, shape (C, B, T, *shape); None if there
-            are none.
+        terms: Returns the per-token terms of shape (C, B, T, *shape) that sum over T to the
+            gradients. None if they are not known.
     """
 
     terms: Callable[[], Tensor] | None = None
@@ -124,15 +133,18 @@ class Dense(Contribution):
 
 @dataclass(frozen=True, slots=True)
 class Outer(Contribution):
-    """Sums of outer products: row (c, b) is sum_t inputs[b, t] gradients[c, b, t]^T.
+    """Sums of outer products of inputs x and gradients delta, as of a linear layer.
 
-    Their inner products are sum_tt' <inputs, inputs'> <gradients, gradients'>, without any gradient
-    of the tensor. Which way is cheaper depends on the sizes.
+    Row (c, b) is sum_t x_bt delta_cbt^T. Inner products of rows are
+
+        <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
+
+    which needs no row. ``add_to`` computes whichever is cheaper.
 
     Attributes:
-        gradients: Shape (C, B, T, q).
-        inputs: Shape (B, T, p).
-        is_transposed: Whether the tensor is of shape (q, p) instead of (p, q).
+        gradients: delta, shape (C, B, T, q).
+        inputs: x, shape (B, T, p).
+        is_transposed: Whether the tensor has shape (q, p) instead of (p, q).
     """
 
     inputs: Tensor
@@ -168,17 +180,23 @@ class Outer(Contribution):
                 gramian[i * b + part.start : i * b + part.stop] += sums.to(gramian.dtype)
 
     def part(self, first: int, last: int) -> Tensor:
-        alone = self.gradients.shape[0] == 1  # without a first dimension, torch does less
-        gradients = self.gradients[0] if alone else self.gradients
+        has_one_output = self.gradients.shape[0] == 1  # then a batched product is faster
+        gradients = self.gradients[0] if has_one_output else self.gradients
         left, right = (gradients, self.inputs) if self.is_transposed else (self.inputs, gradients)
         left = left.mT[..., first:last, :]
-        # Broadcasting is faster than a matrix product with nothing to sum.
-        product = torch.mul if left.shape[-1] == 1 else torch.bmm if alone else torch.matmul
-        return product(left, right).reshape(self.n_rows, -1)
+        if left.shape[-1] == 1:  # T = 1: broadcasting is faster than a product that sums nothing
+            product = left * right
+        else:
+            product = torch.bmm(left, right) if has_one_output else left @ right
+        return product.reshape(self.n_rows, -1)
 
 
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
-    """Whether inner products of (rows x places) cost less than gradients of p x q entries."""
+    """Return whether inner products of factors cost less than forming gradients.
+
+    The counts are multiplications plus 8 for each number that is written. Factors have n_rows x
+    n_places vectors of p and q entries, gradients n_rows matrices of p x q.
+    """
     by_products = (n_rows * n_places) ** 2 * (p + q + 8)
     by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
     return by_products < by_gradients
@@ -186,7 +204,10 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Contribution):
-    """Looked up rows of a table of ``n_entries``: gradients (C, B, T, q), places (B, T)."""
+    """Gradients of a table of ``n_entries`` rows: row v is the sum of delta_t over t with index v.
+
+    ``gradients`` are delta, shape (C, B, T, q), and ``indices`` have shape (B, T).
+    """
 
     indices: Tensor
     n_entries: int
@@ -196,55 +217,56 @@ class Lookup(Contribution):
         return self.n_entries, self.gradients.shape[-1]
 
     def add_to(self, gramian: Tensor) -> None:
-        used, places = self.indices.unique(return_inverse=True)
+        used, numbers = self.indices.unique(return_inverse=True)
         for part in pieces(self.gradients.shape[-1], gramian.shape[0] * len(used)):
-            add_product(gramian, _summed(places, len(used), self.gradients[..., part]))
+            add_product(gramian, _summed(numbers, len(used), self.gradients[..., part]))
 
     def part(self, first: int, last: int) -> Tensor:
         n = last - first
         inside = (self.indices >= first) & (self.indices < last)
-        # What lies outside goes to a row of its own.
-        places = torch.where(inside, self.indices - first, n)
+        # Row n of the sums takes the other indices, and is dropped.
+        numbers = torch.where(inside, self.indices - first, n)
         q = self.gradients.shape[-1]
-        return _summed(places, n + 1, self.gradients)[:, : n * q]
+        return _summed(numbers, n + 1, self.gradients)[:, : n * q]
 
 
-def _summed(places: Tensor, n_places: int, gradients: Tensor) -> Tensor:
-    """Sum gradients (C, B, T, q) over equal places, into shape (C B, n_places q)."""
+def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
+    """Sum gradients (C, B, T, q) over equal indices (B, T) below n; return shape (C B, n q)."""
     c, b, _, q = gradients.shape
-    own = torch.arange(c * b, device=places.device).view(c, b, 1)
-    sums = gradients.new_zeros(c * b * n_places, q)
-    sums.index_add_(0, (own * n_places + places).flatten(), gradients.flatten(0, 2))
-    return sums.view(c * b, n_places * q)
+    row = torch.arange(c * b, device=indices.device).view(c, b, 1)
+    sums = gradients.new_zeros(c * b * n, q)
+    sums.index_add_(0, (row * n + indices).flatten(), gradients.flatten(0, 2))
+    return sums.view(c * b, n * q)
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return the contribution to the transpose of a matrix of this shape."""
+    """Return the contribution to W^T from that to W, a matrix of this shape."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))
 
 
 class Consumer(Protocol):
-    """Takes the gradients of one parameter after the other, in no order, and sums them up.
+    """An object that takes the gradients of one parameter after another, in any order.
 
     Attributes:
-        in_order: Whether it matters which entry of a parameter is which.
-        reads_terms: Whether it reads what formed gradients are sums of, which takes memory.
+        in_order: Whether the order of a parameter's entries matters. It doesn't for a Gramian.
+        reads_terms: Whether it reads ``Dense.terms``, which keep tensors in memory.
     """
 
     in_order: ClassVar[bool]
     reads_terms: ClassVar[bool]
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """Take the gradients with respect to a parameter, the sum of its uses.
+        """Take the gradients with respect to a parameter, which are the sum of its uses.
 
-        A parameter comes at most once, or in several parts if ``in_order`` is False.
+        It is called at most once for each parameter. If ``in_order`` is False, it may be called
+        several times, with gradients of disjoint sets of the parameter's entries.
         """
         ...
 
     def empty(self) -> Self:
-        """Return a consumer of the same kind that has taken nothing yet."""
+        """Return a consumer of the same kind that has taken nothing."""
         ...
 
     def add(self, other: Self) -> None:

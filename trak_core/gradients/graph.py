@@ -1,13 +1,18 @@
-"""Read autograd's graph between outputs and parameters, and say which sample its entries belong to.
+"""Read autograd's graph, and determine to which sample each entry of a tensor belongs.
 
-A layout of stride s says that the entry at row-major position i belongs to sample (i // s) % B. One
-with owners, n numbers, says that it belongs to sample owners[(i // s) % n], or to none where that
-is -1, because nothing that is differentiated depends on it. A reshape keeps a layout, because it
-keeps positions; everything else is arithmetic on the dimension it lies in. ``None`` stands for a
-tensor that all samples share, or whose layout is unknown. Then no entry is attributed to one sample
-alone, which costs time but is never wrong.
+A *layout* assigns the entries of a tensor to the B samples of a batch. With stride s, the entry at
+row-major position i belongs to sample (i // s) mod B. If the layout has ``owners``, n sample
+numbers, it belongs to sample owners[(i // s) mod n]; the number -1 marks entries on which no
+differentiated value depends. A reshape keeps row-major positions, hence the layout. Other
+operations change the dimension in which the samples lie.
 
-Layouts come from rules (``sample_owner_rules.py``), or by trial: ``probed_layouts``.
+The layout of a tensor is None if several samples share it, or if it is unknown. Then no entry is
+assigned to a sample, which can cost time but never gives a wrong gradient.
+
+This differs from BackPACK and Opacus in: 1. they hook ``nn.Module``s, and so need one rule for each
+kind of layer; here the nodes of autograd's graph are read, so that functional code and parameters
+without a layer work; 2. they assume that dimension 0 is the batch; here it is derived, so that
+samples may lie along any dimension, be folded into another, or be gathered by indices.
 """
 
 import math
@@ -21,12 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A node of autograd's graph: it turns gradients of its outputs into gradients of its inputs. Nodes
-# of user-defined functions share no base class with the others.
+# A node of autograd's graph. It computes gradients of its inputs from gradients of its outputs.
+# Nodes of user-defined functions share no base class with the others.
 Node = Any
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a pass makes many, which takes thrice the time
+class UnreadableGraphError(Exception):
+    """The graph can't be read. The message continues a sentence whose subject is "the model"."""
+
+
+@dataclass(slots=True, eq=False)  # not frozen, because that triples the time to create one
 class Edge:
     """Input ``index`` of ``user`` is output ``number`` of ``node``."""
 
@@ -41,9 +50,10 @@ class Graph:
     """The part of autograd's graph that leads from outputs to chosen parameters.
 
     Attributes:
-        order: The nodes from which a chosen parameter is reached; users come before what they use.
-        edges: The edges among them, for each user in the order of its inputs.
-        parameters: For nodes of chosen parameters, their places among them.
+        order: The nodes from which a chosen parameter is reached, in topological order: every user
+            before the nodes it uses.
+        edges: For each node, its edges to other nodes of ``order``, by index of the input.
+        parameters: Maps the nodes of chosen parameters to the parameters' indices.
     """
 
     order: list[Node]
@@ -52,12 +62,8 @@ class Graph:
 
 
 def name_of(node: Node) -> str:
-    """Return what a node differentiates: ``Addmm`` for ``AddmmBackward0``."""
+    """Return the operation that a node differentiates: ``Addmm`` for ``AddmmBackward0``."""
     return node.name().partition("Backward")[0]
-
-
-class UnreadableGraphError(Exception):
-    """One pass for all samples can't read the graph; the message goes on from "it"."""
 
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
@@ -67,41 +73,41 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 def _shape(metadata: Any) -> tuple[int, ...]:
     if metadata.is_nested_tensor:
-        raise UnreadableGraphError(
-            "has nested tensors in it, which have no shape that all samples share"
-        )
+        raise UnreadableGraphError("has nested tensors, whose samples have no common shape")
     return tuple(metadata.shape)
 
 
 def is_function(node: Node) -> bool:
-    """Whether the node belongs to a user-defined ``torch.autograd.Function``."""
+    """Return whether the node belongs to a user-defined ``torch.autograd.Function``."""
     return hasattr(node, "saved_tensors")
 
 
-# How the names of nodes end that collect gradients for a tensor.
+# The names of nodes that accumulate the gradient of a leaf tensor end so.
 _LEAF = "AccumulateGrad"
 
 
 def leaf_of(node: Node) -> Tensor | None:
-    """Return the tensor that a node collects gradients for, if it is such a node."""
+    """Return the leaf tensor whose gradient a node accumulates, if it is such a node."""
     return node.variable if node.name().endswith(_LEAF) else None
 
 
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a node's inputs from those of some outputs; the others have none.
+    """Return the gradients of a node's inputs, given those of some of its outputs.
 
-    Sparse ones are made dense.
+    Outputs without a gradient have gradient zero. Sparse results are converted to dense ones.
     """
-    own: list[Tensor | None] = [None] * len(node._input_metadata)
+    of_outputs: list[Tensor | None] = [None] * len(node._input_metadata)
     if is_function(node):
-        # They get zeros for outputs without a gradient, unlike the others.
-        own = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
+        # User-defined functions expect zeros, the others None.
+        of_outputs = [
+            torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata
+        ]
     for number, gradient in gradients.items():
-        own[number] = gradient
-    answers = node.apply(*own) if is_function(node) else node(*own)
+        of_outputs[number] = gradient
+    answers = node.apply(*of_outputs) if is_function(node) else node(*of_outputs)
     answers = answers if isinstance(answers, tuple) else (answers,)
     if is_function(node):
-        # They answer for every argument, tensor or not; a node has inputs for tensors alone.
+        # ``apply`` returns an item for each argument, the graph has inputs for tensors alone.
         pairs = zip(answers, node.needs_input_grad, strict=False)
         needed = iter([answer for answer, is_needed in pairs if is_needed])
         answers = tuple(used and next(needed) for used, _ in node.next_functions)
@@ -109,7 +115,7 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
 
 
 def nodes_below(root: Node) -> list[Node]:
-    """Return all nodes of a graph in an order that its structure decides, the root first."""
+    """Return all nodes that are reached from ``root``, the root first, in a reproducible order."""
     seen: dict[Node, None] = {root: None}
     stack = [root]
     while stack:
@@ -120,17 +126,10 @@ def nodes_below(root: Node) -> list[Node]:
     return list(seen)
 
 
-# Settings of operations that rules for layouts may read; a signature has them.
+# Saved settings of operations that rules for layouts read. Signatures include them.
 SETTINGS = (
-    "dim",
-    "dims",
-    "dim0",
-    "dim1",
-    "keepdim",
-    "pad",
-    "normalized_shape",
-    "training",
-    "stride",
+    *("dim", "dims", "dim0", "dim1", "keepdim", "pad"),
+    *("normalized_shape", "training", "stride"),
 )
 
 
@@ -141,16 +140,16 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 
 
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
-    """Return a graph's nodes, the root first, and all that decides who owns the entries there.
+    """Return a graph's nodes, and a key of everything that determines its layouts.
 
-    That is of each node in turn its name, its settings, the shapes of its outputs and what it uses,
-    and which of the chosen parameters it stands for, and whether that has hooks. Only values of
-    tensors that operations have saved are left out. Equal signatures number nodes alike.
+    Two graphs with equal keys number their nodes alike. The key has for each node its name, its
+    settings, the shapes of its outputs, the nodes it uses and, if it is a leaf, the index of the
+    parameter and whether that has hooks. It has no values of saved tensors, such as indices.
     """
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
     number: dict[Node | None, int] = {root: 0}
-    for node in iter(nodes):  # which grow
+    for node in iter(nodes):  # the loop appends to ``nodes``
         name, functions, outputs = node.name(), node.next_functions, node._input_metadata
         settings = _settings_of(type(node))
         parts += (name, len(functions), len(outputs))
@@ -167,24 +166,23 @@ def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Has
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
-    """Return what leads from a graph's roots to the parameters; other parameters are constants."""
+    """Return the part of a graph that leads to ``parameters``; other leaves are constants."""
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
-    finished: list[Node] = []  # a node comes before its users
+    finished: list[Node] = []  # every node before its users
     seen: set[Node] = set()
-    # Not recursive: graphs of recurrent networks are deeper than Python's stack.
+    # Not recursive, because graphs of recurrent networks are deeper than Python's stack.
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
-        node, done = stack.pop()
-        if not done:
-            if node in seen:
-                continue
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((edge.node, False) for edge in _used(node))
+        node, is_expanded = stack.pop()
+        if not is_expanded:
+            if node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack.extend((edge.node, False) for edge in _edges_of(node))
             continue
-        leading = [edge for edge in _used(node) if edge.node in edges]
+        leading = [edge for edge in _edges_of(node) if edge.node in edges]
         leaf = leaf_of(node)
         if leaf is not None and id(leaf) in place:
             leaves[node] = place[id(leaf)]
@@ -194,8 +192,8 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     return Graph(finished[::-1], edges, leaves)
 
 
-def _used(node: Node) -> list[Edge]:
-    """Return the edges to what a node uses, except tensors without entries, which nothing tells."""
+def _edges_of(node: Node) -> list[Edge]:
+    """Return a node's edges, except those to tensors without entries, which have no layout."""
     return [
         Edge(node, i, used, number)
         for i, (used, number) in enumerate(node.next_functions)
@@ -203,18 +201,19 @@ def _used(node: Node) -> list[Edge]:
     ]
 
 
-# Owners of two layouts are compared block by block, up to so many.
+# Two layouts are compared block by block up to this number of blocks.
 _MOST_BLOCKS = 2**24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Which sample an entry belongs to.
+    """The assignment of a tensor's entries to samples; see the module's docstring.
 
     Attributes:
-        stride: Consecutive entries with one owner.
+        stride: s, the number of consecutive entries of one sample.
         n_samples: B.
-        owners: Shape (n,), on the CPU; None if all samples take turns.
+        owners: Sample numbers, shape (n,), on the CPU. If None, the layout is *cyclic*: the owners
+            are 0, ..., B - 1.
     """
 
     stride: int
@@ -232,9 +231,9 @@ class Layout:
         return torch.arange(self.n_samples) if self.owners is None else self.owners
 
     def of_blocks(self, stride: int, n_blocks: int) -> Tensor:
-        """Return the owners of the first blocks of ``stride`` entries, which divides the layout's.
+        """Return the owners of the first ``n_blocks`` blocks of ``stride`` entries.
 
-        Shape (n_blocks,).
+        ``stride`` must divide the layout's stride. Shape (n_blocks,).
         """
         each = self.in_turn.repeat_interleave(self.stride // stride)
         return each.repeat(-(-n_blocks // len(each)))[:n_blocks]
@@ -246,9 +245,10 @@ def strides(shape: Sequence[int]) -> list[int]:
 
 
 def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | None:
-    """Return the stride of a layout in a tensor whose dimension ``dim`` is (outer, period, width).
+    """Return the stride of a layout whose owners lie along dimension ``dim`` of a tensor.
 
-    ``width`` is the number of consecutive places of one owner. It is None where sizes don't fit.
+    The dimension is read as (outer, period, width), with ``width`` consecutive indices of one
+    owner. None if its size is no multiple of period x width.
     """
     if not 0 <= dim < len(shape) or shape[dim] % (period * width) or not shape[dim]:
         return None
@@ -256,9 +256,9 @@ def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | 
 
 
 def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
-    """Return dimension and width as ``stride_at`` takes them; None if owners span dimensions.
+    """Return the dimension and width from which ``stride_at`` returns the layout's stride.
 
-    All that there is belongs to a single sample.
+    None if one period spans several dimensions. A single sample owns every dimension: (0, 1).
     """
     if layout.n_samples == 1:
         return 0, 1
@@ -272,9 +272,9 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
 
 
 def joined(a: Layout | None, b: Layout | None) -> Layout | None:
-    """Return a layout that agrees with two of one tensor, by different users of it.
+    """Return the layout that agrees with two layouts of one tensor, derived from two users of it.
 
-    None if they give an entry to different samples, because no entry below belongs to one alone.
+    None if they assign an entry to different samples: its gradient is a sum over both.
     """
     if a is None or b is None:
         return None
@@ -291,17 +291,17 @@ def joined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def settled(layout: Layout | None) -> Layout | None:
-    """Return the same layout in short, if samples take turns; else the layout itself."""
+    """Return an equal cyclic layout if every entry has an owner and there is one."""
     if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
         return layout
     return guessed(layout)
 
 
 def guessed(layout: Layout) -> Layout:
-    """Return a layout in which samples take turns, if one agrees where an entry has an owner.
+    """Return a cyclic layout that agrees wherever an entry has an owner, or else the layout.
 
-    Else the layout itself. Gradients are zero where it has none, so that a guess there is never
-    wrong; but it may contradict another user of the tensor.
+    Entries without an owner have gradient zero. Assigning them to a sample is never wrong, but it
+    may contradict another user of the tensor.
     """
     if layout.owners is None:
         return layout
@@ -317,8 +317,8 @@ def guessed(layout: Layout) -> Layout:
 def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
     """Return the layout of a tensor from the owners of its blocks of ``stride`` entries.
 
-    ``owners``, on the CPU, has the dimensions before those blocks. The layout repeats itself over
-    the outer ones if it can.
+    ``owners``, on the CPU, has the tensor's leading dimensions. Dimensions along which the owners
+    repeat are left out.
     """
     while owners.ndim > 1:
         repeats = bool((owners == owners[:1]).all())
@@ -327,9 +327,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
 
 
 def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
-    """Return the layout of a tensor from the owner of each entry, -1 where it has none."""
-    if not owners.ndim:
-        return None
+    """Return the layout of a tensor from the owner of each entry, -1 if it has none."""
     for dim, stride in enumerate(strides(owners.shape)):
         blocks = owners.reshape(*owners.shape[: dim + 1], stride)
         largest = blocks.amax(-1)
@@ -339,38 +337,39 @@ def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
 
 
 def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout | None]:
-    """Return the layouts of an operation's inputs, from those of its outputs, by derivatives.
+    """Return the layouts of an operation's inputs by differentiating it with test gradients.
 
-    Samples have numbers. For each bit there are two probes: random gradients of the samples with
-    that bit, and of those without. An entry of an input belongs to sample b if it moves in exactly
-    the probes in which b is, so that an operation that mixes samples is never taken for one that
-    doesn't. An entry that never moves depends on nobody: the operation's derivative is zero there.
-    Edges are all those of one operation; layouts those of the outputs that are used, by number. A
-    layout is None where an entry moves with several samples.
+    This serves operations without a rule. Samples are numbered in binary. For each bit k, the
+    operation is differentiated twice: with random positive gradients of the samples that have the
+    bit, and of those that don't. If an entry depends on sample b alone, its gradient is nonzero in
+    exactly the trials that b is in, which spell b. If both trials of a bit are nonzero, several
+    samples share the input, and its layout is None. So an operation that mixes samples is never
+    taken for one that doesn't. This costs 2 ceil(log2 B) derivatives. ``layouts`` are those of the
+    outputs that are used, by number.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples
     owners = {edge.index: torch.zeros(shape_of(edge.node, edge.number)).long() for edge in edges}
-    moves = {index: torch.zeros_like(own, dtype=torch.bool) for index, own in owners.items()}
+    depends = {index: torch.zeros_like(own, dtype=torch.bool) for index, own in owners.items()}
     shared: set[int] = set()
     for bit in range((n_samples - 1).bit_length()):
         with_bit = (torch.arange(n_samples) >> bit) % 2 == 1
-        first, second = (_moved(user, layouts, which, owners) for which in (with_bit, ~with_bit))
+        first, second = (_nonzero(user, layouts, which, owners) for which in (with_bit, ~with_bit))
         for index, own in owners.items():
             own += first[index].long() << bit
-            moves[index] |= first[index] | second[index]
+            depends[index] |= first[index] | second[index]
             if bool((first[index] & second[index]).any()):
                 shared.add(index)
     return [
-        None if i in shared else from_entries(torch.where(moves[i], owners[i], -1), n_samples)
+        None if i in shared else from_entries(torch.where(depends[i], owners[i], -1), n_samples)
         for i in (edge.index for edge in edges)
     ]
 
 
-def _moved(
+def _nonzero(
     user: Node, layouts: dict[int, Layout], which: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return which entries of inputs move with the samples for which ``which`` is true."""
+    """Return which entries of the inputs get a gradient from the samples in ``which``, (B,)."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():
@@ -383,11 +382,11 @@ def _moved(
         gradients[number] = gradient.to(about.device, about.dtype)
     with torch.no_grad():
         answers = differentiate(user, gradients)
-    moved = {}
+    masks = {}
     for index, like in inputs.items():
         answer = answers[index]
         if answer is None:
-            moved[index] = torch.zeros_like(like, dtype=torch.bool)
+            masks[index] = torch.zeros_like(like, dtype=torch.bool)
         else:
-            moved[index] = (answer.sum_to_size(like.shape) != 0).cpu()
-    return moved
+            masks[index] = (answer.sum_to_size(like.shape) != 0).cpu()
+    return masks

@@ -1,7 +1,10 @@
-"""Margins of a text's tokens, and their gradients, without ever holding all of its logits.
+"""Compute the margins of a text's tokens, and their gradients, without holding all logits.
 
-The logits of T tokens are T x V numbers, V the vocabulary, most of a text's memory where V is
-large. Here they are computed in pieces of tokens, and again wherever the backward pass needs them.
+The margin of token t with label y is m_t = z_ty - logsumexp_{v != y} z_tv, with logits z_t = W h_t
++ b. The logits of T tokens are T x V numbers, with V the size of the vocabulary. They are computed
+for some tokens at a time, in the forward pass and again in the backward pass, where
+
+    dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu)    ("slopes").
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +28,9 @@ from trak_core.model_outputs.model_output import at_least_float32
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How logits come from what enters a model's last layer: a linear layer, then functions.
+    """A model's last layer: a linear layer, followed by elementwise functions such as a softcap.
 
-    The weight has shape (V, d), the bias, if any, (V,). Functions are applied to the layer's result
-    in turn, each entry by itself.
+    The weight has shape (V, d), the bias, if any, (V,).
     """
 
     weight: Tensor
@@ -46,9 +48,9 @@ class Head:
         return x
 
     def slopes(self, rows: "Rows", part: slice, first: int = 0, last: int | None = None) -> Tensor:
-        """Return the derivatives of some rows' margins by the layer's result, (rows, classes).
+        """Return the derivatives of margins with respect to W h + b, shape (rows, last - first).
 
-        The margin is the label's logit minus the logsumexp of the others.
+        ``part`` selects tokens of ``rows``; ``first`` and ``last`` select classes.
         """
         bias = None if self.bias is None else self.bias[first:last]
         x = linear(rows.hidden[part], self.weight[first:last], bias)
@@ -57,7 +59,7 @@ class Head:
             logits = self.then(x)
         slopes = at_least_float32(logits.detach())
         others = rows.others[part, None]
-        # The functions may have saved their results.
+        # Not in place if there are functions, which may have saved their results.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
         own = rows.labels[part] - first
@@ -69,9 +71,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens, those of all texts in turn: what enters the layer, (tokens, d), and classes.
+    """The tokens of all texts, one text after another.
 
-    ``others`` are the logsumexp of all classes except the label, shape (tokens,).
+    Attributes:
+        hidden: The layer's inputs h, shape (tokens, d).
+        labels: Classes, shape (tokens,).
+        others: logsumexp of the logits of all classes except the label, shape (tokens,).
     """
 
     hidden: Tensor
@@ -80,12 +85,11 @@ class Rows:
 
 
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Return the margins of labels, and whether each is what the model predicts.
+    """Return the margins of labels, and whether each label is the predicted class.
 
-    Margins are those of ``model_outputs.classification``, up to rounding. At most ``PIECE`` logits
-    are held at a time, those of one token at least, and again in the backward pass. The weight's
-    gradients can be read by ``gradient_formulas``. Shapes are (batch, tokens, d) of what is
-    ``hidden``, (batch, tokens) of labels, which are classes, and of both results.
+    Margins equal those of ``model_outputs.classification`` up to rounding. At most ``PIECE`` logits
+    are held at a time, or those of one token. ``hidden`` are the layer's inputs, shape (batch,
+    tokens, d); labels and both results have shape (batch, tokens).
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -93,25 +97,25 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
     if trained and torch.is_grad_enabled():
         rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
-        # Nodes of their own: a backward pass that wants no whole gradient doesn't run them.
+        # A node of its own, so that ``by_samples``, which stops at the layer, doesn't run it.
         margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
     return margins, is_right
 
 
 def _step(head: Head, n_rows: int = 1) -> int:
-    """Return how many tokens of ``n_rows`` texts a piece has."""
+    """Return the number of tokens in a piece, from each of ``n_rows`` texts."""
     return max(1, PIECE // max(1, n_rows * len(head.weight)))
 
 
 class MarginsInPieces(torch.autograd.Function):
-    """Margins as a function of what enters the layer."""
+    """Margins as a function of the layer's inputs; the layer's parameters are constants."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # Not lists of parts: small tensors that stay between large ones that go waste memory.
+        # Not a list of parts: small tensors between large freed ones fragment memory.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -121,7 +125,6 @@ class MarginsInPieces(torch.autograd.Function):
             torch.eq(logits.argmax(-1), own_class[part], out=is_right[part])
             logits = at_least_float32(logits)
             margins[part] = logits.gather(1, classes).squeeze(1)
-            # In place, because this piece is nobody else's.
             others[part] = logits.scatter_(1, classes, -torch.inf).logsumexp(1)
         margins -= others
         ctx.save_for_backward(flat, own_class, others)
@@ -144,7 +147,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """Zeros, whose derivatives are those of margins by the layer's weight and bias."""
+    """Zeros whose derivatives are those of the margins with respect to the layer's parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -163,7 +166,7 @@ class HeadOfMargins(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # All texts as one, because their gradients are summed.
+        # All texts are one sample here, because autograd sums over them.
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)
@@ -174,7 +177,7 @@ class HeadOfMargins(torch.autograd.Function):
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return what gradients, shape (C, B, tokens), of a ``HeadOfMargins`` give its layer."""
+    """Return the layer's gradients from those of a ``HeadOfMargins`` node, (C, B, tokens)."""
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
@@ -184,10 +187,10 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class MarginFactors(Contribution):
-    """Sums of outer products of margins' slopes and what enters the layer, made when asked for.
+    """Gradients of the layer's weight, dW_i = sum_t delta_t slopes_t h_t^T, computed on demand.
 
     Attributes:
-        gradients: Gradients of margins, shape (C, B, tokens).
+        gradients: delta, the gradients of margins, shape (C, B, tokens).
         rows: The tokens of all texts.
         head: The layer.
     """
@@ -197,8 +200,8 @@ class MarginFactors(Contribution):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        n, width = self.head.weight.shape
-        return n, width
+        n_classes, width = self.head.weight.shape
+        return n_classes, width
 
     @property
     def n_tokens(self) -> int:
@@ -226,7 +229,7 @@ class MarginFactors(Contribution):
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield outer products of some tokens, whose sum this is."""
+        """Yield outer products of some tokens at a time, which sum to the gradients."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
@@ -238,19 +241,19 @@ class MarginFactors(Contribution):
             yield Outer(gradients, hidden[:, part], is_transposed=True)
 
     def of_bias(self) -> "BiasFactors":
-        """Return what gives the layer's bias its gradients, formed, shape (C, B, V)."""
+        """Return the gradients of the layer's bias, db_i = sum_t delta_t slopes_t, (C, B, V)."""
         sums = [at_least_float32(outer.gradients).sum(2) for outer in self.outers()]
         return BiasFactors(torch.stack(sums).sum(0).to(self.head.weight.dtype), of_weight=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFactors(Dense):
-    """Gradients of the layer's bias; its terms are never there together."""
+    """Gradients of the layer's bias. Its terms are computed for some tokens at a time."""
 
     of_weight: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield outer products with 1 of some tokens, whose sum this is."""
+        """Yield outer products of slopes and ones, of some tokens at a time, which sum to it."""
         for outer in self.of_weight.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

@@ -1,4 +1,4 @@
-"""Split samples into inputs and labels, pad and join texts, and call a model with them."""
+"""Split samples into inputs and labels, pad and concatenate texts, and call a model with them."""
 
 import inspect
 import math
@@ -20,17 +20,17 @@ from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs and labels of some samples; the first dimension of every tensor is the sample.
+    """Inputs and labels of some samples. The first dimension of every tensor is the sample.
 
     Attributes:
         args: The model's positional arguments.
-        kwargs: Its named arguments.
-        labels: Shape (batch, ...); ones where the model output needs no label.
-        lengths: Tokens of each text, shape (batch,), if shorter texts are padded on the right;
-            else None.
-        along: Names of the inputs (see ``tensors``) that are padded with the labels, because their
+        kwargs: The model's named arguments.
+        labels: Shape (batch, ...). Ones if the model output needs no label.
+        lengths: Number of tokens of each text, shape (batch,), or None. Shorter texts are padded on
+            the right.
+        along: Names (see ``tensors``) of the inputs that are padded with the labels, because their
             second dimension is the token.
-        gives_labels: Whether the model gets the labels too, as ``labels``.
+        gives_labels: Whether the model is called with the labels too, as ``labels``.
     """
 
     args: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class Batch:
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply ``function`` to every tensor; it must not change sequence lengths."""
+        """Apply ``function`` to every tensor. It must not change the number of tokens."""
         kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
         lengths = None if self.lengths is None else function(self.lengths)
         args = tuple(map(function, self.args))
@@ -52,7 +52,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def rows(self, rows: slice | Tensor) -> "Batch":
-        """Return some of the samples, padded no further than the longest of them."""
+        """Return some of the samples, with padding up to the longest of them."""
         chosen = self.mapped(lambda tensor: tensor[rows])
         if chosen.lengths is None or not len(chosen):
             return chosen
@@ -71,7 +71,7 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with other inputs, named and ordered as by ``tensors``."""
+        """Return a batch with other inputs, which have the names and the order of ``tensors``."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -92,7 +92,7 @@ class Batch:
 
 
 def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
-    """Cut off the logits of prompt tuning's virtual tokens, which PEFT puts before a text."""
+    """Remove the logits of virtual tokens, which PEFT's prompt tuning puts before a text."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
     if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim != 2:
@@ -106,10 +106,10 @@ _SAMPLE = (
     "a tuple of the model's positional arguments and, last, the label, or a dict of its named "
     "arguments and `labels`"
 )
-# What to do about samples, which a ready-made study's config says otherwise.
+# Remedies in messages. ``stages.preflight_study`` replaces them for ready-made studies.
 CHANGE_SAMPLES = (
-    f"If that is not what the model takes, change the samples: a sample must be {_SAMPLE}. If it "
-    "is, mend the model."
+    f"If the model doesn't take such inputs, change the samples: a sample must be {_SAMPLE}. "
+    "Otherwise correct the model."
 )
 ONE_SHAPE = "Bring them to one shape."
 # Positional arguments and, last, the labels; named arguments and `labels`; or a batch.
@@ -119,17 +119,16 @@ Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
-    Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``, because
-    padding is never predicted. Where there are inputs of a decoder, that mask is the encoder's, and
-    ``decoder_attention_mask`` counts. Missing labels or inputs, and tensors of different lengths,
-    are refused.
-
-    Samples are a tuple of the model's positional arguments and, last, the labels; or a dict of its
-    named arguments and ``labels``. Without labels where the output has none. A batch stays as it
-    is.
+    ``samples`` are a tuple of the model's positional arguments and, last, the labels; a dict of its
+    named arguments and ``labels``; or a batch. If the output has no labels, they are left out. If
+    labels are tokens, those that the input ``attention_mask`` excludes get the label ``IGNORED``,
+    because padding is not predicted (``decoder_attention_mask``, if the model has a decoder).
 
     Returns:
         The batch, on the samples' device.
+
+    Raises:
+        InputError: If inputs or labels are missing, or if tensors differ in length.
     """
     if isinstance(samples, Batch):
         return samples
@@ -149,8 +148,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
         remedy = ""
         if output.predicts_next and "input_ids" in kwargs:
             remedy = (
-                " For a causal language model `labels` are the `input_ids`, -100 where a token "
-                "doesn't count."
+                " For a causal language model `labels` are the `input_ids`, with -100 for tokens "
+                "that are ignored."
             )
         raise InputError(
             f"A sample must be {needed}. Found {form}.{remedy}", code="gradients.sample_form"
@@ -167,34 +166,33 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     for name, tensor in batch.tensors():
         if tensor.ndim == 0 or len(tensor) != len(batch):
             raise InputError(
-                f"Every tensor of a batch must have one row a sample. Found {len(batch)} labels "
-                f"and {name} of shape {tuple(tensor.shape)}.",
+                f"Every tensor of a batch must have one row for each sample. Found {len(batch)} "
+                f"labels and {name} of shape {tuple(tensor.shape)}.",
                 code="gradients.batch_rows",
             )
     return batch
 
 
 def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOutput) -> None:
-    """Refuse decoder inputs that are shifted, where logits are compared with the next label."""
+    """Refuse shifted decoder inputs if the output compares logits with the next label."""
     if not output.predicts_next or tokens is None or tokens.shape != labels.shape:
         return
-    counted = labels[:, 1:] != IGNORED
-    if (counted & (tokens[:, 1:] != labels[:, 1:])).any():
+    is_used = labels[:, 1:] != IGNORED
+    if (is_used & (tokens[:, 1:] != labels[:, 1:])).any():
         raise InputError(
-            "Beside language_modelling's `labels` the `decoder_input_ids` must be the same tokens, "
-            "because logits at a token predict the next label. Found other tokens. Where they "
-            "begin with a start token, as transformers makes them of `labels`, leave them out and "
-            "set model_output to sequence_to_sequence.",
+            "With model_output language_modelling, `decoder_input_ids` must be the same tokens as "
+            "`labels`, because logits at a token predict the next label. Found other tokens. If "
+            "they begin with a start token, leave them out and set model_output to "
+            "sequence_to_sequence.",
             code="gradients.decoder_inputs",
         )
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of several batches as one, one after another.
+    """Return the samples of several batches, which have the same inputs, as one batch.
 
-    Texts that have ``lengths`` are padded on the right: their labels with ``IGNORED``, inputs along
-    the tokens with 0, which is a token of every vocabulary and is left out by an
-    ``attention_mask``. Batches, at least one, have the same inputs; all have lengths, or none.
+    Texts with ``lengths``, which all batches have or none, are padded on the right: labels with
+    ``IGNORED``, inputs with 0, which is a token of every vocabulary and excluded by masks.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -209,7 +207,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
-    """Concatenate tensors (samples, ...); pad each sample to ``longest`` rows if it is given."""
+    """Concatenate tensors (samples, ...), after padding samples to ``longest`` rows if given."""
     if longest is None:
         return torch.cat(list(tensors))
     padded = []
@@ -221,13 +219,13 @@ def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes that some samples share.
+    """Properties of the shapes of several samples.
 
     Attributes:
-        lengths: Tokens of each text; empty if labels are not one a token.
-        along: Names of the inputs with a row a token in each of the samples.
-        source: Names of the inputs that have a length of their own in each of the samples, as an
-            encoder's, and the largest.
+        lengths: Number of tokens of each text. Empty if labels are not one for each token.
+        along: Names of the inputs that have one row for each label.
+        source: The largest length, by name, of inputs whose length varies independently of the
+            labels, such as those of an encoder.
     """
 
     lengths: list[int]
@@ -236,17 +234,18 @@ class Shapes:
 
     @property
     def differ(self) -> bool:
-        """Whether texts differ in length, and so must be padded."""
+        """Whether texts differ in length, so that they must be padded."""
         return len(set(self.lengths)) > 1 or bool(self.source)
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
-    """Return what the shapes of samples, seen one after another, have in common.
+    """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Texts are samples with a label a token. They may differ in the first dimension of their labels
-    and of all inputs with as many rows, because those can be padded; so may the source of a model
-    that gets the labels too, which it need not share with them. All else must be the same, or an
-    error names two of them. Each sample is a batch of one, with its id.
+    Samples with one label for each token, texts, may differ in the first dimension of labels and of
+    inputs with as many rows, which can be padded. If the model gets the labels too, its named
+    inputs may have a length of their own. All other shapes must be equal.
+
+    ``samples`` are pairs of an id and a batch of one sample.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None
@@ -267,7 +266,7 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
             along = {name for name in first if is_text}
         if shapes.keys() != first.keys():
             raise InputError(
-                "Samples must be tuples of one length, or dicts with the same keys. Found "
+                "Samples must be tuples of the same length, or dicts with the same keys. Found "
                 f"{', '.join(first)} in sample {first_id}, {', '.join(shapes)} in sample "
                 f"{sample_id}.",
                 code="gradients.different_inputs",
@@ -296,7 +295,7 @@ def _different_shapes(
     if output.label_ndim == 1:
         exception = (
             ", except the number of tokens, the first dimension of `labels` and of each input with "
-            "a row a token"
+            "one row for each token"
         )
         mention = ", which has labels of shape {labels}"
     pair = "; ".join(
@@ -304,15 +303,14 @@ def _different_shapes(
         for sample_id, shapes in samples.items()
     )
     return InputError(
-        f"Samples must have the same shapes in every sample{exception}. Found for {name}: {pair}. "
-        f"{ONE_SHAPE}",
+        f"All samples must have the same shapes{exception}. Found for {name}: {pair}. {ONE_SHAPE}",
         code="gradients.different_shapes",
     )
 
 
 _DIFFERENTIATES = (
-    "A forward that differentiates must do so in a block `with torch.enable_grad():`, and with "
-    "`create_graph=True`: it also runs where nothing else is differentiated."
+    "A forward that differentiates must use `with torch.enable_grad():` and `create_graph=True`, "
+    "because it also runs without a graph."
 )
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -322,8 +320,8 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def call(model: nn.Module, batch: Batch) -> object:
     """Return what the model returns for a batch.
 
-    If it fails, the error names shapes and dtypes of what the model was called with, and the last
-    line of the user's code that ran.
+    If it fails, an ``InputError`` names the inputs' shapes and dtypes, and the line of the user's
+    code that failed.
     """
     try:
         return batch.given_to(model)
@@ -338,7 +336,7 @@ def call(model: nn.Module, batch: Batch) -> object:
         if "does not require grad" in str(error):
             remedy = _DIFFERENTIATES
         raise InputError(
-            "The model must take its samples without an error. Called with "
+            "The model must accept its samples. Called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}; "
             f"parameters of {own}. Found {type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{remedy}",
@@ -347,14 +345,14 @@ def call(model: nn.Module, batch: Batch) -> object:
 
 
 def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -> None:
-    """Say what an encoder-decoder model lacks that failed without inputs of its decoder."""
+    """Explain the failure of an encoder-decoder model that got no inputs of its decoder."""
     takes = inspect.signature(model.forward).parameters
     has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
     if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
         raise InputError(
-            "An encoder-decoder model must have inputs of its decoder. Found only "
+            "An encoder-decoder model must get inputs of its decoder. Found only "
             f"{', '.join(batch.kwargs) or 'positional inputs'}. Set model_output to "
-            "sequence_to_sequence: the model makes them of `labels` then.",
+            "sequence_to_sequence, with which the model computes them from `labels`.",
             code="gradients.no_decoder_inputs",
         ) from error
 
@@ -364,7 +362,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return where the user's code failed; else where a library that isn't torch did."""
+    """Return the last line of the user's code in a traceback, or else of another library."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
     if not others:
@@ -373,16 +371,16 @@ def _last_line(error: BaseException) -> str:
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
-# Convolutions on CUDA round float32 to TF32, 10 bits.
+# Convolutions on CUDA round float32 to TF32, which has 10 bits.
 _TF32 = 2.0**-10
 
 
 def rounding(model: nn.Module, batch: Batch) -> float:
-    """Return how far two ways to compute the same may differ, relative to the largest number.
+    """Return a bound for the relative difference of two correct computations of one result.
 
-    That is the square root of the unit roundoff of the coarsest numbers that any layer returns
-    (autocast may make them coarser than weights and outputs): far above what rounding adds up to,
-    far below what a wrong computation gives. The model runs once, in the mode it is in.
+    It is sqrt(eps), with eps of the coarsest dtype that any layer returns, which autocast may make
+    coarser than that of the weights. Rounding errors are far smaller, errors of a wrong computation
+    far larger. The model is called once, in its present mode.
     """
     with torch.no_grad():
         return call_with_rounding(model, batch)[1]
@@ -403,7 +401,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return what ``rounding`` is at least, by the model's parameters alone."""
+    """Return a lower bound of ``rounding`` from the dtypes of the model's parameters."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):

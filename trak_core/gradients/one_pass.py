@@ -1,4 +1,15 @@
-"""Differentiate an output for all samples of a batch by one pass, or for rows of its Jacobian."""
+"""Differentiate an output for all samples of a batch by one backward pass.
+
+``by_samples`` runs one ordinary backward pass of sum_i f_i. Hooks on the graph's nodes read the
+gradients at the crossings of a plan (``backward_plan.py``), and hand each parameter's contributions
+to a consumer. ``by_rows`` serves outputs whose samples can't be told apart: it propagates all rows
+of the Jacobian together, by a vmapped vector-Jacobian product.
+
+This differs from ``torch.func.vmap(torch.func.grad(f))`` in: 1. the model runs as it is written,
+with its own kernels, hooks and control flow, because nothing is traced; 2. the (B, p) gradients are
+not formed: for a linear layer the result is the pair (delta, x), see ``gradient_formulas``; 3. a
+consumer gets each parameter's gradients when they are computed, and memory is freed on the way.
+"""
 
 import warnings
 from collections import defaultdict
@@ -27,11 +38,11 @@ from trak_core.gradients.graph import (
     trace,
 )
 
-# Takes gradients with the rows in front, (rows, *shape), None where there are none.
+# A function of gradients (rows, *shape), one for each tensor; None for a tensor without one.
 Watcher = Callable[[list[Tensor | None]], None]
 _Tensors = Sequence[Tensor]
+# A function of a parameter and its gradients (rows, *shape).
 _Taker = Callable[[Tensor, Tensor], None]
-_Way = Callable[[_Taker, Sequence[GradientEdge], _Tensors, _Tensors], None]
 
 
 def take_rows(
@@ -41,15 +52,15 @@ def take_rows(
     parameters: Sequence[Tensor],
     extra: dict[Tensor, Tensor],
 ) -> None:
-    """Hand over the rows' gradients with respect to parameters.
+    """Propagate rows of gradients from outputs to parameters, and hand them to the consumer.
 
-    One pass serves all rows; a parameter's rows are handed over and dropped when they arrive.
-    Where an operation cannot take several rows at once, each row has a pass, and all are formed.
-    Gradients of each output have shape (rows, *shape). ``extra`` holds rows, shape (rows, entries),
-    to add to those of a parameter.
+    One vmapped pass serves all rows, and a parameter's rows are dropped after they are handed over.
+    If an operation can't be vmapped, one pass is run for each row, and all rows are formed first.
+    Gradients of each output have shape (rows, *shape). ``extra`` are gradients of parameters, shape
+    (rows, entries), that are added to the computed ones.
     """
 
-    def run(way: _Way) -> Consumer:
+    def run(propagate: Callable[..., None]) -> Consumer:
         part, missing = consumer.empty(), dict(extra)
 
         def take(parameter: Tensor, rows: Tensor) -> None:
@@ -60,7 +71,7 @@ def take_rows(
             take(parameter, rows if more is None else rows.reshape(len(rows), -1) + more)
 
         if outputs:
-            way(take_sum, outputs, gradients, parameters)
+            propagate(take_sum, outputs, gradients, parameters)
         for parameter, rows in missing.items():
             take(parameter, rows)
         return part
@@ -68,8 +79,8 @@ def take_rows(
     try:
         part = run(_together)
     except RuntimeError:
-        # An error of the operation itself comes again, now without vmap around it.
-        part = run(_one_by_one)
+        # If the operation itself fails, its error is raised again, without vmap's wrapping.
+        part = run(_row_by_row)
     consumer.add(part)
 
 
@@ -83,17 +94,16 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps what a hook returns until the pass is over: next to nothing.
+            # Autograd keeps what a hook returns until the pass ends, so return one number.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
 
-    hooks = [(parameter, watch(parameter)) for parameter in parameters]
-    with hooked(outputs, [(p.register_hook, hook) for p, hook in hooks]):
+    with hooked(outputs, [(p.register_hook, watch(p)) for p in parameters]):
         backward(outputs, gradients, parameters, lambda rows: None, keep_graph=True)
 
 
-def _one_by_one(
+def _row_by_row(
     take: _Taker, outputs: Sequence[GradientEdge], gradients: _Tensors, parameters: _Tensors
 ) -> None:
     by_row = [
@@ -109,15 +119,15 @@ def _one_by_one(
 def backward(
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor] | None,
-    stops: Sequence[GradientEdge] | Sequence[Tensor],
+    stops: Sequence[Tensor] | Sequence[GradientEdge],
     at_stops: Watcher,
     keep_graph: bool,
 ) -> None:
-    """Run one backward pass for all rows, from outputs to stops; ``at_stops`` takes what arrives.
+    """Run one backward pass for all rows, and call ``at_stops`` with the gradients of ``stops``.
 
-    Gradients of each output have shape (rows, *shape); None stands for one row of ones at scalars.
-    No operation runs that doesn't lead to a stop. One that cannot take several rows at once raises
-    a ``RuntimeError``.
+    Only operations that lead to a stop run. A ``RuntimeError`` is raised if one of them can't be
+    vmapped. Gradients of each output have shape (rows, *shape); None means one row of ones, for
+    scalar outputs.
     """
 
     def run(*rows: Tensor) -> Tensor:
@@ -134,16 +144,13 @@ def backward(
         run(*(gradient[0] for gradient in gradients))
         return
     with warnings.catch_warnings():
-        # Operations without a batching rule run once a row, as they would anyway.
+        # Operations without a batching rule run once for each row, which is correct.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         torch.func.vmap(run)(*gradients)
 
 
 def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int) -> None:
-    """Call the watcher with the rows of each gradient, inside ``backward``.
-
-    ``n_rows`` is how many rows the pass serves.
-    """
+    """Call the watcher with all ``n_rows`` rows of each gradient, from inside ``backward``."""
     if n_rows == 1:
         watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
         return
@@ -159,7 +166,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """Shows a watcher what vmap hides: the tensors of all rows."""
+    """Call a function with the batched tensors that vmap hides. A batching rule has access."""
 
     @staticmethod
     def forward(watch: Callable[[list[Tensor]], None], *tensors: Tensor) -> Tensor:
@@ -168,7 +175,7 @@ class _SeenThroughVmap(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing is differentiated twice."""
+        """Save nothing, because nothing is differentiated twice."""
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -187,8 +194,8 @@ def hooked(
 ) -> Generator[None, None, None]:
     """Register hooks for the one backward pass that runs inside, which begins at ``start``.
 
-    ``hooks`` are pairs: a function that registers a hook, and the hook. Passes that an operation
-    runs by itself, as the adjoint of an ODE does, call none of them.
+    ``hooks`` are pairs of a function that registers a hook, and the hook. An operation may run a
+    backward pass of its own, such as the adjoint of an ODE. The hooks ignore those passes.
     """
     passes: list[int] = []
 
@@ -208,11 +215,11 @@ def hooked(
 
 
 class GraphNeededError(Exception):
-    """An operation without a closed form must be differentiated again, but its graph is gone."""
+    """An operation without a closed form must be differentiated again, but its graph was freed."""
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Hand over the gradients of each entry of an output, in row-major order; the graph stays."""
+    """Hand over the gradients of each entry of ``output``, in row-major order; keep the graph."""
     edge = get_gradient_edge(output)
     reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
     if reached and output.numel():
@@ -220,18 +227,19 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
         take_rows(consumer, [edge], [rows.view(-1, *output.shape)], reached, {})
 
 
-# Plans of graphs that came before, by what decides them, with numbers in place of nodes.
+# Plans by their key, with node numbers in place of nodes.
 _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
 
 
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
-    """Return how one pass serves all samples, independent along the output's dimension ``dim``.
+    """Return the plan of a backward pass for samples along dimension ``dim`` of ``output``.
 
-    None without samples, if they can't be told apart, if there is nothing to differentiate, or if a
-    single sample has several entries. Statistics over samples raise a ``MixedSamplesError``, hooks
-    on parameters or modules an ``UnreadableGraphError``: they may do to the gradients of all
-    samples what they don't do to each.
+    The plans of recent graphs are kept, and reused for graphs with an equal signature. The result
+    is None if there is no sample, if samples can't be told apart, if no parameter is reached, or if
+    a single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
+    Backward hooks of parameters and modules raise an ``UnreadableGraphError``, because they would
+    get the sum of the samples' gradients.
     """
     n_samples = output.shape[dim]
     if n_samples == 0 or n_samples == 1 < output.numel():
@@ -263,22 +271,26 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
 def by_samples(
     consumer: Consumer, output: Tensor, plan: Plan, dim: int, *, keep_graph: bool
 ) -> None:
-    """Hand over gradients by one pass; rows run over the other dimensions, then the samples.
+    """Hand over per-sample gradients by one backward pass.
 
-    The plan is that of ``plan_of`` for this output and dimension. If the graph need not stay, what
-    operations have saved goes as the pass goes down, unless it is known to be needed afterwards.
-    Where it turns out to be needed, ``GraphNeededError``; the consumer has taken a part then.
+    Write ``output`` as f_{c,i} with sample i along ``dim`` and c over the other dimensions. For
+    each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i. The plan is
+    that of ``plan_of`` for the same output and dimension.
+
+    Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
+    closed form is known to need them. If they are needed after all, a ``GraphNeededError`` is
+    raised, and the consumer has taken a part of the gradients by then.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # torch makes the gradient of a sum itself. To compare the shape of one that it is given, it
-        # imports sympy, which takes longer than a small job's passes.
+        # Start from the sum, because torch imports sympy, for seconds, to check the shape of a
+        # gradient that it is given.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:
-        # Each row picks one entry of every sample.
+        # Row c selects entry c of every sample.
         rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
         rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
         start, gradients = get_gradient_edge(output), [rows]
@@ -308,16 +320,16 @@ def by_samples(
 
 
 class _Pass:
-    """What one backward pass gathers; it dies with the call."""
+    """The state of one backward pass."""
 
     def __init__(self, plan: Plan, consumer: Consumer, is_kept: bool):
         self.plan, self.consumer = plan, consumer
-        self.is_kept = is_kept  # the graph, after the pass
-        # Earlier uses of parameters that are used more than once.
+        self.is_kept = is_kept  # whether the graph outlives the pass
+        # Direct regions with several crossings: the contributions that have arrived so far.
         self.uses: dict[int, list[Contribution]] = {}
         # Crossings without a closed form, with the gradients of the outputs.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # For regions with operations in them: rows at the tensors where they arrive.
+        # Other regions: summed rows at each tensor where gradients enter the region.
         self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
@@ -326,7 +338,7 @@ class _Pass:
         forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
         for (edge, region), contribution in zip(crossings, forms, strict=True):
             if isinstance(contribution, Dense) and not self.consumer.reads_terms:
-                contribution = Dense(contribution.gradients)  # what it is a sum of can go
+                contribution = Dense(contribution.gradients)  # frees the terms
             if contribution is None:
                 waiting.append((edge, region))
             else:
@@ -352,10 +364,10 @@ class _Pass:
         sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
 
     def finish(self) -> None:
-        """Differentiate the operations that have no closed form, then go down into the regions.
+        """Differentiate operations without a closed form, then propagate through the regions.
 
-        Only now: inside a backward pass, an operation computes only what that pass wants, and
-        another pass would meet its hooks.
+        This must follow the backward pass. Inside a pass, an operation computes only the gradients
+        that the pass needs, and another pass would fire its hooks.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -364,7 +376,7 @@ class _Pass:
             for edge, region in waiting:
                 self._take(Dense(by_input[edge.index]), edge, region)
         for region in self.plan.regions:
-            if id(region) in self.uses:  # some of its uses play no part
+            if id(region) in self.uses:  # some crossings got no gradient
                 self.consumer.take(self._parameters(region)[0], self.uses.pop(id(region)))
             sums = self.arrived.pop(id(region), None)
             if not sums:
@@ -380,11 +392,11 @@ class _Pass:
             take_rows(self.consumer, edges, gradients, self._parameters(region), extra)
 
     def _parameters(self, region: Region) -> list[Tensor]:
-        return [self.plan.parameters[place] for place in region.parameters]
+        return [self.plan.parameters[i] for i in region.parameters]
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
-    """Return the contribution to the parameter behind an input, which may be its transpose."""
+    """Return the contribution to the parameter that a direct crossing leads to."""
     node = edge.node
     while leaf_of(node) is None:
         if not keeps_order(node):
@@ -394,7 +406,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Carry rows past operations that only move entries, so that uses of one tensor meet."""
+    """Propagate rows through operations that only move entries, so that uses of a tensor add up."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -408,30 +420,30 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Differentiate an operation for each row; return (C, B, *shape) by number of the input."""
+    """Differentiate an operation once for each sample; return (C, B, *shape) by input index."""
     n_samples = next(iter(layouts.values())).n_samples
     n_each = len(next(iter(gradients.values())))
     rows_of: dict[int, list[Tensor]] = {index: [] for index in indices}
     for i in range(n_each):
         for sample in range(n_samples):
-            alone = {
-                number: _alone(rows[i], layouts[number], sample)
+            masked = {
+                number: _masked(rows[i], layouts[number], sample)
                 for number, rows in gradients.items()
             }
-            answers = differentiate(node, alone)
+            answers = differentiate(node, masked)
             for index, rows in rows_of.items():
                 answer = answers[index]
                 shape = shape_of(*node.next_functions[index])
-                like = next(iter(alone.values()))
-                # The caller sums over what was repeated, as autograd itself does.
+                like = next(iter(masked.values()))
+                # As autograd does, sum over dimensions along which the input was broadcast.
                 rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
     return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}
 
 
-def _alone(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
-    """Return a gradient with zeros where it belongs to other samples."""
+def _masked(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
+    """Return a gradient with zeros for other samples: its derivative is the sample's own term."""
     if layout.n_samples == 1:
         return gradient
-    own = layout.in_turn.to(gradient.device) == sample
-    cut = gradient.reshape(-1, layout.period, layout.stride)
-    return torch.where(own[:, None], cut, 0).view(gradient.shape)
+    is_own = layout.in_turn.to(gradient.device) == sample
+    blocks = gradient.reshape(-1, layout.period, layout.stride)
+    return torch.where(is_own[:, None], blocks, 0).view(gradient.shape)

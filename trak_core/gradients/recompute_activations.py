@@ -1,14 +1,13 @@
-"""Save memory: keep only the inputs of a model's repeated blocks, and run these again going back.
+"""Save memory: recompute the activations of a model's repeated blocks in the backward pass.
 
-A text's activations grow with the number of blocks. Here a call of a block keeps its inputs alone.
-The graph stays as it is, with the nodes of every operation, so that whatever reads it goes on
-working. When a saved tensor is asked for, its block runs again, and all that it saved is there. It
-is freed when its operation is, or when the next block runs again.
+A block's call keeps its inputs only. When the backward pass first needs one of its saved tensors,
+the block is called again, and all its saved tensors are restored. They are freed with their
+operations, or when the next block is recomputed.
 
-Whether a second call is the first once more is read from what its operations save, of which
-gradients are made: each tensor leaves a fingerprint of its numbers. torch's random numbers are
-those of the first call. A block that is called with an object, into which it may write, keeps all
-it saves.
+This differs from ``torch.utils.checkpoint`` in: 1. the graph has the nodes of all operations, which
+``one_pass`` reads; 2. no change of the model is needed; 3. the saved tensors of both calls are
+compared by fingerprints, and an ``InputError`` is raised if they differ. A block that gets objects
+into which it may write is not recomputed.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -30,33 +29,39 @@ from torch.utils import _pytree as pytree
 from trak_core.errors import InputError
 from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mode
 
-# Arguments that a second call may be given as they are.
+# Types of arguments that a call can't change, except tensors, whose versions are compared.
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-# Room to work in and seeds, into which an operation may have written nothing.
+# Dtypes of workspaces and seeds, which may be uninitialized.
 _WORK = (torch.uint8, torch.uint64)
-# Rounding errors by which a second call's numbers may differ where sums have no fixed order.
+# Allowed difference of two calls in units of the machine epsilon, if sums have no fixed order.
 _ROUNDING = 8
 
 
 class Recomputation:
-    """The repeated blocks of a model, ``found`` as members of lists with several of one class."""
+    """Recomputation of the repeated blocks of a model.
+
+    Attributes:
+        found: The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
+        is_on: Whether the blocks are recomputed.
+    """
 
     def __init__(self, model: nn.Module):
-        """Find the blocks, and leave them as they are."""
+        """Find the blocks, without changing them."""
         self._model = model
         self.found = _repeated(model)
         self.is_on = False
         # Configs of transformers' models whose caches would be filled twice.
         self._configs: list[Any] = []
-        # The call whose tensors are there again.
+        # The call whose saved tensors are restored at present.
         self.last: Callable[[], _Call | None] = lambda: None
-        # While a model is measured: what its calls keep, and what the largest forgets, in bytes.
+        # For ``sample_memory``: bytes of kept storages by address, most bytes that a call drops,
+        # and classes of blocks that are not recomputed.
         self._kept: dict[int, int] = {}
         self._largest = 0
         self._whole: set[str] = set()
 
     def start(self) -> None:
-        """Have every block forget, until ``stop``."""
+        """Recompute every block, until ``stop``."""
         self.is_on = True
         for block in self.found:
             block.forward = _Forward(self, block, block.forward)
@@ -66,12 +71,12 @@ class Recomputation:
             config.use_cache = False
 
     def stop(self) -> None:
-        """Have blocks keep what they save, as they do otherwise."""
+        """Restore the blocks."""
         if not self.is_on:
             return
         for block in self.found:
             before = block.forward.forward  # pyright: ignore[reportFunctionMemberAccess]
-            del block.forward  # so that its class's own is seen, unless a user had put another
+            del block.forward  # uncovers the class's method, unless a user had replaced it
             if before != block.forward:
                 block.forward = before
         for config in self._configs:
@@ -79,43 +84,45 @@ class Recomputation:
         self.is_on, self._configs = False, []
 
     def told(self) -> str:
-        """Return in words what happens to the activations of blocks that forget."""
+        """Return a notice for the user."""
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
-        said = (
+        text = (
             "the activations of one sample take more than the memory. The model's repeated blocks "
-            f"({names}) keep their inputs alone; where gradients are computed they run again on "
-            "the way back, with the same numbers, slower."
+            f"({names}) keep only their inputs and are computed again in the backward pass, which "
+            "gives the same numbers but takes longer."
         )
-        if not self._whole:
-            return said
-        return (
-            f"{said} Those that are called with objects other than tensors, plain values, lists, "
-            "tuples and dicts, or write into what they are given, keep all: "
-            f"{', '.join(sorted(self._whole))}."
-        )
+        if self._whole:
+            text += (
+                " Blocks that write into their arguments, or get objects other than tensors, plain "
+                f"values, lists, tuples and dicts, keep all: {', '.join(sorted(self._whole))}."
+            )
+        return text
 
     def begin_count(self) -> None:
-        """Forget what earlier calls took."""
+        """Reset the counts of ``n_bytes``."""
         self._kept, self._largest = {}, 0
 
     def note_whole(self, block: nn.Module) -> None:
-        """Count a block that keeps what it saves, because it can't be called again."""
+        """Record a block that keeps all saved tensors, because it can't be called again."""
         self._whole.add(type(block).__name__)
 
-    def note(self, kept: dict[int, int], forgotten_bytes: int) -> None:
-        """Count a call that keeps storages, their bytes by address, and forgets others."""
+    def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
+        """Count the storages that a call keeps, bytes by address, and the bytes that it drops."""
         self._kept.update(kept)
-        self._largest = max(self._largest, forgotten_bytes)
+        self._largest = max(self._largest, dropped_bytes)
 
     def n_bytes(self, besides: set[int]) -> int:
-        """Return the bytes that calls keep in storages other than these, and one call forgets."""
+        """Return the peak memory of all calls, without storages at the addresses ``besides``.
+
+        These are the bytes that all calls keep, and those that the largest call restores.
+        """
         kept = sum(n for address, n in self._kept.items() if address not in besides)
         return kept + self._largest
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost lists of which two at least are of one class."""
+    """Return the members of outermost lists in which at least two members share a class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer before inner
@@ -129,7 +136,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """Stands for a block's ``forward``; a copied model has copies, whose blocks are its own."""
+    """Replacement of a block's ``forward``. It is no closure, so that a model can be copied."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward
@@ -144,7 +151,7 @@ class _Forward:
 
 
 class _Saved:
-    """One tensor that an operation saved; it dies with the operation's need for it."""
+    """A tensor that an operation saved. The graph holds the only strong reference."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 
@@ -164,7 +171,7 @@ class _Call:
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # Without their graph. They share memory, and the count of writes into it.
+        # Without their graph, but with the same memory and version counter.
         self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
         self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
         parameters = list(of.block.parameters())
@@ -183,7 +190,7 @@ class _Call:
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
     def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the block with its graph, whose operations have to ask for what they saved."""
+        """Call the block, and drop the tensors that its operations save."""
         alive: list[tuple[_Saved, Tensor]] = []
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -203,18 +210,18 @@ class _Call:
         self.saved = [weakref.ref(saved) for saved, _ in alive]
         sizes = _sizes(tensor for _, tensor in alive)
         kept = _sizes(tensor for tensor, _ in self.inputs)
-        if self._wrote():  # it can't be called again with what it was given
+        if self._wrote():  # its inputs are gone
             self.of.owner.note(kept | sizes, 0)
             self.of.owner.note_whole(self.of.block)
             return returned
         self.of.owner.note(kept, sum(n for place, n in sizes.items() if place not in kept))
         for saved, _ in alive:
             saved.tensor = None
-        alive.clear()  # the graph holds ``pack``
+        alive.clear()  # the graph keeps ``pack`` and its closure alive
         return returned
 
     def again(self) -> None:
-        """Repeat the call, and give all operations that wait what they had saved."""
+        """Repeat the call, and restore the saved tensors that are still referenced."""
         if self._wrote():
             raise self._refusal("its inputs had been written into")
         before = self.of.owner.last()
@@ -232,7 +239,7 @@ class _Call:
                 fingerprints.append(_fingerprint(tensor))
 
         block = self.of.block
-        # A block may write into lists and dicts.
+        # Copy lists and dicts, because a block may write into them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, self.given)
         with ExitStack() as stack:
             stack.enter_context(in_evaluation_mode(block))
@@ -261,11 +268,10 @@ class _Call:
 
     def _refusal(self, difference: str) -> InputError:
         return InputError(
-            "A model's repeated blocks are called twice where a sample's activations don't fit "
-            "into the memory, and must compute the same numbers both times. Found that at the "
-            f"second call of a {type(self.of.block).__name__} {difference}. Raise "
-            "compute.memory_mb until the job's log doesn't speak of blocks that run twice, or "
-            "shorten the sample.",
+            "A sample's activations don't fit into memory, so that repeated blocks are called "
+            "twice and must compute the same numbers both times. Found that at the second call of "
+            f"a {type(self.of.block).__name__} {difference}. Raise compute.memory_mb, or shorten "
+            "the sample.",
             code="gradients.second_call",
         )
 
@@ -289,7 +295,7 @@ def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Return what tells a tensor's numbers from others, without waiting for a GPU."""
+    """Return a checksum of a tensor's numbers, without waiting for a GPU."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):
@@ -298,7 +304,7 @@ def _fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bits, which operations give again on the CPU."""
+    """Return a checksum of the bits, which are reproducible on the CPU."""
     for i, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(i, 0, min(1, tensor.shape[i]))
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -308,7 +314,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return sums and norms over all dimensions but the last, in which few numbers may be large."""
+    """Return sums and norms over all dimensions but the last, along which scales may differ."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     values = (values if values.is_floating_point() else values.double()).reshape(
         -1, *values.shape[-1:]
@@ -319,7 +325,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def _agree(new: int | Tensor | None, old: int | Tensor | None, dtype: torch.dtype) -> bool:
-    """Say whether fingerprints are equal, up to rounding where they are sums."""
+    """Return whether fingerprints are equal, up to rounding if they are sums."""
     if not (isinstance(new, Tensor) and isinstance(old, Tensor)):
         return bool(new == old)
     is_float = dtype.is_floating_point or dtype.is_complex
@@ -329,4 +335,4 @@ def _agree(new: int | Tensor | None, old: int | Tensor | None, dtype: torch.dtyp
 
 
 def _never(packed: None) -> Tensor:
-    raise AssertionError("nobody differentiates a second call")
+    raise AssertionError("the graph of a second call is not used")

@@ -1,8 +1,8 @@
-"""Say which sample owns each entry of an operation's input, given the owners of its output.
+"""Rules that derive the layout of an operation's input from the layout of its output.
 
-A layout says who owns which entry (``graph.py``); it has nothing to do with strides in memory. A
-rule may only answer with one if every entry of the output depends on entries of the input that
-belong to the same sample. Operations that aren't listed are probed.
+A layout assigns entries to samples (``graph.py``). A rule may return one only if every entry of the
+output depends on no input entries of other samples. Otherwise it returns None: the input is shared.
+Operations without a rule are probed by ``graph.probed_layouts``.
 """
 
 import math
@@ -32,16 +32,15 @@ from trak_core.gradients.graph import (
 
 
 class MixedSamplesError(Exception):
-    """An operation takes statistics over samples that are said to be independent."""
+    """An operation computes statistics over samples that should be independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleInput:
-    """What a rule is given: one input of one operation, and the layout of one of its outputs.
+    """The argument of a rule: input ``index`` of an operation, and the layout of one output.
 
-    The input has the number ``index`` at ``node``; ``input`` and ``output`` are shapes. Owners lie
-    in the output's dimension ``dim`` (-1 if they are spread over several), with ``width``
-    consecutive places each.
+    ``input`` and ``output`` are shapes. The samples lie along the output's dimension ``dim`` (-1 if
+    they span several), with ``width`` consecutive indices each.
     """
 
     node: Node
@@ -53,16 +52,16 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout of an input with the owners along ``dim``, in the same order."""
+        """Return the layout of an input whose dimension ``dim`` is the output's ``self.dim``."""
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
         return None if stride is None else replace(self.layout, stride=stride)
 
     def owners_of_rows(self, n_dims: int) -> Tensor | None:
-        """Return the owners of what the output's first dimensions number, in their shape.
+        """Return the owners of the output's rows, in the shape of its first ``n_dims`` dimensions.
 
-        None if such a row has several.
+        None if a row belongs to several samples.
         """
         tail = math.prod(self.output[n_dims:])
         if self.layout.stride % tail:
@@ -71,14 +70,14 @@ class RuleInput:
         return self.layout.of_blocks(tail, math.prod(head)).view(head)
 
     def saved_dims(self, n_dims: int) -> set[int]:
-        """Return the dimensions that the operation was given, all of ``n_dims`` if none."""
+        """Return the saved argument ``dim`` as a set, or all ``n_dims`` dimensions."""
         saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
         values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
         return {_signed(v) % n_dims for v in values} or set(range(n_dims))
 
 
 def _signed(dim: int) -> int:
-    """Undo that negative dimensions come back from the graph as unsigned 64-bit numbers."""
+    """Convert a saved dimension, which the graph returns as an unsigned 64-bit number."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -96,31 +95,31 @@ def _pointwise(given: RuleInput) -> Layout | None:
 
 
 def _repeated(given: RuleInput) -> Layout | None:
-    """Copies of the whole input, one after another, or of parts of each sample."""
+    """The output repeats the whole input, or parts of each sample."""
     n_entries, turn = math.prod(given.input), given.layout.stride * given.layout.period
-    n_behind = max(0, len(given.input) - 1)
-    is_whole = given.output[len(given.output) - n_behind :] == given.input[1:]
+    n_trailing = max(0, len(given.input) - 1)
+    is_whole = given.output[len(given.output) - n_trailing :] == given.input[1:]
     return given.layout if is_whole and n_entries % turn == 0 else _pointwise(given)
 
 
 def _over_saved_dims(given: RuleInput) -> Layout | None:
-    """Mixes entries along the dimensions that the operation was given, and no others."""
+    """The operation mixes entries along its argument ``dim`` only."""
     return None if given.dim in given.saved_dims(len(given.output)) else given.along(given.dim)
 
 
 def _sliced(given: RuleInput) -> Layout | None:
-    """Changes the number of places along dimensions without samples."""
+    """The operation changes sizes; that of the samples' dimension must be equal."""
     return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
 def _padded(given: RuleInput) -> Layout | None:
     pad = given.node._saved_pad
-    behind = len(given.output) - 1 - given.dim
-    return None if any(pad[2 * behind : 2 * behind + 2]) else given.along(given.dim)
+    from_last = len(given.output) - 1 - given.dim
+    return None if any(pad[2 * from_last : 2 * from_last + 2]) else given.along(given.dim)
 
 
 def _reduced(given: RuleInput) -> Layout | None:
-    """Sums, means and other reductions over given dimensions."""
+    """The operation reduces over its argument ``dim``."""
     gone = given.saved_dims(len(given.input))
     if getattr(given.node, "_saved_keepdim", False):
         return None if given.dim in gone else given.along(given.dim)
@@ -129,7 +128,7 @@ def _reduced(given: RuleInput) -> Layout | None:
 
 
 def _selected(given: RuleInput) -> Layout | None:
-    """One dimension fewer in the output than in the input."""
+    """The output lacks the dimension ``dim`` of the input."""
     (gone,) = given.saved_dims(len(given.input))
     return given.along(given.dim + (given.dim >= gone))
 
@@ -159,10 +158,10 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 
 def _indexed(given: RuleInput) -> Layout | None:
-    """Rows were picked by indices, as a router does: each belongs to whoever got it."""
+    """Rows are selected by indices, as by a router: each belongs to the owner of its output row."""
     n_dims, numbers, index = _rows(given.input, given.node._saved_indices)
     picked = numbers[index]
-    if given.dim >= picked.ndim:  # nothing picks along the samples
+    if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
         return given.along(given.dim - picked.ndim + n_dims)
     own = given.owners_of_rows(picked.ndim)
     return None if own is None else _owned(given, n_dims, picked, own)
@@ -178,20 +177,20 @@ def _index_selected(given: RuleInput) -> Layout | None:
 
 
 def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout | None:
-    """Give each row of the input that was picked to the sample that picked it, if it is one."""
+    """Assign each selected input row to the owner of its output row, or return None."""
     head = given.input[:n_dims]
     owners = torch.full((math.prod(head),), -1)
     known = own >= 0
     owners[picked[known]] = own[known]
-    if bool((owners[picked] != own)[known].any()):  # several samples picked one
+    if bool((owners[picked] != own)[known].any()):  # several samples select one row
         return None
     return layout_of(owners.view(head), math.prod(given.input[n_dims:]), given.layout.n_samples)
 
 
 def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return how many dimensions an index takes, numbers of their rows, and the index itself.
+    """Return the number of indexed dimensions, the row numbers in their shape, and the index.
 
-    The numbers have the shape of these dimensions. The index is on the CPU.
+    ``numbers[index]`` are the rows that the operation selects. All tensors are on the CPU.
     """
     index = tuple(slice(None) if i is None else i.cpu() for i in indices)
     n_dims = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in index)
@@ -200,7 +199,7 @@ def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any,
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """Rows were put, or added, at indices of the first input."""
+    """Rows of the second input are written, or added, at indices of the first."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     dim = getattr(given.node, "_saved_dim", None)
@@ -217,23 +216,18 @@ def _written(given: RuleInput) -> Layout | None:
     return layout_of(own[index], math.prod(given.output[n_dims:]), given.layout.n_samples)
 
 
-def _grouped_product(given: RuleInput) -> Layout | None:
-    """Each group of rows is multiplied by a matrix of its own."""
-    return given.along(0) if given.index == 0 and given.dim == 0 else None
-
-
 def _product(given: RuleInput, left: int = 0) -> Layout | None:
-    """Product of the inputs ``left`` and ``left + 1``, plus the input before if there is one."""
+    """Matrix product of the inputs ``left`` and ``left + 1``, plus the input 0 if left is 1."""
     if given.index < left:
         return _pointwise(given)
     n = len(given.output)
     if len(given.input) != n or given.dim == (n - 1 if given.index == left else n - 2):
-        return None  # the reduced dimension is shared by the samples
+        return None  # samples lie along the other factor's dimension
     return given.along(given.dim)
 
 
 def _along_first_dim(given: RuleInput) -> Layout | None:
-    """Samples lie along the first dimension of output and data, which nothing mixes."""
+    """Samples lie along the first dimension of output and input, along which nothing is mixed."""
     return given.along(0) if given.index == 0 and given.dim == 0 else None
 
 
@@ -251,27 +245,26 @@ def _batch_normed(given: RuleInput) -> Layout | None:
 
 
 def _pooled(given: RuleInput, n_spatial: int) -> Layout | None:
-    """Treats each channel of each sample separately."""
-    inside = given.index == 0 and given.dim < len(given.output) - n_spatial
-    return given.along(given.dim) if inside else None
+    """Each channel of each sample is treated separately."""
+    is_channel = given.index == 0 and given.dim < len(given.output) - n_spatial
+    return given.along(given.dim) if is_channel else None
 
 
 def _strided(given: RuleInput) -> Layout | None:
-    """Means over images whose channels lie last, by ``adaptive_avg_pool2d(x, 1)``."""
-    # Their shape is (N, C, 1, 1); they only get the strides that mark such tensors.
+    """Set the strides of the channels-last format, as ``adaptive_avg_pool2d(x, 1)`` does."""
+    # The shape is (N, C, 1, 1), for which these strides don't move entries.
     c = given.input[1] if len(given.input) == 4 else 0
     is_mark = given.input[2:] == (1, 1) and tuple(given.node._saved_stride) == (c, 1, c, c)
     return given.layout if is_mark and given.input == given.output else None
 
 
 def _attended(given: RuleInput) -> Layout | None:
-    """Inputs are queries, keys, values and, on a GPU, what is added to their products."""
+    """Inputs are queries, keys, values and, on a GPU, a bias of the attention weights."""
     return given.along(given.dim) if given.index < 4 and given.dim in {0, 1} else None
 
 
 def _shared(given: RuleInput) -> Layout | None:
-    """Has no inputs except parameters."""
-    return None
+    return None  # parameters are the only inputs
 
 
 _NAMES: dict[Rule, str] = {
@@ -301,7 +294,6 @@ _NAMES: dict[Rule, str] = {
     _indexed: "Index",
     _index_selected: "IndexSelect",
     _written: "IndexAdd IndexPut",
-    _grouped_product: "GroupedMm",
     _strided: "AsStrided",
     partial(_product, left=1): "Addmm Baddbmm",
     _product: "Mm Bmm",
@@ -323,40 +315,41 @@ _NAMES: dict[Rule, str] = {
         "ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
     ),
     _along_first_dim: (
-        "Convolution NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle Im2Col Col2Im "
-        "MarginsInPieces"
+        "Convolution GroupedMm NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle "
+        "Im2Col Col2Im MarginsInPieces"
     ),
     _shared: "HeadOfMargins",
 }
 
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-# These only move entries, and are probed where their rule doesn't cover how.
+# These only move entries. They are probed if their rule returns None.
 _PROBED_WITHOUT_ANSWER = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
-# Indices decide what these answer.
+# The results of these depend on saved indices.
 _BY_VALUE = {_indexed, _index_selected, _written}
-# These need positions alone, so that samples may be spread over several dimensions.
+# These also handle samples that span several dimensions.
 _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 
 
 def input_layouts(
     edges: list[Edge], outputs: dict[int, Layout]
 ) -> tuple[list[Layout | None], bool]:
-    """Return the layouts of an operation's inputs, all its edges, from those of its used outputs.
+    """Return the layouts of an operation's inputs, given those of its used outputs, for B >= 2.
 
-    A layout is None if samples share the input, or if it is unknown. There are two samples at
-    least. Statistics over the samples raise a ``MixedSamplesError``. And return whether the graph's
-    ``signature`` decides the layouts, so that no values do.
+    The result has a layout for each of the operation's edges, None if the input is shared; and
+    whether the graph's ``signature`` determines the layouts, instead of saved values. Statistics
+    over samples raise a ``MixedSamplesError``.
     """
     if not edges:
         return [], True
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
     is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
-    # What takes parameters would be differentiated again for each sample: an RNN's kernel, say.
+    # torch's own operations with parameters, such as an RNN's kernel, would be differentiated for
+    # each sample even if they were probed.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs), False
@@ -364,7 +357,7 @@ def input_layouts(
 
 
 def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
-    """Return what the rules say; users that disagree mix samples."""
+    """Return the layout of an input by its operation's rule, applied to each output."""
     rule = _RULES.get(name_of(edge.user))
     if rule is None:
         return None

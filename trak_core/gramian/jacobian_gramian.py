@@ -1,20 +1,17 @@
-"""Compute the Gramian J J^T of a Jacobian without the Jacobian.
+"""Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J.
 
-``Engine`` reads a graph that the caller has made. ``train_gramian`` and ``cross_gramian`` run a
-model on blocks of samples; n x n is their only large object, because two blocks are in the model at
-a time.
+``Engine`` reads the graph of a given output. ``train_gramian`` and ``cross_gramian`` run a model on
+pairs of blocks of samples, so that K is their only large array.
 """
 
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
@@ -33,32 +30,31 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 
 class Engine:
-    """Computes J J^T, J the Jacobian of an output with respect to the parameters of modules.
+    """Compute J J^T, with J the Jacobian of an output with respect to the parameters of modules.
 
-    The engine reads the computation graph that a forward pass has left. It adds no hooks to the
-    modules, keeps no state between calls, and leaves the graph as it was, so that
-    ``output.backward(weights)`` works afterwards. No ``.grad`` changes. The Gramian belongs to the
-    forward pass that was made, with its dropout.
+    The engine reads the graph of a forward pass that was made, with its dropout. It adds no hooks
+    to modules, and changes neither the graph nor any ``.grad``.
 
-    With ``batch_dim`` one backward pass serves all samples as far as the graph says which entries
-    of a tensor belong to which sample. For linear layers, convolutions, embeddings, normalisation
-    layers, and parameters that are added or multiplied, the saved inputs and the gradients of the
-    outputs give the inner products of the samples' gradients. Any other operation is differentiated
-    once for each sample. Below an operation that hides the samples, such as a recurrent layer, the
-    engine computes as without ``batch_dim``. That takes longer and gives the same result.
+    With ``batch_dim``, one backward pass serves all samples. For a linear layer y_t = W x_t with
+    delta_t = df/dy_t, inner products of the gradients of samples i and j are
 
-    Without ``batch_dim`` all rows of the Jacobian go through the graph together, parameter by
-    parameter. So they do where parameters have hooks, or modules full backward hooks, which change
-    each row. ``batch_dim`` leaves out hooks on tensors made of parameters, such as a view.
+        <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>,
+
+    and similarly for convolutions, embeddings, normalization layers, and parameters that are added
+    or multiplied. Other operations are differentiated once for each sample. Below an operation that
+    mixes samples, such as a recurrent layer, the engine computes as without ``batch_dim``.
+
+    Without ``batch_dim``, all rows of J are propagated together, one parameter after another. So
+    they are if parameters or modules have backward hooks, which change each row. With
+    ``batch_dim``, hooks on tensors computed from parameters, such as a view, are ignored.
 
     Args:
-        modules: Their parameters, and those of their children, are differentiated if they have
-            ``requires_grad``. No module may be part of another.
+        modules: Their parameters with ``requires_grad`` are differentiated, each once.
         batch_dim: The dimension of the output along which samples are independent: the entries of
             sample b depend on sample b of the data alone. None if there is no such dimension.
 
     Raises:
-        InputError: If there is no module, or if one is part of another.
+        InputError: If there is no module.
 
     Example:
         >>> import torch
@@ -71,7 +67,7 @@ class Engine:
                 [ 2.,  1.]])
 
     Source: Quinton and Rey, "Jacobian Descent for Multi-Objective Optimization", arXiv 2406.16232,
-    section 6, on uses of the Gramian. The algorithm is our own.
+    section 6, on uses of the Gramian. The algorithm is new.
     """
 
     def __init__(self, *modules: nn.Module, batch_dim: int | None = None):
@@ -79,16 +75,6 @@ class Engine:
             raise InputError(
                 "The engine needs at least one module. Found none.", code="gramian.no_module"
             )
-        for i, module in enumerate(modules):
-            for j, other in enumerate(modules):
-                if i != j and any(part is module for part in other.modules()):
-                    raise InputError(
-                        "None of the engine's modules may be part of another, or be there twice. "
-                        f"Found {type(module).__name__} (number {i + 1}) in "
-                        f"{type(other).__name__} (number {j + 1}). Leave the inner one out: its "
-                        "parameters count as parameters of the outer one.",
-                        code="gramian.nested_module",
-                    )
         self._modules = modules
         self._batch_dim = batch_dim
 
@@ -99,15 +85,15 @@ class Engine:
             output: Real numbers with a graph, of any shape.
 
         Returns:
-            Shape [m1, ..., mk, mk, ..., m1], the output's dtype, on its device: entry
+            Shape [m1, ..., mk, mk, ..., m1], of the output's dtype and device: entry
             [i1, ..., ik, jk, ..., j1] is the inner product of the gradients of output[i1, ..., ik]
             and output[j1, ..., jk]. Zero if the output doesn't depend on the parameters.
 
         Raises:
-            InputError: If the output has no graph, if it has no dimension ``batch_dim``, or if a
-                module takes statistics over samples that ``batch_dim`` says are independent.
-            RuntimeError: If an operation of the graph cannot be differentiated, for example because
-                an earlier backward pass has freed it.
+            InputError: If the output has no graph or no dimension ``batch_dim``, or if a module
+                computes statistics along ``batch_dim``.
+            RuntimeError: If an operation can't be differentiated, for example because an earlier
+                backward pass has freed it.
         """
         parameters = [
             parameter
@@ -115,23 +101,7 @@ class Engine:
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
-        try:
-            return parameter_gramian(output, parameters, self._batch_dim)
-        except MixedSamplesError:
-            pass  # says less than the modules do
-        names = [
-            f"{name or 'the module itself'} ({type(part).__name__})"
-            for module in self._modules
-            for name, part in module.named_modules()
-            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-        ]
-        raise InputError(
-            "With batch_dim, samples must be independent. Found statistics over the samples in "
-            f"{', '.join(names) or 'a batch normalisation'}. Put it in evaluation mode before the "
-            "forward pass, replace it (by GroupNorm or InstanceNorm, say), or leave batch_dim out, "
-            "which is slower but always right.",
-            code="gramian.mixed_samples",
-        )
+        return parameter_gramian(output, parameters, self._batch_dim)
 
 
 def train_gramian(
@@ -140,12 +110,14 @@ def train_gramian(
     output: ModelOutput,
     blocks: Sequence[Samples],
 ) -> np.ndarray:
-    """Return K = J J^T, shape (n, n), float64, exactly symmetric; J are gradients of f, (n, p).
+    """Return K = J J^T, shape (n, n), float64, exactly symmetric, with J the gradients of f.
 
-    Each pair of blocks takes one pass through the model. Choose the largest blocks that memory
-    allows, because fewer blocks are faster. How samples are cut into blocks changes the result by
-    rounding only. The model is in evaluation mode, on the blocks' device; the parameters are from
-    ``select_parameters``. Blocks of no samples, and a model that mixes them, are refused.
+    Each pair of blocks takes one pass through the model. Choose the largest blocks that fit into
+    memory, because fewer blocks are faster. The division into blocks changes the result by rounding
+    only. The model must be in evaluation mode, on the blocks' device.
+
+    Raises:
+        InputError: If there is no sample, or if the model computes statistics over samples.
     """
     batches = [as_batch(block, output) for block in blocks]
     starts = _starts(batches)
@@ -153,8 +125,8 @@ def train_gramian(
     pairs = list(itertools.combinations(range(len(batches)), 2)) or [(0,)]
     for pair in pairs:
         part = _gramian_of(model, parameters, output, [batches[i] for i in pair])
-        places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in pair])
-        gramian[np.ix_(places, places)] = part
+        rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in pair])
+        gramian[np.ix_(rows, rows)] = part
     lower = np.tril(gramian)
     return lower + np.tril(lower, -1).T
 
@@ -166,9 +138,9 @@ def cross_gramian(
     train_blocks: Sequence[Samples],
     target_blocks: Sequence[Samples],
 ) -> np.ndarray:
-    """Return K_t = J J_t^T, (n, m), float64, between train samples and targets.
+    """Return K_t = J J_t^T, shape (n, m), float64, of training samples and targets.
 
-    Both come in blocks, and what is refused is as for ``train_gramian``.
+    Blocks and errors are those of ``train_gramian``.
     """
     train = [as_batch(block, output) for block in train_blocks]
     targets = [as_batch(block, output) for block in target_blocks]
@@ -200,31 +172,20 @@ def _gramian_of(
     with graph_to(model, parameters.values()):
         outputs = output.read(batch.given_to(model))
         values = over_samples(output.value, outputs, batch.labels)
-    try:
-        with memory_formats_kept_apart(values):
-            gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
-    except MixedSamplesError:
-        raise InputError(
-            "A model output must depend on its own sample alone. Found statistics over samples: "
-            "a batch normalisation in training mode, or one that keeps no running statistics. Put "
-            "the model in evaluation mode, or give that layer running statistics.",
-            code="gramian.mixing_model",
-        ) from None
+    with memory_formats_kept_apart(values):
+        gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
     return gramian.to("cpu", torch.float64).numpy()
 
 
 def parameter_gramian(
     output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
 ) -> Tensor:
-    """Return what ``Engine.compute_gramian`` does; a parameter that is given twice counts once.
-
-    A ``MixedSamplesError`` says that an operation takes statistics over independent samples.
-    """
+    """Return what ``Engine.compute_gramian`` does; a parameter that is given twice counts once."""
     if not (isinstance(output, Tensor) and output.requires_grad):
         kind = "no gradient" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
-            "The output must be a tensor with a graph, that is with requires_grad. "
-            f"Found {kind}. Call the modules outside of torch.no_grad(), and don't detach.",
+            f"The output must be a tensor with a graph, that is with requires_grad. Found {kind}. "
+            "Call the modules outside of torch.no_grad(), and don't detach.",
             code="gramian.no_graph",
         )
     n = output.numel()
@@ -234,8 +195,17 @@ def parameter_gramian(
     with torch.no_grad():
         dim = None if batch_dim is None else _checked_dim(output, batch_dim)
         plan = None
-        with suppress(UnreadableGraphError):
+        try:
             plan = None if dim is None else plan_of(output, parameters, dim)
+        except UnreadableGraphError:
+            pass  # hooks, which are called for each row
+        except MixedSamplesError:
+            raise InputError(
+                "Samples must be independent. Found a batch normalization over them, in training "
+                "mode or without running statistics. Set the model to evaluation mode before the "
+                "forward pass, or use GroupNorm. An Engine without batch_dim accepts it.",
+                code="gramian.mixed_samples",
+            ) from None
         if dim is None or plan is None:
             by_rows(products, output, parameters)
         else:
@@ -244,7 +214,7 @@ def parameter_gramian(
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                # An operation that cannot take several rows at once; its own error comes again.
+                # An operation can't be vmapped. Any other error of it is raised again below.
                 gramian.zero_()
                 by_rows(_Products(gramian), output, parameters)
             else:
@@ -259,8 +229,8 @@ def _checked_dim(output: Tensor, batch_dim: int) -> int:
     if not -output.ndim <= batch_dim < output.ndim:
         raise InputError(
             f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
-            f"{tuple(output.shape)}. Give one output or loss a sample, with "
-            'reduction="none" for instance, or leave batch_dim out.',
+            f"{tuple(output.shape)}. Give one output or loss for each sample, for example by "
+            'reduction="none", or leave batch_dim out.',
             code="gramian.batch_dim",
         )
     return batch_dim % output.ndim
@@ -268,7 +238,7 @@ def _checked_dim(output: Tensor, batch_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """Adds up inner products in ``gramian``, shape (rows, rows), parameter by parameter."""
+    """A consumer that adds inner products to ``gramian``, shape (rows, rows)."""
 
     gramian: Tensor
     in_order: ClassVar[bool] = False

@@ -1,0 +1,185 @@
+"""Compute per-sample gradients of a convolution's weight, which is a linear layer on patches."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from trak_core.gradients.gradient_terms import (
+    Contribution,
+    Outer,
+    add_product,
+    pieces,
+    prefers_inner_products,
+)
+
+# With this many input channels or more, a product for each kernel position is faster than patches.
+_BY_PLACE_CHANNELS = 8
+# With this many or more, torch's convolution is faster than patches to form gradients.
+_BY_LIBRARY_CHANNELS = 4
+# The gradient of a convolution's weight, for kernels of 1, 2 and 3 dimensions.
+_WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Patches(Contribution):
+    """Gradients of a convolution's weight, of shape (outputs, inputs / groups, *kernel).
+
+    A convolution is a linear layer on patches of its input (im2col, ``torch.nn.Unfold``):
+
+        dW_i[o, c, k] = sum_t delta_t[o] x_{s t + d k}[c]    (stride s, dilation d, pixel t)
+
+    Patches overlap, so that all of them take much more memory than the input. They are formed for
+    some channels c at a time, or, for one kernel position k at a time, read from the shifted input.
+
+    Attributes:
+        gradients: delta, shape (C, B, V, outputs, *output size).
+        images: x, shape (B, V, inputs, *size), with V images for each sample.
+    """
+
+    images: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        inputs = self.images.shape[2] // self.groups
+        return self.gradients.shape[3], inputs * math.prod(self.kernel)
+
+    def add_to(self, gramian: Tensor) -> None:
+        c, b, v, outputs = self.gradients.shape[:4]
+        inputs, window = self.images.shape[2] // self.groups, math.prod(self.kernel)
+        places = v * math.prod(self.gradients.shape[4:])
+        outputs //= self.groups
+        if prefers_inner_products(c * b, places, inputs * window, outputs):
+            for group in range(self.groups):
+                patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
+                gradients = self._gradients_of(group).transpose(-1, -2)
+                Outer(gradients, patches, is_transposed=True).add_to(gramian)
+        elif v == 1 and inputs >= _BY_PLACE_CHANNELS:
+            for rows in self._by_place():
+                add_product(gramian, rows)
+        else:
+            each = b * window * max(places, c * outputs)
+            for group in range(self.groups):
+                gradients = self._gradients_of(group)
+                for part in pieces(inputs, each):
+                    patches = self._patches(group, part)
+                    rows = gradients @ patches.transpose(-1, -2)
+                    add_product(gramian, rows.reshape(c * b, -1))
+
+    def part(self, first: int, last: int) -> Tensor:
+        inputs = self.images.shape[2] // self.groups
+        c, _, v, outputs = self.gradients.shape[:4]
+        is_cut = self.groups > 1 and last - first < outputs
+        if c == v == 1 and inputs >= _BY_LIBRARY_CHANNELS and not is_cut:
+            return self._by_library(first, last)
+        each = self.gradients.shape[3] // self.groups
+        parts = []
+        for group in range(first // each, -(-last // each)):
+            own = slice(max(0, first - group * each), min(each, last - group * each))
+            patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
+            parts.append(self._gradients_of(group)[:, :, own] @ patches)
+        return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
+
+    def _by_library(self, first: int, last: int) -> Tensor:
+        """Return gradients by torch's own kernel, for one convolution with B groups.
+
+        Samples are put into channels, so that a grouped convolution keeps their gradients apart.
+        """
+        gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
+        n_samples, outputs = gradients.shape[:2]
+        size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
+        grouped = _WEIGHT_GRADIENTS[len(self.kernel) - 1](
+            images.reshape(1, -1, *images.shape[2:]),
+            size,
+            gradients.reshape(1, -1, *gradients.shape[2:]),
+            self.stride,
+            self.padding,
+            self.dilation,
+            n_samples * self.groups,
+        )
+        return grouped.reshape(n_samples, -1)
+
+    def _gradients_of(self, group: int) -> Tensor:
+        """Return one group's delta, shape (C, B, outputs / groups, V x pixels)."""
+        n = self.gradients.shape[3] // self.groups
+        part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
+        return part.transpose(2, 3).flatten(3)
+
+    def _patches(self, group: int, part: slice) -> Tensor:
+        """Return patches of some channels of a group, shape (B, channels x window, V x pixels)."""
+        first = group * (self.images.shape[2] // self.groups)
+        images = self.images[:, :, first + part.start : first + part.stop]
+        images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
+        sizes = self.gradients.shape[4:]
+        n_dims = len(self.kernel)
+        steps = images.stride()[-n_dims:]
+        windows = images.as_strided(
+            (*images.shape[:3], *self.kernel, *sizes),
+            (
+                *images.stride()[:3],
+                *(step * d for step, d in zip(steps, self.dilation, strict=True)),
+                *(step * d for step, d in zip(steps, self.stride, strict=True)),
+            ),
+            images.storage_offset(),
+        )
+        b, v = images.shape[:2]
+        flat = windows.reshape(b, v, -1, math.prod(sizes))
+        return flat.transpose(1, 2).flatten(2)
+
+    def _by_place(self) -> Iterator[Tensor]:
+        """Yield the gradients of the weights at each kernel position, shape (rows, entries).
+
+        delta is padded to the input's width, so that the input shifted by k is a slice of the
+        flattened input. With a stride s, the input is split into s interleaved images (phases), of
+        which position k reads phase k mod s.
+        """
+        c, b, _, outputs = self.gradients.shape[:4]
+        phases = self._phases()
+        grid = phases.shape[-len(self.kernel) :]
+        sizes = self.gradients.shape[4:]
+        wider = [(0, width - size) for size, width in zip(sizes, grid, strict=True)]
+        margins = [n for pair in wider[:0:-1] for n in pair]
+        gradients = F.pad(self.gradients[:, :, 0], margins) if any(margins) else self.gradients
+        gradients = gradients.reshape(c * b, outputs, -1)
+        steps = [math.prod(grid[i + 1 :]) for i in range(len(grid))]
+        length = 1 + sum(step * (size - 1) for step, size in zip(steps, sizes, strict=True))
+        gradients = gradients[..., :length]
+        n_outputs, n_inputs = outputs // self.groups, self.images.shape[2] // self.groups
+        for place in itertools.product(*map(range, self.kernel)):
+            moves = [at * d for at, d in zip(place, self.dilation, strict=True)]
+            phase = tuple(move % s for move, s in zip(moves, self.stride, strict=True))
+            start = sum(
+                move // s * step for move, s, step in zip(moves, self.stride, steps, strict=True)
+            )
+            moved = phases[phase].flatten(2)[..., start : start + length].mT
+            for group in range(self.groups):
+                own = gradients[:, group * n_outputs : (group + 1) * n_outputs]
+                seen = moved[..., group * n_inputs : (group + 1) * n_inputs]
+                for part in pieces(n_inputs, c * b * n_outputs):
+                    inputs = seen[..., part]
+                    yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
+
+    def _phases(self) -> Tensor:
+        """Return the phases of the padded images, shape (*stride, B, inputs, *size / stride)."""
+        images = self.images[:, 0]
+        margins = [
+            (pad, pad + -(size + 2 * pad) % step)
+            for size, pad, step in zip(images.shape[2:], self.padding, self.stride, strict=True)
+        ]
+        flat = [n for pair in margins[::-1] for n in pair]
+        images = F.pad(images, flat) if any(flat) else images.contiguous()
+        for i, step in enumerate(self.stride):
+            images = images.unflatten(2 + 2 * i, (-1, step))
+        n = len(self.stride)
+        remainders = [3 + 2 * i for i in range(n)]
+        return images.permute(*remainders, 0, 1, *(2 + 2 * i for i in range(n))).contiguous()
