@@ -1,4 +1,4 @@
-"""What decides each job's numbers, from a config: no Snakemake, no torch."""
+"""The specs of all jobs of a config, without Snakemake or torch."""
 
 import copy
 import re
@@ -72,8 +72,8 @@ def made(tmp_path, monkeypatch):
 
 
 def all_specs(specs):
-    """Every spec that a job gets, by the job."""
-    found = {
+    """Return the spec of every job, by the name of the job."""
+    by_job = {
         "features": specs.features("c0", "few"),
         "train": specs.features("c0", "train"),
         "normal_matrix": specs.normal_matrix("c0"),
@@ -83,10 +83,10 @@ def all_specs(specs):
         "self_influence": specs.self_influence,
     }
     if "subsets" in specs.evaluation:
-        found["random_subsets"] = specs.random_subsets
+        by_job["random_subsets"] = specs.random_subsets
     if "removals" in specs.evaluation:
-        found |= {by: specs.removals_spec(by) for by in ("random", "top")}
-    return found
+        by_job |= {by: specs.removals_spec(by) for by in ("random", "top")}
+    return by_job
 
 
 def test_a_spec_is_what_its_plain_values_say(made):
@@ -280,10 +280,7 @@ WHOLE = {**UNIT, "weighting": "plain", "loss_weight_power": 1}
     [
         ("image_classification", ENDS, {}, "product_of_averages", "plain", 0.5),
         ("regression", ENDS, {}, "product_of_averages", "plain", 1),
-        ("text_classification", ENDS, {}, "product_of_averages", "plain", 0.5),
-        ("language_modelling", ENDS, {}, "product_of_averages", "plain", 0.5),
         ("image_classification", ALONG, {}, "unit_average", "curvature", 0.75),
-        ("text_classification", ALONG, {}, "unit_average", "curvature", 0.75),
         ("regression", ALONG, {}, "unit_average", "curvature", 1),
         # No curvature, or one of e^-100.
         ("segmentation", ALONG, {}, "unit_average", "plain", 0.75),
@@ -304,9 +301,6 @@ def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weig
     assert spec.curvature_power == of_curvature[weighting]
     for key in WHOLE:
         assert (f"{key} is" in specs.defaults) == (key not in given)
-    article = "no" if output == "regression" else "a"
-    said = f"{output}, whose loss weight is {article} probability"
-    assert (said in specs.defaults) == ("loss_weight_power" not in given)
 
 
 def test_a_run_is_trained_once_for_all_of_its_times(made):
@@ -365,7 +359,6 @@ def test_the_very_training_is_that_of_the_first_runs(made):
     ("runs", "found"),
     [
         ({"c0": {"seed": 0}}, "c0: {seed: 0, steps: 5}"),
-        ({"c0": {"seed": 0}, "c1": {}}, "c0: {seed: 0, steps: 5}, c1: {seed: None, steps: 5}"),
         (
             {"c0": {"seed": 0}, "c1": {"seed": 0}},
             "c0: {seed: 0, steps: 5}, c1: {seed: 0, steps: 5}",
@@ -416,14 +409,12 @@ def test_what_is_measured(made):
 @pytest.mark.parametrize(
     ("n_params", "proj_dim", "kind"),
     [
-        (38_282, 1024, "rademacher"),
         (2**17, 1024, "rademacher"),
         (2**17 + 1, 1024, "hadamard"),
         (2**17, 1023, "rademacher"),
         (2**20, 1000, "tensor_sketch"),
         (2**24, 4096, "hadamard"),
         (2**24 + 1, 4096, "tensor_sketch"),
-        (124_000_000, 2048, "tensor_sketch"),
     ],
 )
 def test_the_kind_that_a_size_takes(n_params, proj_dim, kind):

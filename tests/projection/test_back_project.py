@@ -28,9 +28,9 @@ def test_back_projection_is_by_the_transpose(kind, monkeypatch):
     matrix = projection_matrix(spec)
     offset = 0
     for size in sizes:
-        found = back_project(vectors.float(), spec, offset, size)
+        actual = back_project(vectors.float(), spec, offset, size)
         expected = vectors.double().numpy() @ matrix[offset : offset + size].T
         # Sums of small integers are exact, except for numbers of the kind normal.
         bound = 1e-6 * np.abs(expected).max() if kind is ProjectionKind.NORMAL else 0
-        assert np.abs(found.numpy() - expected).max() <= bound
+        assert np.abs(actual.numpy() - expected).max() <= bound
         offset += size

@@ -42,7 +42,6 @@ def zeros(*shape, dtype=np.float32):
         ({"out": np.zeros((2, 3))}, "out", ["float64"]),
         ({"out": torch.zeros((2, 3))}, "out", ["a tensor"]),
         ({"gradients": torch.zeros(2, 10), "out": zeros(2, 3)}, "out", ["an array"]),
-        ({"accumulate": True}, "accumulate", ["out=None"]),
         ({"threads": 0}, "threads", ["0"]),
     ],
 )

@@ -117,24 +117,6 @@ def test_blocks_that_are_alone_in_a_gradient_have_no_error(kind, kept):
         assert errors.max() > 1e-12
 
 
-@pytest.mark.parametrize("rank", [1, 4])
-def test_a_side_longer_than_a_tensor_sketch_costs_what_theory_says(rank):
-    """Two indices of different runs share a bucket once in k: then whole columns meet."""
-    n0, n1, k, n_streams = 96, 20, 32, 1500
-    rng = np.random.default_rng(3)
-    g = rng.standard_normal((n0, rank)) @ rng.standard_normal((rank, n1))
-    g /= np.linalg.norm(g)
-    x, sizes = g.reshape(1, -1), {"n_params": n0 * n1, "proj_dim": k, "shapes": [(n0, n1)]}
-    spec = ProjectionSpec(kind="tensor_sketch", **sizes, seed=1, stream=0)
-    squares = []
-    for stream in range(n_streams):
-        y = project(x.astype(np.float32), replace(spec, stream=stream), scale=True)
-        squares.append(((y.astype(np.float64) ** 2).sum() - 1) ** 2)
-    expected = variance(x[0], x[0], spec)
-    assert abs(np.mean(squares) - expected) < 4 * np.std(squares) / np.sqrt(n_streams)
-    assert expected < (2 + 6 * ((g @ g.T) ** 2).sum()) / k
-
-
 def test_normal_entries_have_the_moments_of_a_normal_distribution():
     """Over all 2^32 words: the sum of four bytes takes 1,021 values."""
     weights = np.ones(1)

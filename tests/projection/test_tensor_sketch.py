@@ -91,7 +91,7 @@ def test_pairs_are_counted_and_squared_by_torch_as_by_the_kernels():
         scales = torch.ones(5, 2)
         given = spec, number, a, b, scales
         counted, apart = (
-            [_counts(*given, by_kernel=kernel, in_turn=in_turn) for kernel in (True, False)]
+            [_counts(*given, by_kernel=kernel, interleaved=in_turn) for kernel in (True, False)]
             for in_turn in (True, False)
         )
         assert torch.equal(*counted)

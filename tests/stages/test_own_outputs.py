@@ -124,9 +124,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_an_example_is_short_and_its_config_is_one(name):
-    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-    assert len([line for line in lines if line]) <= 30
+def test_the_config_of_an_example_is_valid(name):
     check_config(config_of(name), SCHEMA)
 
 
@@ -205,8 +203,7 @@ def test_an_example_runs_to_the_report(name, trained, tmp_path):
     assert ("Loss weights. All are 1" in page.text) == (name != "ranking")
 
 
-@pytest.mark.usefixtures("no_figure")
-def test_words_that_nobody_gave(trained, tmp_path):
+def test_tables_of_an_output_without_descriptions(trained, tmp_path):
     study, checkpoint = trained["policy"]
     run = study.path, {"run0": checkpoint}, TARGETS
     name = config_of("policy")["model_output"]["function"]
@@ -216,18 +213,6 @@ def test_words_that_nobody_gave(trained, tmp_path):
     labels = torch.stack([sample[1].mean() for sample in study.split("train", None).samples])
     assert np.allclose(table["label"], labels)
     assert np.array_equal(table["prediction"], table["output"])
-    draw_influences(
-        figure=tmp_path / "f.png",
-        answer=tmp_path / "a.html",
-        texts=tmp_path / "t.h5",
-        scores=scores,
-        study_file=study.path,
-        code="code",
-    )
-    answer = (tmp_path / "a.html").read_text()
-    assert f"the number that {name} returns" in answer
-    assert re.findall(r'"also": ?"([^"]*)"', answer) != []
-    assert set(re.findall(r'"also": ?"([^"]*)"', answer)) == {""}
 
 
 class Pair(nn.Module):
@@ -320,10 +305,6 @@ def ask(f, model=None, labels=None):
 LABELS = torch.zeros(4, dtype=torch.int64)
 
 
-def test_an_entry_is_taken_as_usual():
-    assert ask(lambda x, label: x.log_softmax(0)[label], labels=LABELS) is gradients_at_once
-
-
 def test_randomness_is_refused_wherever_it_comes_from():
     line = re.compile(r"/\S+test_own_outputs.py:\d+: .*LABELS\)")
     with refused("model_outputs.random", line):
@@ -365,7 +346,7 @@ def test_what_is_no_output_is_refused():
         own_output(lambda x, label, model: x, "outputs.py:f")
     with refused("model_outputs.arguments", "(x, label=None)"):
         own_output(lambda x, label=None: x, "outputs.py:f")
-    with refused("model_outputs.arguments", "a function that does not say its arguments"):
+    with refused("model_outputs.arguments", "a function without a signature"):
         own_output(torch.sum, "outputs.py:f")
 
 

@@ -1,10 +1,9 @@
-"""HDF5 artifacts, format 1: how every file is written, and what a reader makes sure of.
+"""Read and write HDF5 artifacts, format 2.
 
-A file is complete under its final name or it is not there. It carries what decided its numbers
-(``spec``), what made it (``provenance``), a hash of its content, and at its end one of all its
-bytes, which is compared before HDF5 opens it. Matrices lie in pandas' own
-*fixed* frame layout, so that ``pandas.read_hdf(path, key)`` gives a labelled frame and h5py sees an
-ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
+A file is complete under its final name, or it does not exist. It contains the settings that
+determine its numbers (``spec``), software and device (``provenance``), and a hash of its content.
+Matrices have pandas' *fixed* frame layout: ``pandas.read_hdf(path, key)`` returns a labelled frame,
+and h5py reads an ordinary chunked dataset, ``<key>/block0_values``.
 """
 
 from trak_core.artifacts.check_consistency import (

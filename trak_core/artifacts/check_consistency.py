@@ -1,4 +1,4 @@
-"""Refuse files that don't belong together, or that were made for another config."""
+"""Refuse files that do not belong together or were made for another config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,22 +10,26 @@ from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
 
-# What one checkpoint's files of both splits must share.
+# The keys of the spec in which a checkpoint's files of both splits must agree.
 _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")
 _SHARED += ("dtype", "study_digest")
 
 
-def check_same(part: str, expected: Any, own: Any, file: Artifact) -> None:
-    """Refuse a file that differs from the config, or from a file it will be combined with.
+def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
+    """Refuse a file that differs from the config or from a file to be combined with it.
 
-    ``part`` names what is compared, ``own`` its value in the file. Dicts are compared key by key.
+    ``part`` is the name of the compared value for the message, ``actual`` the value in the file.
+    Only the differing keys of dicts are shown.
     """
-    if expected == own:
+    if expected == actual:
         return
-    if isinstance(expected, dict) and isinstance(own, dict):
-        keys = sorted(k for k in expected.keys() | own.keys() if expected.get(k) != own.get(k))
-        expected, own = ({k: spec.get(k) for k in keys} for spec in (expected, own))
-    texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in (str(expected), str(own))]
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        union = expected.keys() | actual.keys()
+        keys = sorted(key for key in union if expected.get(key) != actual.get(key))
+        expected, actual = ({key: spec.get(key) for key in keys} for spec in (expected, actual))
+    texts = [
+        text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, (expected, actual))
+    ]
     raise ArtifactError(
         f"{file.path}: files to be combined must agree in the {part}. Expected {texts[0]}, found "
         f"{texts[1]}. Delete the file and run snakemake again: rule {file.kind.rule} remakes it."
@@ -35,8 +39,7 @@ def check_same(part: str, expected: Any, own: Any, file: Artifact) -> None:
 def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
     """Refuse a file that was made for another config than today's.
 
-    An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
-    itself says what it is. Its projection is compared in the config's keys, its checkpoint by id.
+    A job that outlived its Snakemake may leave a complete file that Snakemake has no record of.
     """
     shard = artifact.spec.get("shard")
     check_same("rows: the whole split", None, shard, artifact)
@@ -46,27 +49,30 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
 def made_for(
     artifact: Artifact, spec: FeaturesSpec | ScoresSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a file's specification must be for a config, and what it is, by key."""
-    own, expected = artifact.spec, spec.as_dict()
-    own = {key: own.get(key) for key in expected} | {"projection": own.get("projection")}
-    if isinstance(own["projection"], dict):
-        own["projection"] = {key: own["projection"].get(key) for key in expected["projection"]}
-    if isinstance(own["checkpoint"], dict):
-        own["checkpoint"] = own["checkpoint"].get("id")
-    return expected, own
+    """Return the expected and the actual spec of a file, with the keys of a config.
+
+    The projection is restricted to its keys in the config, the checkpoint to its id.
+    """
+    expected = spec.as_dict()
+    actual = {key: artifact.spec.get(key) for key in expected}
+    if isinstance(actual["projection"], dict):
+        actual["projection"] = {k: actual["projection"].get(k) for k in expected["projection"]}
+    if isinstance(actual["checkpoint"], dict):
+        actual["checkpoint"] = actual["checkpoint"].get("id")
+    return expected, actual
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:
-    """Refuse models retrained for another config than today's, or that lack a key of ``more``."""
+    """Refuse models that were retrained for another spec or other values of ``more``."""
     expected = spec.as_dict() | more
-    own = {key: artifact.spec.get(key) for key in expected}
-    check_same("settings of today's config", expected, own, artifact)
+    actual = {key: artifact.spec.get(key) for key in expected}
+    check_same("settings of today's config", expected, actual, artifact)
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of selected targets, of one file at most; None without one.
+    """Return the ids of selected targets from the first file, or None without files.
 
-    They must have been selected by the description that ``spec`` is made for.
+    A file of targets that were selected by another condition than that of ``spec`` is refused.
     """
     for path in paths:
         with open_artifact(path, TARGETS) as file:
@@ -77,28 +83,28 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 
 
 def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
-    """Return what both splits' specifications share, for the scores' own; refuse other files."""
+    """Refuse files of two splits that do not belong together. Return their specs' shared part."""
     check_made_for(train, spec.of_train())
     check_made_for(targets, spec.of_targets())
-    shared, own = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
-    check_same("specification of both splits", shared, own, targets)
+    shared, actual = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
+    check_same("specification of both splits", shared, actual, targets)
     return shared
 
 
 def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
-    """Refuse score files of different experiments, settings, samples or checkpoints.
+    """Refuse score files of other experiments, settings, samples or checkpoints.
 
-    There is a file for each checkpoint, in the order of ``spec.checkpoints``.
+    ``parts`` has one file for each checkpoint, in the order of ``spec.checkpoints``.
     """
     first = parts[0]
     for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
         check_made_for(part, spec.under(checkpoint))
-        expected, own = (file.spec.get("parameters_digest") for file in (first, part))
-        check_same("names and shapes of parameters", expected, own, part)
-        # Each checkpoint has a stream of its own.
-        expected, own = (file.spec["projection"] | {"stream": None} for file in (first, part))
-        check_same("projection", expected, own, part)
-        # Labels too: the study's data files may have changed between two checkpoints' jobs.
+        expected, actual = (file.spec.get("parameters_digest") for file in (first, part))
+        check_same("names and shapes of parameters", expected, actual, part)
+        # The stream differs between checkpoints.
+        expected, actual = (file.spec["projection"] | {"stream": None} for file in (first, part))
+        check_same("projection", expected, actual, part)
+        # The study's data files may have changed between the jobs of two checkpoints.
         for key in ("train_ids", "target_ids", "train_labels", "target_labels"):
             if not np.array_equal(first.vector(key), part.vector(key)):
                 check_same(key.replace("_", " "), first.ids(key), part.ids(key), part)

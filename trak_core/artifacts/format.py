@@ -1,12 +1,12 @@
-"""The file format that writer and reader share: kinds, layout, JSON objects and content hash.
+"""Define the file format: kinds of files, layout, JSON objects and content hash.
 
-Every dataset with values has HDF5's own checksums, Fletcher-32, and the file the layout of HDF5
-1.10, which has checksums of all else: names, attributes, shapes and places. So h5py and pandas
-notice a flipped bit where they read it.
+Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums of all metadata
+(names, attributes, shapes, addresses). Therefore h5py and pandas detect a flipped bit when they
+read it.
 
-Specification and provenance are JSON in an attribute each, except for their lists, because an
-attribute holds 64 KiB and lists grow with a study. Each list is a vector in the group of the same
-name, one JSON text an element. With h5py alone:
+Spec and provenance are JSON in one attribute each, except for their lists. An attribute is limited
+to 64 KiB, and lists grow with a study. Each list is a vector in the group of the same name, with
+one JSON text for each element. With h5py alone:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -27,17 +27,20 @@ from trak_core.errors import InputError
 from trak_core.spec import EXACT, GAUSS_NEWTON
 
 VERSION = 2
-# HDF5 of before has no checksums of metadata; PyTables brings an HDF5 that can read no later one.
+# Earlier versions have no checksums of metadata, and the HDF5 of PyTables reads no later ones.
 LIBVER = ("v110", "v110")
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactKind:
-    """One kind of file: the name that it gives itself, what it must hold, and its rule.
+    """A kind of file.
 
-    ``samples`` are vectors of ids, each with the vectors that have as many entries, if those are
-    there.
+    Attributes:
+        encoding_type: The name in the file's attribute ``encoding-type``.
+        keys: Objects that the file must contain.
+        rule: The rule that writes it.
+        samples: For each vector of ids, the vectors that must have the same length if they exist.
     """
 
     encoding_type: str
@@ -77,7 +80,7 @@ GRAMIAN = ArtifactKind(
     "compute_gramian",
     {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
-# The same files by other roads.
+# The same files from other rules.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 NEWTON_SCORES = replace(CHECKPOINT_SCORES, rule="compute_newton_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
@@ -98,7 +101,7 @@ TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-# Every kind once; ``verify`` knows a file by its type and keys.
+# ``verify`` finds the kind of a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES),
     SCORES_SHARD,
@@ -109,7 +112,7 @@ KINDS = (
 
 
 def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
-    """Return the kind of one checkpoint's scores by the projection of their spec."""
+    """Return the kind of one checkpoint's scores for a projection in their spec."""
     others = {EXACT: EXACT_SCORES, GAUSS_NEWTON: NEWTON_SCORES}
     return others.get(projection.get("kind", ""), CHECKPOINT_SCORES)
 
@@ -119,7 +122,7 @@ class ArtifactError(InputError):
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Return ids as they are stored: integers, or UTF-8 strings of a fixed length."""
+    """Return ids in their stored form: integers, or UTF-8 strings of a fixed length."""
     if isinstance(ids, np.ndarray):
         return ids
     if all(isinstance(i, str) for i in ids):
@@ -135,7 +138,7 @@ def plain_ids(stored: np.ndarray) -> list[Any]:
 
 
 def _blocks(dataset: h5py.Dataset) -> Iterator[np.ndarray]:
-    if not dataset.chunks:  # one value, or none
+    if not dataset.chunks:  # a scalar or an empty dataset
         yield np.asarray(dataset[()])
         return
     for start in range(0, len(dataset), dataset.chunks[0]):
@@ -149,28 +152,28 @@ def _is_finite(block: np.ndarray) -> bool:
 
 
 class ValuesHash:
-    """A hash of a dataset's values, from the first to the last, which must be finite."""
+    """An incremental hash of a dataset's values, which must be finite."""
 
     def __init__(self, name: str) -> None:
-        """Begin with the values of the dataset of this name."""
+        """Start the hash of the dataset with this name."""
         self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, block: np.ndarray) -> None:
-        """Go on with the next rows; a ``ValueError`` says that one is not finite."""
+        """Add the next rows. A ``ValueError`` refuses numbers that are not finite."""
         if not _is_finite(block):
             raise ValueError(f"{self._name!r} holds NaN or infinity")
         self._digest.update(np.ascontiguousarray(block).data)
 
     def hexdigest(self) -> str:
-        """Return the hash."""
+        """Return the hash of the rows added so far."""
         return self._digest.hexdigest()
 
 
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    Datasets whose ``ValuesHash`` is known, by name, are not read again. A ``ValueError`` names a
-    dataset that holds a number that isn't finite.
+    ``known`` has the ``ValuesHash`` of datasets by name, which are then not read. A ``ValueError``
+    refuses numbers that are not finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
 
@@ -194,7 +197,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes: PyTables reads texts only as UTF-8 of a fixed length."""
+    """Write attributes, texts as UTF-8 of a fixed length, which PyTables needs."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -205,45 +208,44 @@ def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
 
 
 def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
-    """Write plain values as an attribute; the lists among them, of any size, as datasets."""
+    """Write plain values as a JSON attribute, and the lists among them as datasets."""
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
     group = file.create_group(name) if lists else file
-    for key in sorted(lists):  # JSON is ASCII here
+    for key in sorted(lists):  # json.dumps returns ASCII
         texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
         put_vector(group, key, np.array(texts, dtype="S"))
 
 
 def put_vector(group: h5py.Group, name: str, values: np.ndarray, chunk: int | None = None) -> Any:
-    """Return a new dataset of these values, with checksums, which nothing at all needs none of."""
+    """Write values to a new dataset, with checksums unless it is empty."""
     chunks = (min(len(values), chunk or len(values)),)
     stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(values) else {}
     return group.create_dataset(name, data=values, **stored)
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return what ``write_object`` wrote; a ``ValueError`` if it is something else."""
+    """Return what ``write_object`` wrote."""
     text = file.attrs[name]
-    value = json.loads(text.decode() if isinstance(text, bytes) else str(text))
-    if not isinstance(value, dict):
-        raise ValueError(f"an attribute must be a JSON object, found {type(value).__name__}")
+    value: dict[str, Any] = json.loads(text.decode() if isinstance(text, bytes) else str(text))
     lists: Any = file.get(name, {})
     return value | {key: [json.loads(row) for row in rows[:]] for key, rows in lists.items()}
 
 
 def scales_of(key: str) -> str:
-    """Return the name of the scales of a frame's rows, which a frame of int8 comes with."""
+    """Return the name of the vector with the scales of the rows of an int8 frame."""
     return f"{key}_scales"
 
 
 def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows as int8, shape (n, k), and the scale that each must be multiplied by.
+    """Return rows quantized to int8, (n, k), and a float32 scale for each row, (n,).
 
-    A row's largest entry becomes 127 or -127, the others the nearest integers. A scale, float32,
-    has 17 significant bits, rounded up, so that float32 holds every product exactly, and rows with
-    an entry of 1e-37 or more are the same when what was read is stored again. Rows of zeros have
-    the scale 0. A row with NaN or infinity, or too close to the end of float32, has the scale NaN.
+    The rows are approximately ``integers * scales[:, None]``. The largest entry of a row becomes
+    127 or -127. Scales are rounded up to 17 significant bits, so that each product is exact in
+    float32, and quantizing the products again returns the same rows if an entry is at least 1e-37.
+    Rows of zeros have scale 0. Rows with NaN, infinity, or entries close to float32's maximum have
+    scale NaN.
     """
     most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -259,27 +261,27 @@ def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def table_columns(
     table: h5py.Dataset, columns: Iterable[tuple[str, str, int]], read: slice = slice(None)
 ) -> dict[str, Any]:
-    """Return columns of a table that pandas wrote, by name, field and place in the field.
+    """Return columns of a table that pandas wrote, by name.
 
-    A field is a column, or a block of columns of one dtype: strings or numbers. ``read`` are the
-    rows to be read.
+    ``columns`` has the name, the field and the index within the field of each column. A field is a
+    column or a block of columns with one dtype. ``read`` selects rows.
     """
     rows, values = table[read], {}
-    for name, part, place in columns:
-        column = rows[part] if rows[part].ndim == 1 else rows[part][:, place]
+    for name, field_name, index in columns:
+        block = rows[field_name]
+        column = block if block.ndim == 1 else block[:, index]
         values[name] = plain_ids(column) if column.dtype.kind == "S" else column
     return values
 
 
-# No more than so many bytes come of one that zlib wrote.
-_MOST_UNPACKED = 1032
+_MOST_UNPACKED = 1032  # the largest compression ratio of zlib
 _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
 def check_stored(file: h5py.File, name: str) -> None:
-    """Refuse, by a ``ValueError``, a link, and a dataset whose file does not hold all its values.
+    """Refuse, with a ``ValueError``, a link or a dataset with values outside of the file.
 
-    They may lie in another file, or be fewer than its shape says: HDF5 would fill in zeros.
+    If a file holds fewer values than a shape requires, HDF5 would return zeros.
     """
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link to another place")
@@ -306,6 +308,10 @@ def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
     return node
 
 
+def _described(dataset: h5py.Dataset) -> str:
+    return f"shape {dataset.shape}, dtype {dataset.dtype}"
+
+
 def _check_frame(name: str, group: h5py.Group) -> None:
     values, rows, columns, items = (
         dataset_in(group, part) for part in ("block0_values", "axis1", "axis0", "block0_items")
@@ -313,26 +319,25 @@ def _check_frame(name: str, group: h5py.Group) -> None:
     for axis in (rows, columns, items):
         if axis.ndim != 1 or axis.dtype.kind not in "iuS":
             raise ValueError(
-                f"{axis.name!r} must be a vector of integers or strings, found shape {axis.shape}, "
-                f"dtype {axis.dtype}"
+                f"{axis.name!r} must be a vector of integers or strings, found {_described(axis)}"
             )
     expected = (rows.size, columns.size)
     if values.shape != expected or items.size != columns.size or values.dtype.kind not in "fiu":
         raise ValueError(
-            f"{name!r} must hold numbers of shape {expected}, one row and one column an id, found "
-            f"shape {values.shape}, dtype {values.dtype}"
+            f"{name!r} must hold numbers of shape {expected}, as its ids, found "
+            f"{_described(values)}"
         )
     if values.dtype == np.int8:
         scales = dataset_in(group.file, scales_of(name))
         if scales.shape != rows.shape or scales.dtype != np.float32:
             raise ValueError(
-                f"{scales.name!r} must hold a scale for each of {rows.size} rows, float32, found "
-                f"shape {scales.shape}, dtype {scales.dtype}"
+                f"{scales.name!r} must hold a float32 scale for each of {rows.size} rows, found "
+                f"{_described(scales)}"
             )
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
-    """Refuse, by a ``ValueError``, frames and vectors of samples without one id or entry each."""
+    """Refuse, with a ``ValueError``, frames and vectors that do not match their ids."""
     for name, node in file.items():
         if isinstance(node, h5py.Group) and "block0_values" in node:
             _check_frame(name, node)
@@ -346,6 +351,6 @@ def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
             vector = dataset_in(file, name)
             if vector.shape != (size,) or vector.dtype.kind not in "fiubS":
                 raise ValueError(
-                    f"{name!r} must have one entry for each of the {size} {ids!r}, found shape "
-                    f"{vector.shape}, dtype {vector.dtype}"
+                    f"{name!r} must have one entry for each of the {size} {ids!r}, found "
+                    f"{_described(vector)}"
                 )

@@ -1,8 +1,8 @@
-"""Read artifacts, after making sure of all of them, and frames that users wrote with pandas.
+"""Read and check artifacts, and read frames that users wrote with pandas.
 
-Nothing is unpickled. HDF5 compares checksums of what it reads: whoever needs little of a file reads
-little of it. Few files are open at a time, because one job may read thousands: an open HDF5 file
-takes 0.8 MB, and on most systems a process may have 1,024 files open.
+Nothing is unpickled. HDF5 verifies the checksums of the parts that are read. A job may read
+thousands of files, but only a few are open at a time, because an open HDF5 file takes 0.8 MB and
+most systems allow a process 1,024 open files.
 """
 
 import contextlib
@@ -44,22 +44,23 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 class _HeldFile:
-    """A file that opens when it is read; beyond a number, the least recently used one closes."""
+    """A file that is opened when it is read. The least recently used ones are closed."""
 
-    _open: dict["_HeldFile", h5py.File] = {}  # by last use  # ruff: ignore[mutable-class-default]
+    # All open files in the order of their last use.
+    _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
 
     def __init__(self, path: Path) -> None:
-        """Remember which file lies at a path; an ``OSError`` if there is none."""
+        """Record the identity of the file at a path, which must exist."""
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
-        """Return the open file, valid until another is read; an ``OSError`` if it was replaced."""
+        """Return the open file, valid until another is read. ``OSError`` if it was replaced."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
-            # Blocks are read once: a cache a file would add up over the checkpoints.
-            # A whole file changes no more: it needs no lock, which some disks don't know.
+            # Blocks are read once, so a chunk cache for each checkpoint's file would waste memory.
+            # A complete file does not change, so it needs no lock, which some disks do not support.
             file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
             if _signature(self.path) != self._seen:
                 file.close()
@@ -68,13 +69,13 @@ class _HeldFile:
         return file
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close the file if it is open."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
 
 
 def _text(attribute: Any) -> Any:
-    """Return an attribute as text, where it is one."""
+    """Decode an attribute if it is bytes."""
     return attribute.decode() if isinstance(attribute, bytes) else attribute
 
 
@@ -91,7 +92,7 @@ class Artifact:
 
     @property
     def file(self) -> h5py.File:
-        """The file itself, valid until another artifact is read."""
+        """The open file, valid until another artifact is read."""
         try:
             return self.held.file()
         except OSError as error:
@@ -99,7 +100,7 @@ class Artifact:
             raise _refused(self.path, self.kind, must, f"Found: {error}") from error
 
     def attribute(self, name: str) -> Any:
-        """Return one of the file's own attributes: text, or a number."""
+        """Return a root attribute: a text or a number."""
         return _text(np.asarray(self.file.attrs[name]).item())
 
     def _dataset(self, key: str) -> h5py.Dataset:
@@ -114,7 +115,7 @@ class Artifact:
             return self._dataset(key)[rows]
 
     def matrix(self, key: str) -> "Rows":
-        """Return the values of a frame, to read by blocks."""
+        """Return the values of a frame, which are read when they are indexed."""
         dataset = self._dataset(f"{key}/block0_values")
         scales = scales_of(key) if dataset.dtype == np.int8 else None
         return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype, scales)
@@ -128,24 +129,24 @@ class Artifact:
         return plain_ids(self.vector(f"{key}/axis0"))
 
     def has(self, key: str) -> bool:
-        """Return whether the file holds this key."""
+        """Return whether the file contains this key."""
         with _explained(self.path, self.kind, f"Looking for {key!r}"):
             return key in self.file
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return one value a sample, of all samples or those from ``start`` to ``stop``."""
+        """Return a vector, or its entries from ``start`` to ``stop``."""
         return np.asarray(self._read(key, slice(start, stop)))
 
     def ids(self, key: str) -> list[Any]:
-        """Return ids stored as a vector."""
+        """Return a vector of ids as integers or strings."""
         return plain_ids(self.vector(key))
 
     def scalar(self, key: str) -> float:
-        """Return one number."""
+        """Return a number."""
         return float(np.asarray(self._read(key, ())))
 
     def table(self, key: str) -> "pd.DataFrame":
-        """Return a table, as pandas reads it but without unpickling anything."""
+        """Return a table like ``pandas.read_hdf``, but without unpickling anything."""
         import pandas as pd
 
         with _explained(self.path, self.kind, f"Reading {key!r}"):
@@ -155,10 +156,14 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The values of a frame, which ``rows[start:stop]`` reads: int8 as float32, by their scales.
+    """The values of a frame. ``rows[start:stop]`` reads them, and converts int8 to float32.
 
-    ``key`` is the dataset of the values, ``dtype`` how they are stored, and ``scales`` the vector
-    of the rows' scales; None where values are stored as they are.
+    Attributes:
+        artifact: The file.
+        key: The dataset of the values.
+        shape: (rows, columns).
+        dtype: The stored dtype.
+        scales: The vector of the rows' scales for int8, else None.
     """
 
     artifact: Artifact
@@ -176,7 +181,7 @@ class Rows:
         values = self.artifact._read(self.key, rows)
         if self.scales is None:
             return values
-        # Float32 holds these products exactly.
+        # These products are exact in float32.
         chosen = rows[0] if isinstance(rows, tuple) else rows
         scales = self.artifact._read(self.scales, chosen)
         return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
@@ -206,13 +211,13 @@ def _explained(
     except ArtifactError:
         raise
     except Exception as error:
-        # What h5py makes of damaged metadata is open-ended: any error is the file's.
+        # Damaged metadata can cause errors of any type in h5py.
         must = f"a {kind.encoding_type} file must be whole, as it was written"
         raise _refused(path, kind, must, f"{doing} failed: {_first_line(error)}") from error
 
 
 def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
-    """Return the artifact in a file whose metadata is what its kind must have."""
+    """Return the artifact in a file after checking its metadata."""
     path, name = held.path, kind.encoding_type
     with _explained(path, kind):
         file = held.file()
@@ -231,7 +236,7 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
 
 @contextlib.contextmanager
 def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
-    """Yield a file all of whose values lie in it."""
+    """Yield a file after checking that it contains all of its values."""
     if not path.is_file():
         raise _refused(path, kind, f"a {kind.encoding_type} file must be here", "Found nothing")
     held = _HeldFile(path)
@@ -247,15 +252,14 @@ def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
 
 @contextlib.contextmanager
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
-    """Yield an artifact for a ``with`` block, after making sure of what it is.
+    """Yield an artifact for a ``with`` block, after checking its metadata.
 
-    Damage is refused at the latest when the numbers are read that it is in, except numbers that
-    became zeros together with their checksum, which ``verify`` finds.
+    Damaged numbers are refused when they are read, unless both they and their checksum became
+    zeros. ``verify`` detects that too.
 
     Raises:
-        ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
-            or of shapes that don't fit together. It names the file, what was expected and found,
-            and the rule that remakes it.
+        ArtifactError: If the file is missing, damaged, of another kind or version, incomplete, or
+            has shapes that do not match. The message names the rule that remakes it.
 
     Example:
         >>> import tempfile
@@ -276,9 +280,9 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return a file's kind, after reading all of it and comparing its content hash.
+    """Return the kind of a file after reading all of it and comparing its content hash.
 
-    See ``open_artifact`` for the errors.
+    The errors are those of ``open_artifact``.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
     with _opened(path, unknown) as held, _explained(path, unknown):
@@ -296,8 +300,6 @@ def verify(path: Path) -> ArtifactKind:
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote; refuse anything else.
-
-    Its values must lie in the file itself.
 
     Returns:
         Values of shape (rows, columns), row ids and column ids.
@@ -328,6 +330,6 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             raise ValueError(f"{values.shape} values for {size}, or NaN among them")
     except MemoryError:
         raise
-    except Exception as error:  # as above: a damaged file's errors are of any kind
+    except Exception as error:  # A damaged file can cause errors of any type.
         raise ArtifactError(f"{must}. Found: {_first_line(error)}. {how}") from error
     return values, row_ids, column_ids

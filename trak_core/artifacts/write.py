@@ -1,4 +1,4 @@
-"""Write artifacts, whole under their final names or not at all, and say what made them."""
+"""Write artifacts, which appear complete under their final names or not at all."""
 
 import contextlib
 import json
@@ -32,16 +32,15 @@ from trak_core.artifacts.format import (
 )
 from trak_core.system.files import does_not_fit, written_whole
 
-if TYPE_CHECKING:  # most jobs write no table
+if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
 
-_Place = tuple[str, str, int]
-# Columns of a table: pandas' own, or stored ones by name.
+# Name, field and index within the field of a column of a stored table.
+_Column = tuple[str, str, int]
 Table = Union["pd.DataFrame", Mapping[str, np.ndarray]]
-# Rows of a table that pandas has at a time, in more memory than they take.
-_PIECE_ROWS = 2**18
-_PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
-# What PyTables and pandas look for, in the order in which files have it.
+_PIECE_ROWS = 2**18  # rows of a table that are written at a time, which bounds pandas' memory
+_PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout, which pandas 3 no longer writes
+# Attributes that PyTables and pandas need, in the order in which they are stored.
 _FRAME = {
     **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
     **{"pandas_version": _PANDAS_VERSION, "encoding": "UTF-8", "errors": "strict"},
@@ -56,38 +55,38 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None
     values = ids_array(ids)
     dataset = put_vector(group, name, values)
     kind = "string" if values.dtype.kind == "S" else "integer"
-    # pandas' own spelling of "the axis has no name".
+    # This is how pandas stores an axis without a name.
     put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
 
 
 def _even(length: int, most: int) -> int:
-    """Return the length of chunks of at most ``most``: HDF5 stores the last one as a whole.
+    """Return a chunk length, at most ``most``, for which the padding of the last chunk is small.
 
-    Where that is little it is ``most``, since readers' blocks of rows end with such chunks.
+    It is ``most``, to which readers align their blocks, if that pads the length by at most 2 %.
     """
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """A new frame's values, to fill by blocks of rows from the top down: ``values[a:b] = block``.
+    """The values of a new frame, filled by blocks of rows in order: ``values[a:b] = block``.
 
-    HDF5 keeps chunks that are not full yet: whatever the blocks, each is written once.
+    HDF5 caches incomplete chunks, so that each chunk is written once for blocks of any size.
     """
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
-        """Fill a dataset of the artifact that will lie at ``path``."""
+        """Start to fill a dataset of the artifact at ``path``."""
         self._path, self._dataset, self._filled = path, dataset, 0
         self.name = str(dataset.name).lstrip("/")
         self._hash = ValuesHash(self.name)
         self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
-        """Write some rows."""
+        """Write the next rows."""
         start, stop, _ = rows.indices(len(self._dataset))
         shape = (stop - start, *self._dataset.shape[1:])
         if start != self._filled:
-            raise ValueError(f"rows come from the top down: {self._filled} are filled, not {start}")
+            raise ValueError(f"row {self._filled} must be written next, found row {start}")
         if self.scales is None:
             block = np.broadcast_to(np.asarray(values, self._dataset.dtype), shape)
         else:
@@ -103,7 +102,7 @@ class MatrixWriter:
         self._filled = stop
 
     def hexdigest(self) -> str:
-        """Return the hash of the values, which must all be there: HDF5 would fill in zeros."""
+        """Return the hash of the values. All rows must be written; HDF5 would fill in zeros."""
         if self._filled < len(self._dataset):
             raise ValueError(
                 f"{self.name!r} is filled to row {self._filled} of {len(self._dataset)}"
@@ -112,7 +111,7 @@ class MatrixWriter:
 
 
 def not_finite(path: Path, error: Exception) -> ArtifactError:
-    """Return the error of a file whose numbers are not what an artifact has."""
+    """Return the error for numbers that are not finite."""
     return ArtifactError(
         f"{path}: every number of an artifact must be finite, but {error}. Nothing was written."
     )
@@ -136,11 +135,11 @@ class Writer:
         dtype: Any = np.float32,
         chunks: tuple[int, int] = (256, 2**14),
     ) -> MatrixWriter:
-        """Return a new frame's values, shape (len(index), len(columns)), to fill by blocks.
+        """Return the values, for filling, of a new frame of shape (len(index), len(columns)).
 
-        Row ids (``index``) and column ids are integers or strings. A chunk has so many rows and
-        columns at most. With the dtype int8 each row is divided by a scale of its own
-        (``scaled_integers``), which a vector beside the frame keeps.
+        ``index`` and ``columns`` are integers or strings. ``chunks`` are the largest numbers of
+        rows and columns of a chunk. With dtype int8, rows are quantized by ``scaled_integers``, and
+        their scales are stored in another vector.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -148,28 +147,26 @@ class Writer:
             _axis(group, name, ids)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
-        # A row of chunks, and the slots with which HDF5 finds each of them.
-        cache = {"rdcc_nbytes": 2 * chunks[0] * max(shape[1], chunks[1]) * np.dtype(dtype).itemsize}
+        # HDF5's cache of chunks holds two rows of chunks.
+        cache_bytes = 2 * chunks[0] * max(shape[1], chunks[1]) * np.dtype(dtype).itemsize
         values = group.create_dataset(
-            "block0_values",
-            shape,
-            dtype,
+            *("block0_values", shape, dtype),
             chunks=chunks,
             fletcher32=True,
             rdcc_nslots=2**14 - 3,
-            **cache,
+            rdcc_nbytes=cache_bytes,
         )
         put_attributes(values, **_VALUES, transposed=np.uint8(1))
         self.matrices.append(MatrixWriter(self.path, values))
         return self.matrices[-1]
 
     def vector(self, key: str, values: Sequence[Any] | np.ndarray, *, chunk: int = 2**16) -> None:
-        """Write one value a sample, or ids."""
+        """Write a vector of numbers or ids."""
         array = ids_array(values) if isinstance(values, list) else np.asarray(values)
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write one number, among the metadata: a single value has no chunks to check."""
+        """Write a number with compact layout: metadata have checksums, unchunked data do not."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
@@ -179,9 +176,9 @@ class Writer:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, number)
 
     def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
-        """Write a table by pandas itself; ``where=`` can name the ``searchable`` columns.
+        """Write a table with pandas. ``where=`` can use the ``searchable`` columns.
 
-        Columns may be stored ones, by name: pandas then has a piece of the rows at a time.
+        A table is a frame, or arrays by column name, from which pandas gets a piece at a time.
         """
         if not _length(rows):  # pandas would not write it
             raise ArtifactError(
@@ -196,12 +193,12 @@ def _length(rows: Table) -> int:
 
 
 def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
-    """Yield the rows of a table, so many at a time as pandas writes at once."""
+    """Yield pieces of the rows of a table as frames."""
     import pandas as pd
 
     for start in range(0, _length(rows), _PIECE_ROWS):
         stop = min(start + _PIECE_ROWS, _length(rows))
-        # Arrays, because pandas would look for the rows of a frame by their labels.
+        # Slices of a pandas column would select rows by label.
         parts = {name: np.asarray(rows[name][start:stop]) for name in rows}
         columns = {
             n: plain_ids(part) if part.dtype.kind == "S" else part for n, part in parts.items()
@@ -210,46 +207,46 @@ def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
 
 
 def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
-    """Return the bytes of each text column, or of a block of them, in the whole table."""
+    """Return the largest number of bytes in each field of texts."""
     widths: dict[str, int] = {}
     for name in rows:
         values = np.asarray(rows[name])
         if values.dtype.kind in "OSTU":
-            where = name if name in searchable else "values"
+            field_name = name if name in searchable else "values"
             width = max((len(str(v).encode()) for v in values), default=1)
             width = values.dtype.itemsize if values.dtype.kind == "S" else width
-            widths[where] = max(widths.get(where, 1), width)
+            widths[field_name] = max(widths.get(field_name, 1), width)
     return widths
 
 
-def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Place]:
-    """Return name, field and place of each column in a table that pandas writes here.
+def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Column]:
+    """Return the position of each column in a table that pandas writes here.
 
-    pandas keeps that as a pickle, which a reader must not open.
+    pandas stores the positions as a pickle, which a reader must not open.
     """
     import pandas as pd
 
-    # No compression: pandas passes checksums on only where one is named.
+    # Level 0 does not compress, but pandas needs a library's name to write checksums.
     packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
-    # pandas 2 reads back what equals it as missing: not a text, nor an id, has one.
+    # pandas 2 reads texts that equal nan_rep as missing; no text or id contains this character.
     packing["nan_rep"] = "\x1a"
     if _length(rows) > _PIECE_ROWS:
         packing["min_itemsize"] = _widths(rows, searchable)
     with pd.HDFStore(path, "a", fletcher32=True) as store:
         for piece in _pieces(rows):
-            given = {"data_columns": searchable, "index": False, **packing}
-            store.put(key, piece, format="table", append=True, **given)
-        # pandas 2 reads no table without it.
+            options = {"data_columns": searchable, "index": False, **packing}
+            store.put(key, piece, format="table", append=True, **options)
+        # pandas 2 needs this attribute to read a table.
         group: Any = store.get_node(key)
         group._v_attrs.pandas_version = _PANDAS_VERSION
         table: Any = store.get_node(f"{key}/table")
         names = {field: table.attrs[f"{field}_kind"] for field in table.colnames[1:]}
-    places = {name: (field, i) for field, held in names.items() for i, name in enumerate(held)}
-    return [(name, *places[name]) for name in rows]
+    positions = {name: (f, i) for f, columns in names.items() for i, name in enumerate(columns)}
+    return [(name, *positions[name]) for name in rows]
 
 
-def _reads_back(path: Path, key: str, rows: Table, columns: list[_Place]) -> bool:
-    """Say whether a table reads as it was written: PyTables hides failed writes."""
+def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bool:
+    """Return whether a table reads as it was written. PyTables does not report failed writes."""
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
@@ -258,15 +255,12 @@ def _reads_back(path: Path, key: str, rows: Table, columns: list[_Place]) -> boo
             for piece in _pieces(rows):
                 first = int(piece.index[0])
                 values = table_columns(table, columns, slice(first, first + len(piece)))
-                if not all(
-                    np.array_equal(
-                        values[name], piece[name], equal_nan=piece[name].dtype.kind == "f"
-                    )
-                    for name in piece
-                ):
-                    return False
+                for name in piece:
+                    equal_nan = piece[name].dtype.kind == "f"
+                    if not np.array_equal(values[name], piece[name], equal_nan=equal_nan):
+                        return False
         return True
-    except Exception:  # of many kinds, where the file breaks off
+    except Exception:  # An incomplete file can cause errors of any type.
         return False
 
 
@@ -280,33 +274,38 @@ def create(
 ) -> Generator[Writer, None, None]:
     """Yield the writer of an artifact, which appears complete under ``path``, or not at all.
 
-    The folder is made. On an exception the temporary file goes and ``path`` stays as it was. So it
-    does if a value is not finite, or the disk takes no more. See ``open_artifact`` for an example.
+    The folder is created. After an exception, a value that is not finite, or a full disk, the
+    temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an example.
 
-    ``spec`` is everything that decides the numbers, as plain values. Its lists may have any length;
-    the other values together must fit an attribute (64 KiB). ``provenance`` is software and device;
-    without clock times a repeated run is byte-identical. ``attributes`` are more root attributes.
+    Args:
+        path: The final name of the file.
+        kind: The kind of the file.
+        spec: All settings that determine the numbers, as plain values. Lists may have any length.
+            The other values must fit in an attribute (64 KiB).
+        provenance: Software and device, without clock times, so that a repeated run writes the
+            same bytes.
+        attributes: Further root attributes.
     """
     with written_whole(path) as partial:
-        # A temporary file needs no lock, which some disks don't know.
+        # A temporary file needs no lock, which some disks do not support.
         with h5py.File(partial, "w", libver=LIBVER, locking=False) as file:
             own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
             put_attributes(file, **own, **attributes)
             write_object(file, "spec", spec)
             write_object(file, "provenance", provenance)
             writer = Writer(path, file)
-            # What fails is not finished.
+            # After an exception, the file is not finished.
             yield writer  # ruff: ignore[fallible-context-manager]
             known: dict[str, str] = {}
             for matrix in writer.matrices:
                 known[matrix.name] = matrix.hexdigest()
                 if matrix.scales is not None:
-                    # Read with rows of the frame, a chunk of them at a time.
+                    # A block of rows reads few scales.
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
-                file.create_group(key)  # those of PyTables have the time in them
-        # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
-        fields: dict[str, list[_Place]] = {}
+                file.create_group(key)  # PyTables would store the time in it
+        # PyTables has its own HDF5 library, so h5py must close the file before.
+        fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:
             fields[key] = _put_table(partial, key, rows, searchable)
             if not _reads_back(partial, key, rows, fields[key]):
@@ -320,17 +319,19 @@ def create(
                 raise not_finite(path, error) from error
 
 
-# The files that have it are read and parsed, 10 ms each.
-_version = cache(version)
+_version = cache(version)  # reading and parsing a distribution's metadata takes 10 ms
 
 
 def software(
     code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return versions, code digest and device as plain values: an artifact's provenance.
+    """Return the provenance of an artifact as plain values.
 
-    The device is ``cpu``, or ``cuda`` and its name. Packages are distributions that the numbers
-    depend on. ``made_from`` is the provenance of files that went in; equal ones are kept once.
+    Args:
+        code: Digest of the code.
+        device: ``cpu``, or ``cuda`` and its name.
+        packages: Distributions that the numbers depend on.
+        made_from: Provenance of the input files. Equal ones are stored once.
     """
     own = {
         "trak-core": __version__,

@@ -1,4 +1,4 @@
-"""Model outputs: the number f(z; theta) that attribution explains, with its loss weight.
+"""Model outputs: the number f(z; theta) that attribution explains, and its loss weight.
 
-``table`` says which there are. It is read where torch must not be loaded: nothing is imported here.
+``about_outputs`` lists them without importing torch, so nothing is imported here.
 """

@@ -1,9 +1,9 @@
-"""The table of model outputs that a config may name: what each needs, and its words for readers.
+"""The table of named model outputs: their requirements, and their descriptions for reports.
 
-A config may also bring one of its own, a function in a Python file; ``about_output`` has words for
-either. A new row needs its name in the config's schema and its line in ``config/README.md``;
-``tests/library/test_registries.py`` says what is missing. Every start of Snakemake reads this, so
-that torch is imported by ``load`` alone.
+A config can also use a function from a Python file. ``about_output`` describes both. A new row
+needs its name in the config's schema and a line in ``config/README.md``, which
+``tests/library/test_registries.py`` checks. Every start of Snakemake imports this module, so only
+``load`` imports torch.
 """
 
 from collections.abc import Mapping
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A model output in plain words, and what it needs from a study.
+    """A description of a model output, and what it needs from a study.
 
     Attributes:
-        name: In plain words, with an article.
-        meaning: What a larger one says, after "the larger f, ".
-        label: A word for a table's column ``label``; empty where the column says nothing.
-        prediction: A word for its column ``prediction``.
-        columns: One line on both columns, for readers of the tables.
-        raises: What a positive score raises, where a larger f is no better than a smaller one.
-        better: Which f has the smaller loss: the ``larger`` one; the ``closer`` one to the label;
-            or, where it is empty, nobody knows, so that no score helps or harms.
-        place: Where the model output is: a module of this package, and a name in it. Empty for a
-            function of the user's own, which is loaded with the study.
-        labels_are_classes: Whether a sample has one label out of a few.
-        counts_parts: Whether a table's column ``label`` says how many parts of a label count, and
-            ``prediction`` how many of them the model gets right.
-        weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
-            0 and 1, and nearly 0 for samples that a model is sure of. Else its unit has no bound.
-        weighs_by_curvature: Whether training samples weigh by the curvature of their loss, unless
-            the config says otherwise, where checkpoints come from along runs. Not where the loss is
-            no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
-            would count alone.
+        name: A name with an article.
+        unit: The unit of f.
+        meaning: What a larger f means, as the end of a sentence with "the larger f, ".
+        label: A word for the column ``label`` of tables. Empty if the column has no meaning.
+        prediction: A word for the column ``prediction``.
+        columns: An explanation of both columns in one line.
+        raises: What a positive score raises, if a larger f is not better than a smaller one.
+        better: Which f has the smaller loss: the ``larger`` one, or the ``closer`` one to the
+            label. Empty if unknown; then scores are neither helpful nor harmful.
+        place: A module of this package and a name in it, such as ``supervised.LOSS``. Empty for a
+            user-defined function, which is loaded with the study.
+        labels_are_classes: Whether the label of a sample is one of several classes.
+        counts_parts: Whether the column ``label`` is the number of labelled parts of a sample, and
+            ``prediction`` the number of those that the model predicts correctly.
+        weight_is_probability: Whether the loss weight Q is a probability or a mean of
+            probabilities, which is close to 0 for confident samples. Otherwise it is unbounded.
+        weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
+            checkpoints are from several times of a run. False if the loss is not a function of f,
+            and for whole texts: with probabilities of e^-100 the shortest text would dominate.
         has_loss_hessian: Whether the Hessian of the training loss in the model's logits is known,
-            of which `projection: gauss_newton` makes its matrix.
-        needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
+            which `projection: gauss_newton` needs.
+        needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.
     """
 
     name: str
@@ -61,19 +61,19 @@ class About:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a function of the user's own."""
+        """Whether the model output is a user-defined function."""
         return not self.place
 
     @property
     def sides(self) -> tuple[str, str]:
-        """Say what training samples with positive scores do, and those with negative ones."""
+        """Headings for training samples with positive and with negative scores."""
         if self.raises:
             return f"Raise {self.raises} most", f"Lower {self.raises} most"
         return "Most helpful: push f up", "Most harmful: push f down"
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Say whether a positive score is good, and whether a negative one is, after what it is."""
+        """Suffixes of these headings that tell whether such scores are good."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -81,19 +81,19 @@ class About:
 
     @property
     def effects(self) -> tuple[str, str]:
-        """Say what training samples do that help a target, and what those that harm it."""
+        """The effects of training samples that help and that harm a target."""
         if self.better == "closer":
             return "bring f closer to the label", "take f away from the label"
         return f"push {self.raises or 'f'} up", f"push {self.raises or 'f'} down"
 
     @property
     def worst_fitted(self) -> str:
-        """Say by which column of a list the samples that the models fit worst come first."""
+        """The order of a list in which the worst-fitted samples are first."""
         is_distance = self.better == "closer"
         return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 
     def load(self, *others: Any) -> "ModelOutput":
-        """Return the model output; ``contrast`` gets the arguments, where it ``needs_pairs``."""
+        """Return the model output. ``others`` are the arguments of ``contrast``."""
         from trak_core.model_outputs import clip, language_modelling, supervised
 
         modules = {"clip": clip, "language_modelling": language_modelling, "supervised": supervised}
@@ -105,7 +105,7 @@ class About:
 _LOG_ODDS = (
     "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
 )
-# Texts are classified as images are: their samples differ, f does not.
+# The classification of images and of texts has the same f.
 _LABEL = About(
     name="the log-odds of the label",
     unit=_LOG_ODDS,
@@ -116,7 +116,7 @@ _LABEL = About(
     weighs_by_curvature=True,
     has_loss_hessian=True,
 )
-# Causal, masked, or from a source: what the tokens are predicted from differs, f does not.
+# Causal, masked and sequence-to-sequence models have the same f of the tokens' log-odds.
 _TOKENS = About(
     name="the joint log-odds of the tokens that count",
     unit=_LOG_ODDS,
@@ -204,33 +204,33 @@ TABLE: dict[str, About] = {
 
 
 def output_name(model_output: str | Mapping[str, Any]) -> str:
-    """Return the name of a config's model output; one of its own has ``file.py:function``."""
+    """Return the name of a config's model output; ``file.py:function`` if it is user-defined."""
     return model_output if isinstance(model_output, str) else model_output["function"]
 
 
 def place_of(name: str) -> tuple[str, str] | None:
-    """Return the file and the function that a model output's name says; None for a row's name."""
+    """Return the file and the function of a user-defined model output, or None for a named one."""
     file, _, function = name.rpartition(":")
     return (file, function) if name not in TABLE and file else None
 
 
 def about_output(model_output: str | Mapping[str, Any]) -> About:
-    """Return what is known of a config's model output, by its name, or with words for its own."""
+    """Return the description of a config's model output, named or user-defined."""
     name = output_name(model_output)
     if name in TABLE:
         return TABLE[name]
-    words = {} if isinstance(model_output, str) else dict(model_output)
-    label, prediction = (words.get(key, "") for key in ("label", "prediction"))
+    texts = {} if isinstance(model_output, str) else dict(model_output)
+    label, prediction = (texts.get(key, "") for key in ("label", "prediction"))
     return About(
-        name=words.get("name", f"the number that {name} returns"),
-        unit=words.get("unit", "its own"),
-        meaning=words.get("meaning", f"the larger {words.get('name', 'that number')}"),
+        name=texts.get("name", f"the number that {name} returns"),
+        unit=texts.get("unit", "its own"),
+        meaning=texts.get("meaning", f"the larger {texts.get('name', 'that number')}"),
         label=label,
         prediction=prediction,
         columns=f"label: {label or 'its number, the mean of several'}; prediction: "
         f"{prediction or 'what the model output says it is, else f'}",
-        raises="" if words.get("larger_is_better") else "f",
-        better="larger" if words.get("larger_is_better") else "",
+        raises="" if texts.get("larger_is_better") else "f",
+        better="larger" if texts.get("larger_is_better") else "",
         place="",
         weight_is_probability=False,
     )

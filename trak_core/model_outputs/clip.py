@@ -1,4 +1,4 @@
-"""Image-text pairs, as CLIP learns them: how a pair stands out among other pairs."""
+"""The model output of CLIP: the log-odds of an image-text pair among other pairs."""
 
 from collections.abc import Mapping
 
@@ -12,13 +12,13 @@ from trak_core.model_outputs.model_output import ModelOutput, at_least_float32
 def pair_margins(
     image: Tensor, text: Tensor, other_images: Tensor, other_texts: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Return the log-odds of a pair among texts for its image, and among images for its text.
+    """Return the log-odds of a pair's text among texts, and of its image among images.
 
-    With embeddings u, v of the pair and u_i, v_j of the others:
+    With embeddings u, v of the pair and u_i, v_j of the others, these are
     -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
-    Embeddings of pairs have shape (..., d), those of the others (others, d), on the same device.
-    The scale s is 1 in TRAK's f. The result has shape (..., 2), float32 or float64.
+    Embeddings of pairs have shape (..., d), those of the others (others, d). The scale s is 1 in
+    TRAK's f. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """
@@ -30,20 +30,21 @@ def pair_margins(
 
 
 def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
-    """Return which pairs serve as the others: uniform, without repetition, all if there are fewer.
+    """Return indices of pairs, drawn uniformly without replacement, in ascending order.
 
-    The indices are ascending. The seed fixes the draw on every device.
+    All pairs are returned if there are fewer than ``n_drawn``. The draw does not depend on the
+    device.
     """
     order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:n_drawn].tolist())
 
 
 def read_embeddings(returned: object) -> Tensor:
-    """Return the embeddings of images and texts, shape (batch, 2, d), in what a model returned.
+    """Return the embeddings of images and texts that a model returned, shape (batch, 2, d).
 
-    That is an object with ``image_embeds`` and ``text_embeds`` (transformers), a mapping with
-    ``image_features`` and ``text_features``, or a tuple that starts with the two (open_clip). All
-    else is refused.
+    The model must return an object with ``image_embeds`` and ``text_embeds`` (transformers), a
+    mapping with ``image_features`` and ``text_features``, or a tuple that starts with the two
+    (open_clip).
     """
     pair: tuple[object, ...] = ()
     if isinstance(returned, Mapping) and "image_features" in returned:
@@ -65,15 +66,15 @@ def read_embeddings(returned: object) -> Tensor:
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
     """Return the model output of image-text pairs: the sum of a pair's two log-odds.
 
-    The others and the scale are constants: f depends on the parameters by the pair's own
-    embeddings alone, so that it is a function of one sample. Embeddings of the others have shape
-    (others, d). The scale is the exponential of a CLIP model's ``logit_scale``.
+    f depends on the parameters through the pair's embeddings alone, because the embeddings of the
+    others, shape (others, d), and the scale are constants. The scale is the exponential of a CLIP
+    model's ``logit_scale``.
     """
 
     def margins(outputs: Tensor) -> Tensor:
         return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
 
-    # l = log(1 + exp(-a)) + log(1 + exp(-b)) of log-odds a and b; Q is -dl/df as both move alike.
+    # l = log(1 + exp(-a)) + log(1 + exp(-b)) with log-odds a and b. Q is -dl/df for da = db.
     return ModelOutput(
         read=read_embeddings,
         value=lambda outputs, label: margins(outputs).sum(),

@@ -1,4 +1,4 @@
-"""Language modelling, causal, masked or from a source: the log-odds of the tokens that count."""
+"""Language modelling, causal, masked or sequence-to-sequence: log-odds of labelled tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +17,14 @@ from trak_core.model_outputs.supervised import (
 
 
 def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return log(P / (1 - P)), P = prod_t p_t the probability of the labelled tokens.
+    """Return log(P / (1 - P)), where P = prod_t p_t is the probability of the labelled tokens.
 
-    With l = -log P, the sum of the tokens' cross entropies, f = -log(exp(l) - 1), so that the loss
-    is a function of f as for a single label: l = log(1 + exp(-f)). For long texts f tends to
-    log P; for one token it is that token's margin. Finite wherever logits are; a scalar, float32 or
-    float64.
+    Let l = -log P be the sum of the tokens' cross entropies. Then f = -log(exp(l) - 1), and
+    l = log(1 + exp(-f)) as for a single label. For long texts f tends to log P; for one token it is
+    the token's margin. The result is a scalar, float32 or float64, finite for finite logits.
 
-    Row t of logits, shape (tokens, vocabulary), predicts the label at t. Labels, shape (tokens,),
-    are tokens, ``IGNORED`` (-100) where they don't count (padding, tokens that aren't masked). One
-    must count.
+    Row t of the logits, shape (tokens, vocabulary), predicts label t. Labels, shape (tokens,), are
+    tokens or ``IGNORED`` (-100), but not all ignored.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
@@ -35,10 +33,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output whose logits at t predict the label at t + ``ahead``.
-
-    Labels are ``IGNORED`` where they don't count (padding, a prompt); one must count.
-    """
+    """Return the model output of models whose logits at t predict the label at t + ``ahead``."""
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -71,25 +66,25 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 
 
 def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of the tokens at t + 1, 0 where they don't count, and which do."""
+    """Return the log-odds of the tokens at t + 1, 0 if ignored, and whether they are used."""
     counted = labels[1:] != IGNORED
     margins = margin(logits[:-1], torch.where(counted, labels[1:], 0))
     return torch.where(counted, margins, 0), counted
 
 
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum over the counted tokens of log(p_t / (1 - p_t)), float32 or float64.
+    """Return the sum of log(p_t / (1 - p_t)) over the labelled tokens, float32 or float64.
 
-    Row t of the logits predicts the label at t + 1; ``IGNORED`` ones don't count. A token that the
-    model is sure of moves the sum as much as one that it isn't.
+    Row t of the logits predicts the label at t + 1. ``IGNORED`` labels are skipped. Confident and
+    uncertain tokens have equal influence on the sum.
 
-    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a token at a time.
+    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, for each token.
     """
     return _margins_added(logits, labels)[0].sum()
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t: -dl/df as all log-odds move alike, l the sum of -log p_t."""
+    """Return the mean of 1 - p_t, which is -dl/df of l = sum_t -log p_t for equal changes."""
     margins, counted = _margins_added(logits, labels)
     return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
 
@@ -107,11 +102,11 @@ SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 
 
 def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
-    """Return the same model output of a model that returns no logits, but what they come to.
+    """Return a model output for a model that returns margins instead of logits.
 
-    Its returns have shape (batch, tokens, 2): the margin of each predicted token, and 1 where that
-    token is the likeliest. Labels stay as they are; the first is left out where ``predicts_next``.
-    ``n_classes`` gives the size of the vocabulary once the model was called.
+    The model returns shape (batch, tokens, 2): the margin of each predicted token, and 1 if the
+    token is the likeliest one, else 0. Labels are unchanged; the first is not used if
+    ``predicts_next``. ``n_classes`` returns the size of the vocabulary after a call of the model.
     """
     ahead = int(output.predicts_next)
 
@@ -133,15 +128,12 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
 
 
 def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
-    """Say so where a masked language model gets the output of a causal one.
-
-    Its tokens see those that follow, so that each is told what it shall predict.
-    """
+    """Print a warning if a masked language model is used with the output of a causal one."""
     names = sorted({type(module).__name__ for module in model.modules()})
     masked = [name for name in names if name.endswith("ForMaskedLM")]
     if output is LANGUAGE_MODELLING and masked:
         print(
-            f"Warning: {masked[0]} is a masked language model, whose tokens see those that follow. "
-            "The log-odds of a whole text under it say little. With `model_output: "
-            "masked_language_modelling` the labels of masked tokens count, -100 stands elsewhere."
+            f"Warning: {masked[0]} is a masked language model. It sees the tokens that follow, so "
+            "the log-odds of a whole text mean little. Use `model_output: "
+            "masked_language_modelling`, with labels for masked tokens and -100 for all others."
         )

@@ -1,4 +1,4 @@
-"""ModelOutput: the number f that is explained, and its loss weight, as functions of a result."""
+"""ModelOutput: f and its loss weight as functions of what a model returned."""
 
 import inspect
 import traceback
@@ -12,17 +12,12 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, came_from_no_memory
 
-# The label of tokens and pixels that don't count, as in torch's cross entropy.
+# The label of tokens and pixels to skip, as in torch's cross entropy.
 IGNORED = -100
 
 
-def whole(returned: object) -> Any:
-    """Return what a model returned as it is."""
-    return returned
-
-
 def _mean_number(label: Tensor) -> Tensor:
-    """Return a label of one number as it is; the mean of several, without NaN."""
+    """Return a label of one number unchanged, and the mean without NaN of several numbers."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())
@@ -31,36 +26,36 @@ def _mean_number(label: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """A model output f with its loss weight, as functions of what the model returned for a sample.
+    """A model output f and its loss weight, as functions of what the model returned for a sample.
 
-    What was returned is what ``read`` took out of it, without the batch dimension: a tensor, or a
-    tuple, list, dict or transformers' object of tensors, each with a row a sample. A tensor of one
-    number is the same for all samples. Every function returns a scalar, in float32 or better, and
-    is safe under ``torch.func.vmap``. Only f must be given.
+    ``read`` selects from what the model returned for a batch: a tensor, or a tuple, list, dict or
+    transformers object of tensors, each with one row for each sample. A tensor without dimensions
+    is shared by all samples. The other functions get this without the batch dimension. They return
+    a scalar, float32 or float64, and must work with ``torch.func.vmap``. Only f is required.
 
     Attributes:
-        value: f of what was returned and the label.
-        loss_weight: Q = -dl/df, l the training loss. If not given, 1, which is right for f = -l.
-        curvature: W = d2l/df2; None where the loss is not a function of f alone.
-        prediction: What the model predicts, in the units of ``label_number``; None for f itself. An
-            integer is a class: tables have the commonest over checkpoints, and the mean of others.
-        label_number: The label as one number, for tables: itself, or how many of its parts count.
-            If not given, the mean of a label of several numbers.
-        read: What counts in what the model returned for a batch; all, if not given.
-        has_labels: Whether samples have a label; if not, functions get 1 in its place.
-        label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels; None for a
-            label of any shape, the same for all samples.
-        n_classes: How many labels exist; None if labels are no classes.
-        predicts_next: Whether what the model returns at one token predicts the label of the next.
-        takes_labels: Whether the model is called with the labels too, as ``labels``: an
-            encoder-decoder makes its decoder's inputs of them.
-        loss_hessian: The Hessian of l in what was returned, one tensor, times a vector of its
-            shape, given last; None where it isn't known.
-        joins_tokens: Whether f is a function of the log-odds of tokens, in the way of
-            ``trak_core.model_outputs.language_modelling``: logits may be computed in pieces then.
+        value: f, from the selected tensors and the label.
+        loss_weight: Q = -dl/df for the training loss l. The default 1 is correct for f = -l.
+        curvature: W = d2l/df2. None if the loss is not a function of f alone.
+        prediction: The model's prediction in the units of ``label_number``. None for f. Tables have
+            the most frequent integer (a class) over checkpoints, or the mean of other numbers.
+        label_number: The label as one number for tables: the label itself, or how many of its parts
+            are labelled. The default is the mean.
+        read: Selects tensors from what the model returned. The default selects everything.
+        has_labels: Whether samples have a label. If not, functions get 1 as the label.
+        label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels. None for any
+            shape that is the same for all samples.
+        n_classes: The number of classes. None if labels are not classes.
+        predicts_next: Whether what the model returns for a token predicts the label of the next.
+        takes_labels: Whether the model is called with ``labels``, from which encoder-decoder models
+            compute their decoder's inputs.
+        loss_hessian: The product of the Hessian of l in the returned tensor with a vector, the last
+            argument. None if unknown.
+        joins_tokens: Whether f is a function of the tokens' log-odds as in
+            ``trak_core.model_outputs.language_modelling``. Logits may then be computed in pieces.
 
     Example:
-        The squared length of what the model returns, for samples without labels:
+        The squared norm of what the model returns, for samples without labels:
 
         >>> import torch
         >>> from trak_core.model_outputs.model_output import ModelOutput
@@ -74,7 +69,7 @@ class ModelOutput:
     curvature: Callable[[Any, Tensor], Tensor] | None = None
     prediction: Callable[[Any, Tensor], Tensor] | None = None
     label_number: Callable[[Tensor], Tensor] = _mean_number
-    read: Callable[[object], Any] = whole
+    read: Callable[[object], Any] = lambda returned: returned
     has_labels: bool = True
     label_ndim: int | None = None
     n_classes: Callable[[Any], int | None] = lambda _: None
@@ -89,35 +84,35 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return the tensors with a row a sample in what was read: one at least, and all but numbers.
+    """Return the tensors with dimensions. Each must have a row for each sample.
 
-    Others are refused: a constant with as many rows as a batch by chance would be cut up.
+    A constant is refused, because it could have as many rows as the batch by chance.
     """
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
-    odd = [leaf for leaf in rows if len(leaf) != n_samples]
-    if odd or not rows:
-        odd_rows = f"{len(odd[0])} rows" if odd else "none"
+    lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
+    if lengths or not rows:
+        n_rows = f"{lengths[0]} rows" if lengths else "none"
         raise InputError(
-            f"The model must return one row a sample. Found {odd_rows} for a batch of {n_samples}.",
+            f"The model must return one row a sample. Found {n_rows} for a batch of {n_samples}.",
             code="gradients.model_rows",
         )
     return rows
 
 
 def of_sample(returned: Any, i: int, n_samples: int) -> Any:
-    """Return what was read of sample ``i`` in a batch."""
+    """Return the part of sample ``i``, without the batch dimension."""
 
     def row(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
-        # A view: no copy of the gradient of a text's logits, which is large.
+        # squeeze avoids a copy in the backward pass, which is large for the logits of a text.
         return leaf.squeeze(0) if n_samples == 1 else leaf[i]
 
     return row(returned) if isinstance(returned, Tensor) else pytree.tree_map(row, returned)
 
 
 def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) -> Any:
-    """Return a function of a model output for each sample of a batch, by ``torch.vmap``."""
+    """Apply a function of returned tensors and label to each sample, with ``torch.vmap``."""
     n_samples = len(labels)
     rows_in(returned, n_samples)
     if isinstance(returned, Tensor):
@@ -127,27 +122,25 @@ def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) ->
 
 
 def random_output(symptom: str) -> InputError:
-    """Return the refusal of a model output that draws random numbers."""
+    """Return the error for a model output that draws random numbers."""
     return InputError(
-        "A model output must be the same number whenever it is computed, and draw nothing at "
-        f"random. Found {symptom}. Draw noise, timesteps or masks in the study, each sample's its "
-        "own: `torch.Generator().manual_seed(i)` for sample i. Give them as inputs, or as part of "
-        "the label.",
+        f"A model output must not draw random numbers. Found {symptom}. Draw noise, timesteps or "
+        "masks in the study with `torch.Generator().manual_seed(i)` for sample i, and pass them as "
+        "inputs or as part of the label.",
         code="model_outputs.random",
     )
 
 
 def detached(returned: Any) -> Any:
-    """Return what was read without its graph."""
+    """Return the tensors without their backward graph."""
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, returned)
 
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of f alone, as a function of outputs and label, for a ``ModelOutput``.
+    """A function of f alone, such as Q, in the form that ``ModelOutput`` needs.
 
-    Where f of a sample is known already, it is not computed again. ``value`` is f of outputs and
-    label, ``function`` what this is of f, such as Q.
+    A caller that knows f already can call ``function`` and does not need to compute ``value``.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]
@@ -159,10 +152,10 @@ class OfValue:
 
 
 def read_logits(returned: object) -> Tensor:
-    """Return the tensor that counts in what a model returned.
+    """Return the tensor that a model returned.
 
-    That is the tensor itself; an object with ``logits`` (transformers); a mapping with ``logits``
-    or ``out`` (torchvision's segmentation); or a sequence that starts with it. All else is refused.
+    The model must return a tensor, an object with ``logits`` (transformers), a mapping with
+    ``logits`` or ``out`` (torchvision's segmentation), or a sequence that starts with the tensor.
     """
     logits = returned
     if isinstance(returned, Mapping):
@@ -183,16 +176,15 @@ def read_logits(returned: object) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return a tensor whose dtype is float32 or float64: half precision cannot hold log-odds."""
+    """Return the tensor in float32 or float64. Half precision is too inaccurate for log-odds."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def own_output(made: object, name: str) -> ModelOutput:
-    """Return the model output that a user made, whose mistakes are explained.
+    """Return a user-defined model output that explains errors in its functions.
 
-    It is a ``ModelOutput``; or f alone, a function of what the model returned for one sample and of
-    its label. A function of one argument means that samples have no label. Messages call it
-    ``name``.
+    ``made`` is a ``ModelOutput``, or f as a function of what the model returned for one sample and
+    of its label, or of the former alone if samples have no label. ``name`` is used in messages.
     """
     if isinstance(made, ModelOutput):
         output = made
@@ -213,7 +205,7 @@ def own_output(made: object, name: str) -> ModelOutput:
         prediction=(
             prediction and _checked(prediction, f"the prediction of {name}", keeps_integers=True)
         ),
-        # Logits in pieces would give the joint log-odds, whatever the user's f is.
+        # Logits in pieces would return the joint log-odds instead of the user's f.
         joins_tokens=False,
     )
 
@@ -226,7 +218,7 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     parameters = [] if signature is None else [*signature.parameters.values()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     given = [p for p in parameters if p.default is p.empty and p.kind not in by_keyword]
-    # A label that may be left out would say neither.
+    # An optional label would not say whether samples have one.
     is_clear = all(p.name != "label" or p in given for p in parameters)
     if is_clear and (any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2):
         return ModelOutput(value=function)
@@ -234,8 +226,8 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
         return ModelOutput(value=lambda returned, label: function(returned), has_labels=False)
     raise InputError(
         f"{name} must take what the model returned for a sample and the sample's label, "
-        f"`(returned, label)`, or `(returned)` where samples have no label. Found "
-        f"{signature or 'a function that does not say its arguments'}.",
+        f"`(returned, label)`, or `(returned)` if samples have no label. Found "
+        f"{signature or 'a function without a signature'}.",
         code="model_outputs.arguments",
     )
 
@@ -247,9 +239,9 @@ def _kind(made: object) -> str:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return a function that refuses all but one number, and explains what fails.
+    """Return the function with a check that it returns one number, and explained errors.
 
-    Numbers are float32 or better; a class, where integers are kept, is int64.
+    Numbers become float32 or float64. If ``keeps_integers``, integers (classes) become int64.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:
@@ -262,13 +254,11 @@ def _checked(
                 raise
             raise _explained(error, name) from error
         if not isinstance(value, Tensor) or value.ndim:
-            tensor = (
-                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
-            )
+            is_tensor = isinstance(value, Tensor)
+            shape = f"a tensor of shape {tuple(value.shape)}" if is_tensor else None
             raise InputError(
                 f"{name} must be one number, a tensor without dimensions. Found "
-                f"{tensor or type(value).__name__}. `.sum()`, `.mean()` or `.squeeze()` makes a "
-                "number of a tensor.",
+                f"{shape or type(value).__name__}. Use `.sum()`, `.mean()` or `.squeeze()`.",
                 code="model_outputs.number",
             )
         is_whole = not (value.is_floating_point() or value.is_complex())
@@ -280,20 +270,21 @@ def _checked(
 
 
 def _explained(error: Exception, name: str) -> InputError:
-    said = (str(error).splitlines() or [""])[0]
-    frame = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frame if "/torch/" not in f.filename] or frame
-    where = f" in {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    first_line = (str(error).splitlines() or [""])[0]
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = [frame for frame in frames if "/torch/" not in frame.filename] or frames
+    last = frames[-1] if frames else None
+    where = f" in {last.filename}:{last.lineno}: {last.line}" if last else ""
     if "randomness" in str(error):
         return random_output(f"a random call{where}")
     if isinstance(error, RuntimeError) and "vmap" in str(error):
         return InputError(
-            f"{name} must work for all samples of a batch at a time, by torch.vmap. Found what it "
-            f"can't do{where}. Take `torch.where` in place of `if`, and no `.item()` or `float()`.",
+            f"{name} must work with torch.vmap. Found an unsupported operation{where}. Use "
+            "`torch.where` instead of `if`, and no `.item()` or `float()`.",
             code="model_outputs.vmap",
         )
     return InputError(
-        f"{name} must compute a number of one sample, without its batch dimension. Found "
-        f"{type(error).__name__}: {said}{where}.",
+        f"{name} must compute a number for one sample, without the batch dimension. Found "
+        f"{type(error).__name__}: {first_line}{where}.",
         code="model_outputs.failed",
     )

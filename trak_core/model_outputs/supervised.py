@@ -1,4 +1,4 @@
-"""Supervised outputs: log-odds of labels, a regression's prediction, or minus any loss."""
+"""Supervised model outputs: log-odds of labels, a regression's prediction, or minus a loss."""
 
 from collections.abc import Mapping
 
@@ -9,41 +9,40 @@ from torch.nn.functional import softplus
 from trak_core.errors import InputError
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, at_least_float32, read_logits
 
-# Margins above it: log(1 + e) for e = exp(-margin) by its series, exact to float64's rounding.
+# Above this margin, log(log(1 + e)) for e = exp(-margin) is computed by its series.
 _CONFIDENT = 15.0
-# Losses below it: the same for exp(loss) - 1.
+# Below this loss, log(exp(loss) - 1) is computed by its series.
 _FITTED = 1e-3
 
 
 def margin(logits: Tensor, label: Tensor) -> Tensor:
-    """Return log(p_y / (1 - p_y)), the log-odds of the label.
+    """Return log(p_y / (1 - p_y)), the log-odds of the label, shape (...), float32 or float64.
 
-    Computed as the label's logit minus the logsumexp of the others: finite wherever logits are.
-    From logits of shape (..., classes), at least two classes, and integers of shape (...) come
-    numbers of shape (...), float32 or float64.
+    It is the label's logit minus the logsumexp of the others, and finite for finite logits. Logits
+    have shape (..., classes) with at least two classes. Labels are integers of shape (...).
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1.
     """
-    logits, place = at_least_float32(logits), label.long().unsqueeze(-1)
-    own = logits.gather(-1, place).squeeze(-1)
-    others = logits.scatter(-1, place, -torch.inf)
-    return own - torch.logsumexp(others, dim=-1)
+    logits, index = at_least_float32(logits), label.long().unsqueeze(-1)
+    logit = logits.gather(-1, index).squeeze(-1)
+    others = logits.scatter(-1, index, -torch.inf)
+    return logit - torch.logsumexp(others, dim=-1)
 
 
 def probability_weight(f: Tensor) -> Tensor:
-    """Return Q = 1 - p of log-odds f; 1 - softmax would round to 0 for confident samples."""
+    """Return Q = 1 - p for log-odds f. 1 - softmax would round to 0 for confident samples."""
     return torch.sigmoid(-f)
 
 
 def probability_curvature(f: Tensor) -> Tensor:
-    """Return W = p (1 - p) of log-odds f."""
+    """Return W = p (1 - p) for log-odds f."""
     return torch.sigmoid(f) * torch.sigmoid(-f)
 
 
 def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
-    """Return the Hessian diag(p) - p p^T of -log p_y, p = softmax(logits), times a vector.
+    """Return the product of a vector with diag(p) - p p^T, the Hessian of -log p_y in the logits.
 
-    Whatever the label. Both of shape (..., classes), as the result is, in float32 or better.
+    p = softmax(logits). All shapes are (..., classes). The result is float32 or float64.
     """
     p = at_least_float32(logits).softmax(-1)
     return p * (vector - (p * vector).sum(-1, keepdim=True))
@@ -63,19 +62,19 @@ CLASSIFICATION = ModelOutput(
 
 
 def _log_loss_of_token(margins: Tensor) -> Tensor:
-    """Return log(-log p) of tokens from their margins, also where p rounds to 1."""
+    """Return log(-log p) from margins, accurate even if p rounds to 1."""
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
-    # Each branch sees harmless numbers where the other is taken: no NaN in either's gradient.
+    # Each branch gets safe values where the other one is used, so that no gradient is NaN.
     plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
     return torch.where(confident, series, plain)
 
 
 def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
-    """Return log(P / (1 - P)), P the product of the probabilities whose log-odds are ``margins``.
+    """Return log(P / (1 - P)), where P is a product of probabilities with log-odds ``margins``.
 
-    Only those that ``counted`` says take part. All of shape (n,), or of any other; a scalar.
+    Only entries with ``counted`` are used. Both have the same shape. The result is a scalar.
     """
     margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()
@@ -90,7 +89,7 @@ def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
 
 
 def _pixels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the margin of every pixel, and which of them count."""
+    """Return the margin of every pixel, and whether it is labelled."""
     counted = labels != IGNORED
     return margin(logits.movedim(0, -1), torch.where(counted, labels, 0)), counted
 
@@ -100,18 +99,18 @@ def _mean(numbers: Tensor, counted: Tensor) -> Tensor:
 
 
 def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of the labelled pixels' log-odds log(p / (1 - p)), float32 or float64.
+    """Return the mean of log(p / (1 - p)) over the labelled pixels, float32 or float64.
 
-    Logits have shape (classes, height, width), labels (height, width), with ``IGNORED`` (-100)
-    where a pixel doesn't count; one must.
+    Logits have shape (classes, height, width). Labels, (height, width), are classes or ``IGNORED``
+    (-100), but not all ignored.
 
-    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a pixel at a time.
+    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, for each pixel.
     """
     return _mean(*_pixels(logits, labels))
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p: -dl/df as all margins move alike, l the mean cross entropy."""
+    """Return the mean of 1 - p, -dl/df of the mean cross entropy l for equal margin changes."""
     margins, counted = _pixels(logits, labels)
     return _mean(torch.sigmoid(-margins), counted)
 
@@ -136,10 +135,10 @@ SEGMENTATION = ModelOutput(
 
 
 def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of each label as it is, and which of them count."""
+    """Return the log-odds of each label's value, and whether it is not ignored."""
     if logits.shape != labels.shape:
         raise InputError(
-            "multi_label needs a logit for each label. Found logits of shape "
+            "multi_label needs one logit for each label. Found logits of shape "
             f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)} for one sample.",
             code="model_outputs.labels",
         )
@@ -147,13 +146,14 @@ def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def labels_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return log(P / (1 - P)), P = prod_k p_k the probability of all labels as they are.
+    """Return log(P / (1 - P)), where P = prod_k p_k is the joint probability of the labels' values.
 
-    p_k is sigmoid(z_k) where the label is 1, sigmoid(-z_k) where it is 0. With l = -log P, the sum
-    of the labels' binary cross entropies, l = log(1 + exp(-f)). Finite wherever logits are; a
-    scalar, float32 or float64.
+    p_k is sigmoid(z_k) if the label is 1, and sigmoid(-z_k) if it is 0. Let l = -log P be the sum
+    of the binary cross entropies; then l = log(1 + exp(-f)). The result is a scalar, float32 or
+    float64, finite for finite logits.
 
-    Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100); one must count.
+    Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100), but not all
+    ignored.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the set of labels as the class.
     """
@@ -198,7 +198,7 @@ REGRESSION = ModelOutput(
 
 
 def _read_loss(returned: object) -> Tensor:
-    """Return the ``loss`` in what a model returned; without one, what stands for logits."""
+    """Return the ``loss`` that a model returned, or else what ``read_logits`` returns."""
     is_mapping = isinstance(returned, Mapping)
     loss = returned.get("loss") if is_mapping else getattr(returned, "loss", None)
     return loss if isinstance(loss, Tensor) else read_logits(returned)
@@ -207,13 +207,12 @@ def _read_loss(returned: object) -> Tensor:
 def _minus(losses: Tensor, label: Tensor) -> Tensor:
     if losses.numel() != 1:
         raise InputError(
-            "The loss must be one number a sample. Found numbers of shape "
-            f"{tuple(losses.shape)} for one sample. Let the model return their sum or mean over "
-            "all dimensions but the first.",
+            f"The loss must be one number for each sample. Found shape {tuple(losses.shape)}. Let "
+            "the model return the sum or mean over all dimensions except the first.",
             code="gradients.output_shape",
         )
     return -at_least_float32(losses.squeeze())
 
 
-# l = -f, so that Q is 1, as where nothing is said.
+# l = -f, so Q is 1, the default.
 LOSS = ModelOutput(read=_read_loss, value=_minus, has_labels=False)

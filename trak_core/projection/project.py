@@ -1,4 +1,4 @@
-"""Project gradients by the backend of their device, and project features back, a part at a time."""
+"""Project gradients with the backend of their device, and project features back."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from trak_core.errors import InputError, listed
 from trak_core.projection.cpu import project_cpu
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
-from trak_core.projection.tensor_sketch import add_rows, sides_on
+from trak_core.projection.tensor_sketch import add_rows, hashes_on
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 Matrix = np.ndarray | Tensor
@@ -37,16 +37,16 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         )
     first = blocks[0]
     for block in blocks:
-        known = isinstance(block, np.ndarray | Tensor) and block.dtype in _DTYPES
-        if not known or block.ndim != 2:
+        is_matrix = isinstance(block, np.ndarray | Tensor) and block.ndim == 2
+        if not is_matrix or block.dtype not in _DTYPES:
             raise InputError(
-                "`gradients` must be a matrix with one row a sample, or a sequence of such, of "
+                "`gradients` must be a matrix with one row a sample, or a sequence of matrices, of "
                 f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}.",
                 code="projection.gradients",
             )
-        alike = type(block) is type(first) and block.dtype == first.dtype
-        alike = alike and len(block) == len(first)
-        if not alike or (isinstance(block, Tensor) and block.device != first.device):
+        agrees = type(block) is type(first) and block.dtype == first.dtype
+        agrees = agrees and len(block) == len(first)
+        if not agrees or (isinstance(block, Tensor) and block.device != first.device):
             raise InputError(
                 "The blocks of `gradients` must have the same samples, dtype and device. "
                 f"Found {_described(first)} and {_described(block)}.",
@@ -56,27 +56,22 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return where the result goes, zeroed unless the caller accumulates."""
+    """Return the array for the result, filled with zeros unless the caller accumulates."""
     shape = (len(like), proj_dim)
     if out is None:
-        if accumulate:
-            raise InputError(
-                "`accumulate=True` needs an `out` to add to. Found out=None.",
-                code="projection.accumulate",
-            )
         if isinstance(like, Tensor):
             return torch.zeros(shape, dtype=torch.float32, device=like.device)
         return np.zeros(shape, np.float32)
-    good = isinstance(out, Tensor) == isinstance(like, Tensor) and tuple(out.shape) == shape
+    is_usable = isinstance(out, Tensor) == isinstance(like, Tensor) and tuple(out.shape) == shape
     if isinstance(out, Tensor) and isinstance(like, Tensor):
-        good = good and out.dtype is torch.float32 and out.device == like.device
-        good = good and not out.requires_grad
+        is_usable = is_usable and out.dtype is torch.float32 and out.device == like.device
+        is_usable = is_usable and not out.requires_grad
     else:
-        good = good and out.dtype == np.float32
-    if not good:
+        is_usable = is_usable and out.dtype == np.float32
+    if not is_usable:
         raise InputError(
-            f"`out` must be float32 of shape {shape}, without gradient and of the same library "
-            f"and device as the gradients. Found {_described(out)}.",
+            f"`out` must be float32 of shape {shape}, without gradient, from the library and on "
+            f"the device of the gradients. Found {_described(out)}.",
             code="projection.out",
         )
     if not accumulate:
@@ -85,7 +80,7 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
 
 
 def _array(tensor: Matrix) -> np.ndarray:
-    """Return a matrix on the CPU as an array, without a copy; bfloat16 as its bits in uint16."""
+    """Return a view of a matrix on the CPU as an array. The bits of bfloat16 become uint16."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype is torch.bfloat16:
@@ -93,23 +88,16 @@ def _array(tensor: Matrix) -> np.ndarray:
     return tensor.detach().numpy()
 
 
-def _copy_columns(blocks: Sequence[Matrix], offset: int, out: Any) -> None:
-    """Add the blocks to the columns they stand for: the projection of kind ``identity``."""
-    for block in blocks:
-        out[:, offset : offset + block.shape[1]] += block
-        offset += block.shape[1]
-
-
 def _check_finite(out: Matrix) -> None:
     if isinstance(out, Tensor) and out.device.type == "cuda":
         finite = torch.isfinite(out)
-    else:  # a tenth of torch's time
+    else:  # NumPy takes a tenth of torch's time
         finite = np.isfinite(_array(out))
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
         raise InputError(
-            "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
-            f"the projection of the rows {listed(rows)}.",
+            "`gradients` must be finite, and their sums must fit in float32. Found NaN or infinity "
+            f"in the projection of rows {listed(rows)}.",
             code="projection.not_finite",
         )
 
@@ -117,16 +105,19 @@ def _check_finite(out: Matrix) -> None:
 def add_projection(
     blocks: Sequence[M], spec: ProjectionSpec, offset: int, out: M, threads: int
 ) -> None:
-    """Add the unscaled projection of blocks to ``out``: ``project`` without its checks.
+    """Add the unscaled projection of blocks to ``out``, without the checks of ``project``.
 
-    On CUDA, where each check of numbers waits for the GPU, work is queued and nothing waits.
+    On CUDA this function only queues work, because a check of the values would wait for the GPU.
     """
     if spec.kind is ProjectionKind.IDENTITY:
-        _copy_columns(blocks, offset, out)
+        columns: Any = out
+        for block in blocks:
+            columns[:, offset : offset + block.shape[1]] += block
+            offset += block.shape[1]
     elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
         add_rows(out, [block for block in blocks if isinstance(block, Tensor)], spec, offset)
     elif isinstance(out, Tensor) and out.device.type == "cuda":
-        # Only here: a machine without CUDA does not need what it imports.
+        # Imported here because it needs numba-cuda, which machines without a GPU lack.
         from trak_core.projection.cuda import project_cuda
 
         project_cuda(blocks, spec, offset, out)
@@ -152,47 +143,46 @@ def project(
 ) -> M:
     r"""Project each row of ``gradients`` to ``spec.proj_dim`` dimensions.
 
-    Computes ``Y = X R[o : o + n]``. Each entry of R is a function of the spec and its row and
-    column alone (``reference.py`` defines it): R does not depend on the device, on the dtype of
-    the gradients, on the batch, on how the coordinates are cut into chunks or blocks, or on the
-    number of threads; where ``spec.is_nested`` not even on ``spec.proj_dim`` (the first k columns
-    of a wider matrix are the k-column matrix). Sums are float32. On one device Y does not
-    depend on the batch, the blocks or the threads, and chunks change it only by rounding.
+    Compute ``Y = X R[o : o + n]``, where o is ``offset``. Each entry of R is a function of the
+    spec, its row and its column alone (``reference.py`` defines it). R does not depend on the
+    device, the dtype of the gradients, the batch, the chunks or the number of threads. If
+    ``spec.is_nested``, it does not depend on ``spec.proj_dim`` either, because the first k columns
+    of a wider matrix are the k-column matrix. Sums are float32. On one device Y does not depend on
+    the batch, the blocks or the threads; chunks change it only by rounding.
 
-    The device of the gradients decides where the work is done. On CUDA the kernel is tested when
-    it is first used, and one that fails is an error, never a silent fallback.
+    The work is done on the device of the gradients. A CUDA kernel is tested at its first use. A
+    kernel that fails raises an error; there is no silent fallback.
 
-    Which ``proj_dim`` to choose: the projected inner product of x and y differs from <x, y> by a
+    To choose ``proj_dim``: the projected inner product of x and y differs from <x, y> by a
     standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
-    parallel vectors. 1,024 columns, the workflow's default, give 3 %; four times as many halve the
-    error, at four times the time and size. With more columns than training samples a normal matrix
-    of the features is singular, so that damping decides the scores.
+    parallel vectors. The workflow's default of 1,024 columns gives 3 %. Four times as many columns
+    halve the error and take four times the time and memory. With more columns than training
+    samples the normal matrix of the features is singular, and the damping dominates the scores.
 
     Args:
-        gradients: Shape (n_samples, n): a NumPy array (float32, float16) or a torch tensor
-            (float32, float16, bfloat16); n = spec.n_params, or less for a chunk. Or a sequence of
-            such matrices, one a parameter say, that stand for their columns side by side; nothing
-            is concatenated. Rows may be strided.
+        gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy
+            array (float32, float16), a torch tensor (float32, float16, bfloat16), or a sequence of
+            such matrices that hold consecutive columns. They are not concatenated. Rows may be
+            strided.
         spec: The projection to apply.
         offset: Row of R that belongs to the first column of ``gradients``.
-        out: Where the result goes, shape (n_samples, spec.proj_dim), float32, of the gradients'
-            library and device; made if None.
+        out: Array for the result, shape (n_samples, spec.proj_dim), float32, from the library and
+            on the device of the gradients. Allocated if None.
         accumulate: Add to ``out`` instead of overwriting it.
-        scale: Multiply ``out`` by ``spec.scale`` at the end, what was in it before included, so
-            that E<Rx, Ry> = <x, y>.
-        threads: How many threads work on a CPU.
+        scale: Multiply ``out``, with its previous content, by ``spec.scale`` at the end, so that
+            E<Rx, Ry> = <x, y>.
+        threads: Number of threads on a CPU.
 
     Returns:
         ``out``, shape (n_samples, spec.proj_dim), float32.
 
     Raises:
-        InputError: If shapes, dtypes or devices are not as above, if the chunk does not lie within
-            ``spec.n_params``, if ``accumulate`` comes without ``out``, or if a CUDA kernel cannot
-            run or fails its test.
-            Or if a result is not finite; ``out`` is then not usable.
+        InputError: If a shape, dtype or device is not as above, if the chunk exceeds
+            ``spec.n_params``, if a CUDA kernel cannot run or fails its test, or if a result is not
+            finite. The content of ``out`` is then undefined.
 
     Example:
-        Two gradients with 10,000 entries, kept with 1,024 numbers each:
+        Project two gradients with 10,000 entries to 1,024 dimensions:
 
         >>> import numpy as np
         >>> from trak_core.projection import project
@@ -208,7 +198,7 @@ def project(
         >>> bool(error < 0.1 * (gradients**2).sum(axis=1).max())
         True
 
-        The columns may come in parts, whose results add up:
+        Project the columns in two parts and add the results:
 
         >>> out = project(gradients[:, :4096], spec)
         >>> out = project(gradients[:, 4096:], spec, offset=4096, out=out, accumulate=True)
@@ -241,26 +231,25 @@ def project(
     return out
 
 
-# Rows of R that are made at a time, where they are made.
-_ROWS = 64
-# Entries of directions that are looked up at a time.
-_ENTRIES = 2**18
+_ROWS = 64  # rows of R that ``back_project`` forms at a time
+_ENTRIES = 2**18  # entries that it reads from a tensor sketch at a time
 
 
 def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:
     """Return ``vectors @ R[offset : offset + n_entries].T`` for the unscaled R of a projection.
 
-    So <x, g> = <x R, v> for the direction g of a vector v and any gradient x. A tensor sketch is
-    read where its entries lie, and hadamard transformed back; for the other kinds rows of R are
-    made, at the cost of projecting 64 gradients. The coordinates of a tensor sketch must be those
-    of one parameter. Vectors have shape (m, k), the result (m, n_entries), both float32.
+    If g is the row returned for a vector v, then <x, g> = <x R, v> for every gradient x. For
+    ``tensor_sketch`` the coordinates must be those of exactly one parameter. ``rademacher`` and
+    ``normal`` form rows of R, at the cost of projecting 64 gradients; the other kinds do not.
+
+    Vectors have shape (m, k), the result has shape (m, n_entries). Both are float32.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]
     if spec.shapes is not None:
         return _read_sketch(vectors, spec, offset)
     if spec.kind is ProjectionKind.HADAMARD:
-        return _transformed_back(vectors, spec, offset, n_entries)
+        return _transposed_hadamard(vectors, spec, offset, n_entries)
     directions = vectors.new_empty(len(vectors), n_entries)
     for first in range(0, n_entries, _ROWS):
         n = min(_ROWS, n_entries - first)
@@ -272,9 +261,9 @@ def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: 
 def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     assert spec.shapes is not None
     starts = [0, *itertools.accumulate(rows * columns for rows, columns in spec.shapes)]
-    (buckets0, signs0), (buckets1, signs1) = sides_on(spec, vectors.device)[starts.index(offset)]
+    (buckets0, signs0), (buckets1, signs1) = hashes_on(spec, vectors.device)[starts.index(offset)]
     directions = vectors.new_empty(len(vectors), len(buckets0), len(buckets1))
-    # Rows of the matrix together, so that little is there beside what is returned.
+    # A few rows of the parameter at a time bound the memory beyond the result.
     step = max(1, _ENTRIES // max(1, len(vectors) * len(buckets1)))
     for first in range(0, len(buckets0), step):
         rows = slice(first, first + step)
@@ -284,7 +273,9 @@ def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     return directions.flatten(1)
 
 
-def _transformed_back(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:
+def _transposed_hadamard(
+    vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int
+) -> Tensor:
     k = spec.proj_dim
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
     words = np.empty(max(k // 32, 4), np.uint32)

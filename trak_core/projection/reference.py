@@ -1,52 +1,51 @@
-"""The definition of the projection matrix, version 1, written to be read: dense, NumPy, slow.
+"""Define the projection matrix R, version 1, as readable NumPy code: dense and slow.
 
-Everything here is a file format: features made on one machine mean something on another only
-because every backend makes this very matrix. It shares no code with the backends.
+This definition is a file format. Features from two machines can be compared only because every
+backend computes exactly this matrix. The code here is independent of the backends.
 
-Every random word is one of the four of a Philox4x32-10 call, keyed with the two halves of the seed,
-at the counter
+Random words are outputs of Philox4x32-10. The key is the two halves of the seed, and the counter is
 
     (c0, low 32 bits of q, high 32 bits of q | tag << 24, stream).
 
-For coordinate g (row of R) and column j:
+Each call returns four words. For coordinate g (row of R) and column j:
 
-``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word holds one
-column's signs for 32 coordinates; the one of g is bit
-2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1): -1 where it is set, else +1.
+``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word holds the
+signs of one column for 32 coordinates. The sign of g is bit
+2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1). The entry is -1 if the bit is set, else +1.
 
-``normal`` (tag 1): c0 = j >> 2, q = g, word j & 3. With s the sum of the word's four bytes less
-510, and every step rounded to float32: x = s * SD, x2 = x * x, p = C5 * x2 + C3, p = p * x2 + C1,
-entry p * x; the products and sums are never contracted to one rounding. The 1,021 levels have mean
-0, variance 0.99999 and excess kurtosis -0.003, and keep within 0.002 of N(0, 1)'s distribution.
+``normal`` (tag 1): c0 = j >> 2, q = g, word j & 3. Let s be the sum of the word's four bytes minus
+510. With every operation rounded to float32, and no fused multiply-add: x = s * SD, x2 = x * x,
+p = C5 * x2 + C3, p = p * x2 + C1. The entry is p * x. Its 1,021 levels have mean 0, variance
+0.99999 and excess kurtosis -0.003. Their distribution function is within 0.002 of N(0, 1)'s.
 
-``hadamard`` (tag 3): coordinates come in blocks of k = proj_dim, b = g // k, i = g % k; the entry
-is E_b[j] * H[i, j] * D_b[i] with H[i, j] = (-1)^popcount(i & j) and two vectors of k signs: sign v
-of D_b is bit v & 31 of word w = v >> 5, where c0 = w >> 2, q = b, and the word of the call is
-w & 3; E_b is made alike with c0 = (w >> 2) + 2^31. A set bit is -1.
+``hadamard`` (tag 3): coordinates form blocks of k = proj_dim; b = g // k, i = g % k. The entry is
+E_b[j] * H[i, j] * D_b[i], where H[i, j] = (-1)^popcount(i & j), and D_b and E_b are vectors of k
+signs. Sign v of D_b is bit v & 31 of word w & 3 of the call c0 = w >> 2, q = b, where w = v >> 5.
+E_b is the same with c0 = (w >> 2) + 2^31. A set bit means -1.
 
-``tensor_sketch`` (tag 4): each parameter is a matrix n0 x n1, the parameters one after the other,
-row-major. Its sides, rows (0) and columns (1), have buckets and signs: entry (i, j) of parameter l
-is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0 in all others. For side s,
-q = 2 l + s. The bucket of index i is its rank among the words of its run of k indices, those with
-the same i // k (ties by index, and all k words count though the last run may have fewer indices),
-its word being word i & 3 of the call c0 = i >> 2. Its sign is bit i & 31 of word w & 3 of the call
-c0 = (w >> 2) + 2^31, w = i >> 5; a set bit is -1.
+``tensor_sketch`` (tag 4): each parameter is a row-major matrix n0 x n1, and the parameters follow
+one another. The rows (s = 0) and the columns (s = 1) of parameter l have buckets and signs. The row
+of R for entry (i, j) is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0
+elsewhere. Both are drawn with q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2. The
+bucket of i is the rank of its word among the k indices with the same i // k. Ties are ordered by
+index, and all k words are ranked even if the last run has fewer indices. The sign of i is bit
+i & 31 of word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set bit means -1.
 
-``identity``: 1 where j = g, else 0; nothing is random.
+``identity``: 1 if j = g, else 0.
 """
 
 import numpy as np
 
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
-# Tag 2 is reserved and never used for another kind: features of version 0.2.0 were made with it.
+# Tag 2 is reserved because features of version 0.2.0 were made with it. No other kind may use it.
 _MASK = np.uint64(0xFFFFFFFF)
 _SD = np.float32(1 / 147.80166)
 _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return Philox4x32-10 of counters (4, n): words of that shape, 32 bits in uint64 each.
+    """Return Philox4x32-10 of counters (4, n) as words (4, n), each 32 bits in a uint64.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -64,18 +63,18 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
     return np.stack([c0, c1, c2, c3])
 
 
-def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """Return word ``which`` of the call at (c0, q): the arguments broadcast, uint64."""
-    c0, q, which = np.broadcast_arrays(c0, q, which)
+def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return word ``index`` (0 to 3) of the call at (c0, q), uint64. The arguments broadcast."""
+    c0, q, index = np.broadcast_arrays(c0, q, index)
     high = (q >> np.uint64(32)) | np.uint64(spec.kind.tag << 24)
     counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])
     key = spec.seed & 0xFFFFFFFF, spec.seed >> 32
     words = philox4x32_reference(counter.reshape(4, -1), key).reshape(4, *q.shape)
-    return np.take_along_axis(words, which.astype(np.intp)[None], axis=0)[0]
+    return np.take_along_axis(words, index.astype(np.intp)[None], axis=0)[0]
 
 
 def _signs(words: np.ndarray, bit: np.ndarray | np.uint64) -> np.ndarray:
-    """Return -1 where the bit is set, else +1, in float64."""
+    """Return -1 if the bit is set, else +1, float64."""
     return 1.0 - 2.0 * ((words >> bit) & np.uint64(1)).astype(np.float64)
 
 
@@ -88,8 +87,8 @@ def _rademacher(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarra
 
 def _normal(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
     words = _words(spec, j >> np.uint64(2), g, j & np.uint64(3))
-    four = [(words >> np.uint64(8 * i)) & np.uint64(0xFF) for i in range(4)]
-    x = (np.sum(four, axis=0).astype(np.int64) - 510).astype(np.float32) * _SD
+    byte_values = [(words >> np.uint64(8 * i)) & np.uint64(0xFF) for i in range(4)]
+    x = (np.sum(byte_values, axis=0).astype(np.int64) - 510).astype(np.float32) * _SD
     x2 = x * x
     p = _C5 * x2 + _C3
     p = p * x2 + _C1
@@ -108,8 +107,8 @@ def _hadamard(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
     return signs * (1.0 - 2.0 * parity)
 
 
-def _side(spec: ProjectionSpec, q: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return buckets and signs of one side of a parameter, shape (n,) each."""
+def _buckets_and_signs(spec: ProjectionSpec, q: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the buckets and signs of the n rows or columns of a parameter, shape (n,) each."""
     k = spec.proj_dim
     i = np.arange(-(-n // k) * k, dtype=np.uint64)
     words = _words(spec, i >> np.uint64(2), np.full_like(i, q), i & np.uint64(3)).reshape(-1, k)
@@ -129,20 +128,20 @@ def _tensor_sketch(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
     stop = 0
     for number, (n0, n1) in enumerate(spec.shapes):
         start, stop = stop, stop + n0 * n1
-        (own,) = np.nonzero((g[:, 0] >= start) & (g[:, 0] < stop))
-        i, j = np.divmod(g[own, 0].astype(np.int64) - start, n1)
-        bucket0, sign0 = _side(spec, 2 * number, n0)
-        bucket1, sign1 = _side(spec, 2 * number + 1, n1)
-        matrix[own, (bucket0[i] + bucket1[j]) % spec.proj_dim] = sign0[i] * sign1[j]
+        (rows,) = np.nonzero((g[:, 0] >= start) & (g[:, 0] < stop))
+        i, j = np.divmod(g[rows, 0].astype(np.int64) - start, n1)
+        bucket0, sign0 = _buckets_and_signs(spec, 2 * number, n0)
+        bucket1, sign1 = _buckets_and_signs(spec, 2 * number + 1, n1)
+        matrix[rows, (bucket0[i] + bucket1[j]) % spec.proj_dim] = sign0[i] * sign1[j]
     return matrix
 
 
 def projection_matrix(
     spec: ProjectionSpec, first: int = 0, n_rows: int | None = None
 ) -> np.ndarray:
-    """Return rows of the unscaled projection matrix R, (n_rows, spec.proj_dim), float64.
+    """Return rows of the unscaled projection matrix R, shape (n_rows, spec.proj_dim), float64.
 
-    They begin at the coordinate ``first``; without ``n_rows`` they are all from there on.
+    The first row is that of coordinate ``first``. By default all following rows are returned.
     """
     n_rows = spec.n_params - first if n_rows is None else n_rows
     g = np.uint64(first) + np.arange(n_rows, dtype=np.uint64)[:, None]

@@ -1,17 +1,21 @@
-"""Tensor sketches with torch, on any device: of outer products by their factors, and of rows.
+"""Tensor sketches with torch on any device, from the factors of outer products or from rows.
 
-A gradient of a matrix that is a sum of outer products, sum_t a_t b_t^T, need not be formed to be
-sketched. Entry (i, j) goes to column bucket0[i] + bucket1[j] mod k: so the sketch of a b^T is the
-circular convolution of two count sketches, x of a by the rows' buckets and signs and y of b by the
-columns', and Fourier transforms turn it into a product. One transform serves both, because the
-imaginary part of (x + i y)^2, convolved with itself, is twice the convolution of x and y. The
-squares of all tokens and parameters are added up in the frequency domain, and one inverse transform
-a sample ends it. Each pair is scaled to equal norms first, so that the real part, which isn't
-wanted, is no larger than what is and brings no rounding of its own.
+A gradient that is a sum of outer products, sum_t a_t b_t^T, can be sketched without forming it.
+Entry (i, j) goes to column bucket0[i] + bucket1[j] mod k. Therefore the sketch of a b^T is the
+circular convolution of two count sketches: x of a by the rows' buckets and signs, and y of b by the
+columns'. The discrete Fourier transform F turns the convolution into a product. This differs from
+the method of Pham and Pagh in:
+
+1. One complex transform serves both factors, because F(x + i y)^2 is the transform of
+   x * x - y * y + 2 i (x * y), where * is the convolution.
+2. The squares are summed in the frequency domain over all tokens and parameters. A single inverse
+   transform for each sample follows.
+3. Each pair is first scaled to equal norms. The unused real part is then no larger than the
+   imaginary part and adds no rounding error of its own.
+4. Buckets are balanced (``reference.py``). The entries of a row or column shorter than k do not
+   collide.
 
 Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013.
-The buckets are balanced here (``reference.py``): entries of a row or a column shorter than k never
-collide.
 """
 
 import itertools
@@ -24,60 +28,58 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, sides_of
+from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, hashes_of
 from trak_core.spec import ProjectionSpec
 
-# Complex numbers of a piece of count sketches: 1 MiB, and as much for their transforms. Both stay
-# in a core's own cache from the counts to the squares. A GPU takes 64 MiB at once, because its host
-# needs some .2 ms to start a piece's kernels.
+# Complex numbers of the count sketches that are transformed at once. 1 MiB on a CPU keeps sketches
+# and transforms in a core's cache. 64 MiB on a GPU, because its host needs 0.2 ms to start kernels.
 _PIECE, _PIECE_OF_GPU = 2**17, 2**23
-# What things take on a core of an AMD EPYC, in nanoseconds, measured with torch 2.13 for k =
-# 1,024 and 4,096 and matrices of layers of 256 to 3,072. They choose between two ways to the same
-# numbers.
-_TRANSFORM_NS = 0.33  # a token: two transforms and their product, each k log2(k)
-_COUNT_NS = 2.0  # a token: an entry of a factor put into its bucket
-_PRODUCT_NS = 0.035  # a token: an entry of a formed gradient
-_CALL_NS = 150_000  # what starts the sketch of a matrix by its factors, however small it is
-# An entry of a formed gradient put into its bucket, eight samples at once.
-_LANES, _LANE_NS = 8, 4.0
+# Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
+# and layers of size 256 to 3,072. They select between two methods with equal results.
+_TRANSFORM_NS = 0.33  # for a token: two transforms and their product, times k log2(k)
+_COUNT_NS = 2.0  # for a token: adding one entry of a factor to its bucket
+_PRODUCT_NS = 0.035  # for a token: one entry of a formed gradient
+_CALL_NS = 150_000  # fixed cost of the sketch of a matrix from its factors
+_LANES, _LANE_NS = 8, 4.0  # adding one entry of the formed gradients of 8 samples to its bucket
+
+
+def _token_ns(rows: int, columns: int, proj_dim: int) -> float:
+    return _TRANSFORM_NS * proj_dim * log2(proj_dim + 1) + _COUNT_NS * (rows + columns)
 
 
 def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj_dim: int) -> bool:
-    """Estimate whether sums of outer products are cheaper to sketch by their factors than to form.
+    """Return whether sums of outer products are cheaper to sketch from factors than to form.
 
-    There are ``n_samples`` sums of ``n_tokens`` products each, matrices of rows x columns.
-
-    Returns:
-        An estimate, by the costs of one core.
+    There are ``n_samples`` matrices of shape (rows, columns), each a sum of ``n_tokens`` outer
+    products. This is an estimate for one core.
     """
-    by_token = _TRANSFORM_NS * proj_dim * log2(proj_dim + 1) + _COUNT_NS * (rows + columns)
     tiles = -(-n_samples // _LANES)
     by_entry = n_samples * n_tokens * _PRODUCT_NS + tiles * _LANE_NS
-    return _CALL_NS + n_samples * n_tokens * by_token < rows * columns * by_entry
+    by_factors = _CALL_NS + n_samples * n_tokens * _token_ns(rows, columns, proj_dim)
+    return by_factors < rows * columns * by_entry
 
 
 @lru_cache(maxsize=16)
-def sides_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return buckets and signs of each parameter's rows, and of its columns."""
+def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return buckets and signs of each parameter's rows and of its columns, on a device."""
     assert spec.shapes is not None
-    sides = sides_of(spec)
-    return [
-        [
-            (
-                torch.from_numpy(buckets.astype("int64")).to(device),
-                torch.from_numpy(signs).to(device),
-            )
-            for buckets, signs in (sides.side(number, which, shape[which]) for which in (0, 1))
-        ]
-        for number, shape in enumerate(spec.shapes)
-    ]
+    hashes = hashes_of(spec)
+    on_device: list[list[tuple[Tensor, Tensor]]] = []
+    for number, shape in enumerate(spec.shapes):
+        pairs = [hashes.of(number, axis, shape[axis]) for axis in (0, 1)]
+        on_device.append([
+            (torch.from_numpy(buckets.astype("int64")).to(device), torch.tensor(signs).to(device))
+            for buckets, signs in pairs
+        ])
+    return on_device
 
 
-def _counted(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Tensor:
+def _count_sketches(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Tensor:
     """Return the count sketches of rows (r, n), shape (r, proj_dim)."""
     rows = rows.float()
     sketches = rows.new_zeros(len(rows), proj_dim)
-    for first in range(0, rows.shape[1], proj_dim):  # no bucket comes twice in a run
+    # A run of proj_dim entries has no bucket twice, so the order of the sums is fixed.
+    for first in range(0, rows.shape[1], proj_dim):
         run = slice(first, first + proj_dim)
         sketches.index_add_(1, buckets[run], rows[:, run] * signs[run])
     return sketches
@@ -86,7 +88,7 @@ def _counted(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Ten
 def _scales(left: Tensor, right: Tensor) -> Tensor:
     """Return factors, shape (b, tokens, 2), that make the norms of each pair of rows equal.
 
-    Both are zero where a row is, so that the other doesn't count, unless it isn't finite.
+    Both factors are 0 if one of the rows is 0, unless the other one is not finite.
     """
     roots = torch.stack([_norms(left), _norms(right)], dim=2).sqrt_()
     scales = roots.flip(2).div_(roots)
@@ -96,10 +98,10 @@ def _scales(left: Tensor, right: Tensor) -> Tensor:
 def _norms(rows: Tensor) -> Tensor:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=2, dtype=dtype).float()
-    unusual = ~((norms > 1e-18) & (norms < 1e18))  # squares that float32 doesn't hold
-    if unusual.any():
-        exact = torch.linalg.vector_norm(rows[unusual], dim=1, dtype=torch.float64)
-        norms[unusual] = exact.float()
+    is_extreme = ~((norms > 1e-18) & (norms < 1e18))  # their squares exceed float32
+    if is_extreme.any():
+        exact = torch.linalg.vector_norm(rows[is_extreme], dim=1, dtype=torch.float64)
+        norms[is_extreme] = exact.float()
     return norms
 
 
@@ -111,32 +113,36 @@ def _counts(
     scales: Tensor,
     *,
     by_kernel: bool,
-    in_turn: bool,
+    interleaved: bool,
 ) -> Tensor:
-    """Return count sketches x and y of each pair of rows, which are scaled first, float32.
+    """Return the count sketches x and y of each pair of rows, multiplied by its scales, float32.
 
-    Shape (tokens, k, 2) if their entries stand in turn, else (tokens, 2, k). The kernel is for
-    CPUs.
+    The shape is (tokens, k, 2) if ``interleaved``, else (tokens, 2, k). The kernel runs on CPUs.
     """
     k = spec.proj_dim
     if not by_kernel:
-        sides = zip((left, right), scales.T, sides_on(spec, left.device)[number], strict=True)
-        counted = [_counted(x * scale[:, None], *own, k) for x, scale, own in sides]
-        return torch.stack(counted, dim=2 if in_turn else 1)
+        hashes = hashes_on(spec, left.device)[number]
+        factors = zip((left, right), scales.T, hashes, strict=True)
+        sketches = [_count_sketches(x * scale[:, None], *hash_, k) for x, scale, hash_ in factors]
+        return torch.stack(sketches, dim=2 if interleaved else 1)
     assert spec.shapes is not None
-    sides = sides_of(spec)
-    own = (sides.side(number, which, n) for which, n in enumerate(spec.shapes[number]))
-    counts = torch.empty(len(left), *((k, 2) if in_turn else (2, k)))
-    arrays = (tensor.detach().contiguous().numpy() for tensor in (left, right, scales))
-    places = (2, 1) if in_turn else (1, k)
-    fill_pairs_cpu(*arrays, *itertools.chain(*own), counts.view(-1, 2 * k).numpy(), *places)
+    rows, columns = spec.shapes[number]
+    hashes = hashes_of(spec)
+    counts = torch.empty(len(left), *((k, 2) if interleaved else (2, k)))
+    fill_pairs_cpu(
+        *(tensor.detach().contiguous().numpy() for tensor in (left, right, scales)),
+        *hashes.of(number, 0, rows),
+        *hashes.of(number, 1, columns),
+        counts.view(-1, 2 * k).numpy(),
+        *((2, 1) if interleaved else (1, k)),
+    )
     return counts
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Return pieces of samples and tokens, of ``most`` tokens together, one at least."""
+    """Split samples and tokens into pieces of at most ``most`` tokens, but at least one."""
     n_samples, n_tokens = left.shape[:2]
-    if n_tokens > most:  # of a sample some tokens at a time
+    if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
         return [(slice(b, b + 1), slice(t, t + max(1, most))) for b, t in starts]
     step = max(1, most // max(1, n_tokens))
@@ -146,32 +152,35 @@ def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
 def _transforms(
     spec: ProjectionSpec, number: int, left: Tensor, right: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield transforms of x + i y of pairs, shape (samples, tokens, k), with which samples."""
+    """Yield slices of the samples with the transforms of x + i y, shape (samples, tokens, k)."""
     scales, by_kernel = _scales(left, right), left.device.type == "cpu"
     most = _PIECE if by_kernel else _PIECE_OF_GPU
-    for part in _pieces(left, most // spec.proj_dim):
-        a, b = (side[part].flatten(0, 1).float() for side in (left, right))
-        own = scales[part]
-        given = spec, number, a, b, own.flatten(0, 1)
-        pairs = torch.view_as_complex(_counts(*given, by_kernel=by_kernel, in_turn=True))
-        yield part[0], torch.fft.fft(pairs).view(*own.shape[:2], -1)
+    for piece in _pieces(left, most // spec.proj_dim):
+        a, b = (factor[piece].flatten(0, 1).float() for factor in (left, right))
+        pairs = _counts(
+            *(spec, number, a, b, scales[piece].flatten(0, 1)),
+            by_kernel=by_kernel,
+            interleaved=True,
+        )
+        transformed = torch.fft.fft(torch.view_as_complex(pairs))
+        yield piece[0], transformed.view(*scales[piece].shape[:2], -1)
 
 
 def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
-    """Add the squares of transforms, shape (samples, tokens, k), over the tokens."""
+    """Add the squares of transforms, shape (samples, tokens, k), summed over the tokens."""
     if not by_kernel:
         into += transformed.square().sum(1)
         return
-    parts = (torch.view_as_real(tensor).flatten(-2) for tensor in (transformed, into))
-    add_squares_cpu(*(part.numpy() for part in parts))
+    numbers, sums = (torch.view_as_real(tensor).flatten(-2) for tensor in (transformed, into))
+    add_squares_cpu(numbers.numpy(), sums.numpy())
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values (b, m) to columns (b, m) or (m,) of rows, in an order that is always the same."""
+    """Add values (b, m) to the columns (b, m) or (m,) of the rows of ``out`` in a fixed order."""
     columns = columns.expand_as(values)
     if out.device.type == "cpu":
         out.scatter_add_(1, columns, values)
-    else:  # sorted, not by atomics
+    else:  # index_put_ sorts the indices; scatter_add_ would use atomic additions
         rows = torch.arange(len(out), device=out.device).unsqueeze(1).expand_as(columns)
         out.index_put_((rows, columns), values, accumulate=True)
 
@@ -179,16 +188,16 @@ def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
 def _add_lookups(
     out: Tensor, spec: ProjectionSpec, number: int, indices: Tensor, right: Tensor
 ) -> None:
-    (bucket0, sign0), (bucket1, sign1) = sides_on(spec, right.device)[number]
+    (bucket0, sign0), (bucket1, sign1) = hashes_on(spec, right.device)[number]
     columns = (bucket0[indices].unsqueeze(-1) + bucket1) % spec.proj_dim
     values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
     _add_at(out, columns.flatten(1), values.flatten(1))
 
 
 def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: int) -> None:
-    """Add the sketches of formed gradients to ``out``, shape (b, k), as ``project`` has them.
+    """Add the sketches of formed gradients to ``out``, shape (b, k).
 
-    Blocks have shape (b, n_i), side by side, the first column at the coordinate ``offset``.
+    The blocks have shape (b, n_i) and hold consecutive coordinates from ``offset`` on.
     """
     assert spec.shapes is not None
     stop = offset
@@ -199,32 +208,32 @@ def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: in
             last = first + n0 * n1
             low, high = max(start, first), min(stop, last)
             if low < high:
-                (bucket0, sign0), (bucket1, sign1) = sides_on(spec, out.device)[number]
-                places = torch.arange(low - first, high - first, device=out.device)
-                i, j = places // n1, places % n1
+                (bucket0, sign0), (bucket1, sign1) = hashes_on(spec, out.device)[number]
+                entries = torch.arange(low - first, high - first, device=out.device)
+                i, j = entries // n1, entries % n1
                 values = block[:, low - start : high - start].float() * (sign0[i] * sign1[j])
                 _add_at(out, (bucket0[i] + bucket1[j]) % spec.proj_dim, values)
             first = last
 
 
 class OuterProducts:
-    """Adds up the sketches of outer products.
+    """Sketches of sums of outer products, one sum for each sample.
 
-    The total is within 1e-6 sum_t |a_t| |b_t| of the definition, the sum over all that was added.
+    The total is within 1e-6 sum_t |a_t| |b_t| of the definition, where t runs over all terms.
 
     Attributes:
-        rows: Shape (b, k), float32: what was added outside the frequency domain.
-        spectrum: Shape (b, k), complex128: sums of squares of transforms.
+        rows: Shape (b, k), float32: the terms that were added in the original domain.
+        spectrum: Shape (b, k), complex128: the sums of squared transforms.
     """
 
     def __init__(self, spec: ProjectionSpec, n_samples: int, device: torch.device):
-        """Begin with zeros."""
+        """Start with sums of zero."""
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
-        """Add sum_t left[b, t] right[b, t]^T, part of the gradient of a parameter by its number.
+        """Add sum_t left[b, t] right[b, t]^T to the gradient of parameter ``number``.
 
         Shapes are (b, tokens, n0) and (b, tokens, n1).
         """
@@ -232,7 +241,7 @@ class OuterProducts:
             _add_squares(self.spectrum[samples], transformed, left.device.type == "cpu")
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
-        """Add sum_t e_indices[b, t] right[b, t]^T likewise, e_i the unit vectors."""
+        """Add sum_t e_i right[b, t]^T, where e_i is the unit vector of i = indices[b, t]."""
         _add_lookups(self.rows, self.spec, number, indices, right)
 
     def total(self) -> Tensor:
@@ -242,16 +251,16 @@ class OuterProducts:
 
 @dataclass(frozen=True, slots=True)
 class Contractions:
-    """Inner products of vectors with the sketch of each outer product by itself.
+    """Inner products of vectors with the sketches of single outer products.
 
-    A token is sketched once, however many vectors it meets: with the transforms X, Y and V of x, y
-    and v, <sketch, v> = Re <X Y, V> / k. As these are real, half of the frequencies say it, and all
-    tokens and vectors are one product of matrices. Results are within 1e-6 |a_t| |b_t| |v| of the
-    definition.
+    Each token is sketched once for all vectors. With the transforms X, Y and V of x, y and v,
+    <sketch, v> = Re <X Y, V> / k. All three are transforms of real vectors, so half of the
+    frequencies suffice, and one matrix product serves all tokens and vectors. Results are within
+    1e-6 |a_t| |b_t| |v| of the definition.
 
     Attributes:
         vectors: Shape (m, k), float32.
-        spectra: What the parts of products are multiplied by, (m, 2 (k // 2 + 1)), float32.
+        spectra: Weights of the real and imaginary parts of X Y, (m, 2 (k // 2 + 1)), float32.
     """
 
     spec: ProjectionSpec
@@ -263,21 +272,21 @@ class Contractions:
         """Transform the vectors."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
-        # A frequency that is its own partner stands for one.
+        # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
         spectra[:, :: k // 2 if k % 2 == 0 else k] /= 2
         return cls(spec, vectors, spectra.flatten(1).float())
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
-        """Return whether that is cheaper than products of the factors with each vector's matrix.
+        """Return whether this is cheaper than multiplying the factors with each vector's matrix.
 
-        There are ``n_pairs`` of a text and a vector, and ``n_tokens`` outer products of each text.
+        There are ``n_pairs`` pairs of a sample and a vector, and ``n_tokens`` outer products in
+        each sample.
         """
         assert self.spec.shapes is not None
         k, (rows, columns) = self.spec.proj_dim, self.spec.shapes[number]
-        by_token = _TRANSFORM_NS * k * log2(k + 1) + _COUNT_NS * (rows + columns)
-        by_factors = n_tokens * (n_samples * by_token + n_pairs * 2 * k * _PRODUCT_NS)
+        by_token = n_samples * _token_ns(rows, columns, k) + n_pairs * 2 * k * _PRODUCT_NS
         read = _COUNT_NS * min(n_pairs, len(self.vectors))
-        return by_factors < rows * columns * (n_pairs * n_tokens * _PRODUCT_NS + read)
+        return n_tokens * by_token < rows * columns * (n_pairs * n_tokens * _PRODUCT_NS + read)
 
     def inner_with_products(
         self,
@@ -287,27 +296,31 @@ class Contractions:
         groups: Sequence[tuple[int, slice]],
         directions: Tensor,
     ) -> Tensor:
-        """Return <left[b, t] right[b, t]^T, R v> of pairs of b and v, shape (pairs, tokens).
+        """Return <left[b, t] right[b, t]^T, R v> for pairs of b and v, shape (pairs, tokens).
 
-        Factors are those of ``OuterProducts``. ``groups`` has each b, in order, and which pairs it
-        is in; ``directions`` are rows of ``vectors``, shape (pairs,).
+        Args:
+            number: The parameter, as in ``OuterProducts``.
+            left: Shape (b, tokens, n0).
+            right: Shape (b, tokens, n1).
+            groups: Each sample b, in ascending order, with the slice of its pairs.
+            directions: The row of ``vectors`` in each pair, shape (pairs,).
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         by_kernel = left.device.type == "cpu"
         if len(groups) < len(left):
-            met = [b for b, _ in groups]
-            left, right = left[met], right[met]
+            used = [b for b, _ in groups]
+            left, right = left[used], right[used]
         pairs_of = [pairs for _, pairs in groups]
         scales = left.new_ones(left.shape[0] * left.shape[1], 2, dtype=torch.float32)
         for rows, tokens in _pieces(left, 2 * _PIECE // self.spec.proj_dim):
-            a, b = (side[rows, tokens].flatten(0, 1).float() for side in (left, right))
-            given = self.spec, number, a, b, scales[: len(a)]
-            counts = _counts(*given, by_kernel=by_kernel, in_turn=False)
-            transforms = torch.fft.rfft(counts)
-            spectra = torch.view_as_real(transforms[:, 0].mul_(transforms[:, 1])).flatten(1)
-            own_pairs = pairs_of[rows]
-            for pairs, own in zip(own_pairs, spectra.chunk(len(own_pairs)), strict=True):
-                products[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
+            a, b = (factor[rows, tokens].flatten(0, 1).float() for factor in (left, right))
+            counts = _counts(
+                *(self.spec, number, a, b, scales[: len(a)]), by_kernel=by_kernel, interleaved=False
+            )
+            x, y = torch.fft.rfft(counts).unbind(1)
+            spectra = torch.view_as_real(x.mul_(y)).flatten(1).chunk(len(pairs_of[rows]))
+            for pairs, spectrum in zip(pairs_of[rows], spectra, strict=True):
+                products[pairs, tokens] = self.spectra[directions[pairs]] @ spectrum.T
         return products
 
     def inner_with_lookups(
@@ -318,10 +331,10 @@ class Contractions:
         groups: Sequence[tuple[int, slice]],
         directions: Tensor,
     ) -> Tensor:
-        """Return the same of e_indices[b, t] right[b, t]^T, e_i the unit vectors."""
+        """Return <e_i right[b, t]^T, R v>, where e_i is the unit vector of i = indices[b, t]."""
         products = self.vectors.new_empty(len(directions), indices.shape[1])
-        for b, own in groups:
+        for b, pairs in groups:
             rows = self.vectors.new_zeros(indices.shape[1], self.spec.proj_dim)
             _add_lookups(rows, self.spec, number, indices[b, :, None], right[b, :, None])
-            products[own] = self.vectors[directions[own]] @ rows.T
+            products[pairs] = self.vectors[directions[pairs]] @ rows.T
         return products

@@ -1,4 +1,4 @@
-"""Frozen descriptions of what to compute; they hold no arrays and import no backend."""
+"""Specifications: frozen dataclasses of the settings that determine the numbers of a job."""
 
 from trak_core.spec.projection import (
     ProjectionKind,

@@ -1,4 +1,4 @@
-"""Projections: the table of kinds, and what fully determines one matrix; no arrays, no backend."""
+"""The kinds of projection, and the settings that determine one projection matrix."""
 
 import hashlib
 import math
@@ -15,11 +15,12 @@ class Kind:
     """Properties of a kind of projection; ``projection/reference.py`` defines its entries.
 
     Attributes:
-        tag: Its number in the counter of random words, its own forever; None if nothing is random.
+        tag: The kind's number in the counter of Philox, never used for another kind. None if
+            nothing is random.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
-        power_of_two: Whether proj_dim must be one.
-        of_matrices: Whether entries follow from rows and columns of each parameter as a matrix, so
-            that the spec says the parameters' shapes; a row of R has a single entry then, +-1.
+        power_of_two: Whether proj_dim must be a power of two.
+        of_matrices: Whether the entries depend on the rows and columns of each parameter as a
+            matrix. The spec then has the shapes, and each row of R has one entry, +1 or -1.
     """
 
     tag: int | None
@@ -29,7 +30,7 @@ class Kind:
 
 
 class ProjectionKind(StrEnum):
-    """The kinds of projection, one row each; CONTRIBUTING.md says what a new one needs."""
+    """The kinds of projection. CONTRIBUTING.md describes how to add one."""
 
     about: Kind
 
@@ -40,36 +41,35 @@ class ProjectionKind(StrEnum):
     IDENTITY = "identity", Kind(tag=None)
 
     def __new__(cls, name: str, about: Kind) -> Self:
-        """Make a kind that is its name, with its row beside it."""
+        """Create a member that equals its name and has its properties as ``about``."""
         kind = str.__new__(cls, name)
         kind._value_, kind.about = name, about
         return kind
 
     @property
     def tag(self) -> int:
-        """The kind's number in the counter of random words."""
+        """The kind's number in the counter of Philox."""
         assert self.about.tag is not None
         return self.about.tag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSpec:
-    """One projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
+    """A projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
 
-    Entry R[g, j] is a function of (kind, seed, stream, g, j) alone, for kinds that aren't nested of
-    proj_dim and shapes too; ``n_params`` only says where the matrix ends. ``version`` names the
-    definition of the entries.
+    Entry R[g, j] is a function of (kind, seed, stream, g, j), and of proj_dim and shapes if the
+    kind is not nested. ``n_params`` only determines where the matrix ends.
 
     Attributes:
-        kind: How the entries come about.
-        n_params: Rows of R, the size p of a flattened gradient; below 2^56.
-        proj_dim: Columns of R, the size k of a projected gradient; a power of two for ``hadamard``,
-            equal to n_params for ``identity``.
+        kind: The definition of the entries.
+        n_params: Number of rows, the size p of a flattened gradient, below 2^56.
+        proj_dim: Number of columns, the size k of a projected gradient. A power of two for
+            ``hadamard``, equal to n_params for ``identity``.
         seed: The user's seed, unsigned 64 bit.
-        stream: Separates matrices of one seed, unsigned 32 bit; see ``stream_of``.
-        version: Version of the definition; 1 is the only one.
-        shapes: For ``tensor_sketch`` the parameters as matrices, one after the other; None for the
-            other kinds. See ``matrix_shape``.
+        stream: Selects one of the matrices of a seed, unsigned 32 bit; see ``stream_of``.
+        version: Version of the definition. Only 1 exists.
+        shapes: The shapes of the parameters as matrices (``matrix_shape``), in order, for
+            ``tensor_sketch``. None for other kinds.
 
     Raises:
         InputError: If a field is out of its range.
@@ -94,7 +94,7 @@ class ProjectionSpec:
     shapes: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field's range."""
+        """Check the range of every field."""
         try:
             object.__setattr__(self, "kind", ProjectionKind(self.kind))
         except ValueError:
@@ -117,12 +117,8 @@ class ProjectionSpec:
                     f"Found {value}.",
                     code="spec.range",
                 )
-        self._check_kind()
-
-    def _check_kind(self) -> None:
-        about = self.kind.about
         self._check_shapes()
-        if about.power_of_two and self.proj_dim & (self.proj_dim - 1):
+        if self.kind.about.power_of_two and self.proj_dim & (self.proj_dim - 1):
             raise InputError(
                 f"proj_dim must be a power of two for the projection kind {self.kind}. "
                 f"Found {self.proj_dim}.",
@@ -139,22 +135,21 @@ class ProjectionSpec:
         if not self.kind.about.of_matrices:
             if self.shapes is not None:
                 raise InputError(
-                    f"Only a projection of matrices has shapes. Found some with kind {self.kind}.",
+                    f"The projection kind {self.kind} has no shapes. Found {self.shapes}.",
                     code="spec.kind_without_shapes",
                 )
             return
         if self.shapes is None:
             raise InputError(
-                f"The projection kind {self.kind} must have the shapes of the parameters. Found "
-                "none.",
+                f"The projection kind {self.kind} needs the shapes of the parameters. Found None.",
                 code="spec.no_shapes",
             )
         shapes = tuple((int(rows), int(columns)) for rows, columns in self.shapes)
         entries = [rows * columns for rows, columns in shapes]
         if min(entries) < 1 or sum(entries) != self.n_params:
             raise InputError(
-                "The projection's shapes must be those of matrices that have its n_params entries "
-                f"together. Found {sum(entries)} entries, n_params {self.n_params}.",
+                "The projection's shapes must have n_params entries in total, and none may be "
+                f"empty. Found {sum(entries)} entries, n_params {self.n_params}.",
                 code="spec.shapes",
             )
         object.__setattr__(self, "shapes", shapes)
@@ -166,40 +161,40 @@ class ProjectionSpec:
 
     @property
     def scale(self) -> float:
-        """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), or 1 where R does so alone.
+        """The factor that makes E<Rx, Ry> = <x, y>.
 
-        That is ``identity``, and ``tensor_sketch``, of whose rows each has one entry, +-1.
+        It is 1 for ``identity`` and ``tensor_sketch``, and 1/sqrt(proj_dim) for the other kinds.
         """
         is_unit = self.kind is ProjectionKind.IDENTITY or self.kind.about.of_matrices
         return 1.0 if is_unit else 1 / math.sqrt(self.proj_dim)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, ready for JSON; shapes if it has them."""
+        """Return the fields as plain values for JSON, without ``shapes`` if they are None."""
         shapes = None if self.shapes is None else [list(shape) for shape in self.shapes]
-        own = {**asdict(self), "kind": str(self.kind), "shapes": shapes}
-        return {name: value for name, value in own.items() if value is not None}
+        values = {**asdict(self), "kind": str(self.kind), "shapes": shapes}
+        return {name: value for name, value in values.items() if value is not None}
 
     def scaled(self) -> dict[str, Any]:
-        """Return what a file of scaled features says of its projection."""
+        """Return the fields for the spec of a file of scaled features."""
         return {**self.as_dict(), "scale": "1" if self.scale == 1 else "1/sqrt(proj_dim)"}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return a parameter's shape as that of a matrix: its first dimension, and all others."""
+    """Return a parameter's shape as a matrix: the first dimension and the product of the others."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# Up to so many products of a gradient's entries and columns, a dense matrix costs a millisecond or
-# two a sample and core; up to so many parameters, the fast transform costs about what a sketch by
-# factors does (benchmarks/RESULTS.md).
+# Up to this n_params * proj_dim, a dense matrix takes 1 to 2 ms for each sample on one core. Up to
+# this n_params, the fast transform takes about as long as a tensor sketch from factors
+# (benchmarks/RESULTS.md).
 _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 
 
 def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
-    """Return the kind of projection to take if nobody says: the cheapest of a dense one's quality.
+    """Return the default kind: the cheapest one whose errors are like those of a dense matrix.
 
-    That is ``rademacher`` for small models, whose columns are nested; ``hadamard`` up to 16.8
-    million parameters, if ``proj_dim`` is a power of two; and ``tensor_sketch``.
+    It is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
+    ``proj_dim`` is a power of two, and else ``tensor_sketch``.
     """
     if n_params * proj_dim <= _DENSE_PRODUCTS:
         return ProjectionKind.RADEMACHER
@@ -209,8 +204,8 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 
 
 def stream_of(checkpoint: str) -> int:
-    """Return the projection stream of a checkpoint: the 32-bit blake2b of its id.
+    """Return the projection stream of a checkpoint: the 32-bit blake2b digest of its id.
 
-    The id alone decides, so that adding or removing other checkpoints changes no matrix.
+    Adding or removing other checkpoints does not change the matrix of a checkpoint.
     """
     return int.from_bytes(hashlib.blake2b(checkpoint.encode(), digest_size=4).digest(), "little")

@@ -1,4 +1,4 @@
-"""Frozen dataclasses of all settings that can change a job's numbers: its spec."""
+"""The spec of each kind of job: all settings that can change its numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,33 +15,31 @@ from trak_core.spec.projection import (
     usual_kind,
 )
 
-# What a config says in place of a projection, and files made without one as its kind.
+# The kind in a config and in files for scores without a projection.
 EXACT = "exact"
-# Neither, but the Gauss-Newton matrix of the training loss, in place of that of gradients.
+# The same with the Gauss-Newton matrix of the training loss instead of that of gradients.
 GAUSS_NEWTON = "gauss_newton"
-# The split of the training samples; every other one is an experiment's targets.
+# The split of the training samples. All other splits except the pool are targets of an experiment.
 TRAIN = "train"
-# The split of samples to select from, on which nothing was trained.
+# The split of samples that are candidates for selection. No model was trained on them.
 POOL = "pool"
-# The column that says what the one target of an experiment is the mean of.
+# The column that describes the group of which the target of an experiment is the mean.
 MEAN_OF = "mean_of"
-# What stands there between a mean and the one that is subtracted.
+# The text in that column between a group and the group whose mean is subtracted.
 LESS = ", less that of "
-# The optimizer's state in a checkpoint's folder, as transformers' Trainer calls it.
-OPTIMIZER_FILE = "optimizer.pt"
-# The settings in the folder of an adapter, as PEFT calls them.
-ADAPTER_CONFIG = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
+ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
 
 
 class Weighting(StrEnum):
-    """Diagonal W of the normal matrix: 1, or a power of the curvature of the loss in f."""
+    """The diagonal W of the normal matrix: 1, or a power of the curvature of the loss in f."""
 
     PLAIN = "plain"
     CURVATURE = "curvature"
 
 
 class Combine(StrEnum):
-    """How checkpoints and loss weights come together (docs/explanation/scores.md)."""
+    """How checkpoints and loss weights are combined (docs/explanation/scores.md)."""
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
@@ -54,9 +52,9 @@ class Combine(StrEnum):
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
-    """Return the power of the curvature in W; None for W = 1.
+    """Return the power of the curvature in W, or None for W = 1.
 
-    It is the power of the loss weights where these are probabilities, and 1 elsewhere.
+    It is the power of the loss weights if these are probabilities, else 1.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -67,7 +65,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """One way from features to scores, measured by an evaluation (explanation/scores.md)."""
+    """Settings from features to scores that an evaluation compares (explanation/scores.md)."""
 
     damping: float
     loss_weight_power: float
@@ -76,30 +74,28 @@ class Setting:
 
     @property
     def loss_weighting(self) -> tuple[float, Combine]:
-        """How loss weights come in: their power, and how checkpoints are combined."""
+        """The settings that involve loss weights."""
         return self.loss_weight_power, self.combine
 
 
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
-    """Return the settings to measure, each value with each, sorted; none without a sweep.
+    """Return the Cartesian product of a sweep's values, sorted; empty without a sweep.
 
-    A sweep has values of each field except ``combine``, whose values are all taken; the study's
-    ``own`` setting is always among them.
+    A sweep has values for each field except ``combine``, of which all values are used. The values
+    of the study's ``own`` setting are added.
     """
     if sweep is None:
         return []
     values = {**sweep, "combine": Combine}
     names = [field.name for field in fields(Setting)]
-    return [
-        Setting(*each)
-        for each in product(*(sorted({*values[name], getattr(own, name)}) for name in names))
-    ]
+    columns = [sorted({*values[name], getattr(own, name)}) for name in names]
+    return [Setting(*row) for row in product(*columns)]
 
 
 def ordered(value: Any) -> Any:
     """Return plain values with the keys of every mapping sorted, and tuples as lists.
 
-    Snakemake compares the text of a job's params: the order of keys in a config must not count.
+    Snakemake compares params as text, which must not depend on the order of keys in a config.
     """
     if isinstance(value, Mapping):
         return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
@@ -108,24 +104,25 @@ def ordered(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesSpec:
-    """What decides the numbers of features, or of a Gramian or embeddings.
+    """The settings that determine features, a Gramian or embeddings.
 
-    It is a param of the rule, is written into the file, and is compared where files are combined.
-    Without checkpoint and split it holds for all of them.
+    It is a param of the rule, is stored in the file, and is compared when files are combined.
+    Without a checkpoint and a split it describes those of all checkpoints and splits.
 
     Attributes:
         model_output: Name of the model output f.
-        parameter_patterns: Patterns of names of the parameters to differentiate; None for all.
-        projection: The config's keys of it, without ``kind`` where the model's size decides; or
-            ``{"kind": "exact"}``, or ``gauss_newton``.
-        dtype: How features are stored.
+        parameter_patterns: Patterns of names of the parameters to differentiate. None for all.
+        projection: The projection in the config, without ``kind`` if the size of the model
+            determines it, or ``{"kind": "exact"}`` or ``{"kind": "gauss_newton"}``.
+        dtype: The dtype of stored features.
         study_digest: Hash of the study's source and data files.
-        preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second
-            moments; None for gradients as they are.
-        split: ``train``, or the name of an experiment.
-        targets_digest: Hash of the experiment's target ids; None for the training samples.
-        state_dicts: Which of a checkpoint's weights are taken, by its id, where the config says so;
-            None where it says none.
+        preconditioner: ``adam`` if gradients are divided by the root of the optimizer's second
+            moments, else None.
+        checkpoint: Id of the checkpoint.
+        split: ``train``, ``pool``, or the name of an experiment.
+        targets_digest: Hash of the experiment's target ids. None for the training samples.
+        state_dicts: For each checkpoint id, which of the checkpoint's weights are used. None if
+            the config does not choose.
     """
 
     model_output: str
@@ -140,12 +137,13 @@ class FeaturesSpec:
     state_dicts: Mapping[str, str] | None = None
 
     def under(self, checkpoint: str) -> Self:
-        """Return the same of one checkpoint."""
-        part = (self.state_dicts or {}).get(checkpoint)
-        return replace(self, checkpoint=checkpoint, state_dicts=part and {checkpoint: part})
+        """Return the spec of one checkpoint."""
+        state_dict = (self.state_dicts or {}).get(checkpoint)
+        state_dicts = state_dict and {checkpoint: state_dict}
+        return replace(self, checkpoint=checkpoint, state_dicts=state_dicts)
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
-        """Return the same of one split; the training samples have no digest of targets."""
+        """Return the spec of one split. The training samples have no digest of targets."""
         return replace(self, split=split, targets_digest=targets_digest)
 
     def as_dict(self) -> dict[str, Any]:
@@ -155,15 +153,15 @@ class FeaturesSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormalSpec:
-    """What decides one checkpoint's normal matrix.
+    """The settings that determine a checkpoint's normal matrix.
 
     Attributes:
-        features: What decides the features that it is made of.
+        features: The spec of the features.
         weighting: ``plain`` or ``curvature``.
-        curvature_power: Power of the curvature in W; None with ``plain``.
-        norm_power: Power of the loss weights in ||B||, by which scores are divided; None where they
-            are not.
-        normalize: Whether the training samples' features are divided by their lengths.
+        curvature_power: Power of the curvature in W. None if ``plain``.
+        norm_power: Power of the loss weights in ||B||, by which scores are divided. None if they
+            are not divided.
+        normalize: Whether the training samples' features are divided by their norms.
     """
 
     features: FeaturesSpec
@@ -173,27 +171,27 @@ class NormalSpec:
     normalize: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, those of the features among them."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        features = own.pop("features")
-        return ordered(features.as_dict() | own)
+        """Return the fields and those of the features as plain values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        features = values.pop("features")
+        return ordered(features.as_dict() | values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
-    """What decides scores: of one checkpoint, or with ``runs`` of their average.
+    """The settings that determine scores of one checkpoint, or with ``runs`` their average.
 
-    All that decides the normal matrix is part of it; ``features`` names a checkpoint or none.
+    They include those of the normal matrix. ``features`` has a checkpoint only if ``runs`` is None.
 
     Attributes:
         damping: Relative damping, at least 0.
-        experiment: Name of the experiment; None for self-influences.
+        experiment: Name of the experiment. None for self-influences.
         targets_digest: Hash of its target ids.
-        runs: Ids of the checkpoints of every run, in the order they were saved; None for one
-            checkpoint's scores.
-        combine: How checkpoints and loss weights come together; None for one checkpoint's.
-        loss_weight_power: In (0, 1]; None for one checkpoint's.
-        pool_digest: Hash of the pool whose samples are scored; None for the training samples.
+        runs: Ids of the checkpoints of every run, in the order they were saved. None, like
+            ``combine`` and ``loss_weight_power``, for one checkpoint's scores.
+        combine: How checkpoints and loss weights are combined.
+        loss_weight_power: In (0, 1].
+        pool_digest: Hash of the pool if its samples are scored. None for the training samples.
     """
 
     damping: float
@@ -206,21 +204,21 @@ class ScoresSpec(NormalSpec):
 
     @property
     def checkpoints(self) -> list[str]:
-        """Ids of all checkpoints, sorted: the order of files of all of them."""
+        """Ids of all checkpoints, sorted. Lists of their files have this order."""
         assert self.runs is not None
         return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
 
     @property
     def ends(self) -> list[str]:
-        """Ids of the last checkpoint of every run, sorted: what is shown of models is theirs."""
+        """Ids of the last checkpoint of every run, sorted. Tables show outputs of these models."""
         assert self.runs is not None
         return sorted(run[-1] for run in self.runs.values())
 
     @property
     def along_runs(self) -> list[str]:
-        """Ids of all checkpoints, so that the first few come from as many runs and times as can be.
+        """Ids of all checkpoints, ordered so that the first few vary in run and time.
 
-        Runs take turns: the first run's last checkpoint, the next run's last but one, and so on.
+        The order takes the first run's last checkpoint, the next run's last but one, and so on.
         """
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
@@ -232,51 +230,52 @@ class ScoresSpec(NormalSpec):
         ]
 
     def under(self, checkpoint: str) -> Self:
-        """Return the same of one checkpoint, which no average decides."""
+        """Return the spec of one checkpoint's scores."""
         features = self.features.under(checkpoint)
         return replace(self, features=features, runs=None, combine=None, loss_weight_power=None)
 
     def of_train(self) -> FeaturesSpec:
-        """Return what the training samples' features must be."""
+        """Return the spec of the training samples' features."""
         return self.features.of(TRAIN)
 
     def of_pool(self) -> FeaturesSpec:
-        """Return what the features of the pool's samples must be."""
+        """Return the spec of the features of the pool's samples."""
         return self.features.of(POOL, self.pool_digest)
 
     def of_self_influence(self) -> Self:
-        """Return what self-influences by the same settings must be."""
+        """Return the spec of self-influences with the same settings."""
         return replace(self, experiment=None, targets_digest=None, pool_digest=None)
 
     def of_normal_matrix(self) -> NormalSpec:
-        """Return what the normal matrix must be, of one checkpoint's scores."""
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(NormalSpec)}
-        own["features"] = self.of_train()
-        return NormalSpec(**own)
+        """Return the spec of the normal matrix for one checkpoint's scores."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(NormalSpec)}
+        values["features"] = self.of_train()
+        return NormalSpec(**values)
 
     def of_targets(self) -> FeaturesSpec:
-        """Return what the targets' features must be."""
+        """Return the spec of the targets' features."""
         assert self.experiment is not None
         return self.features.of(self.experiment, self.targets_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrainedSpec:
-    """What decides models that are retrained on parts of the training data.
+    """The settings that determine models retrained on subsets of the training samples.
 
     Attributes:
-        subsets: Which parts: ``random``, ``without random`` samples (and everything), ``without
-            top`` ones by scores or by a baseline, or ``list`` (everything, by a list, at random).
-        arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
-        model_output: Name of the model output f, which is kept of every target.
-        seeds: Trainings on each subset.
+        subsets: ``random``; ``without random`` samples, and all samples; ``without top`` samples by
+            scores or a baseline; or ``list``: all samples, by a list, and random.
+        arguments: Arguments of the study's ``train`` other than ``seed`` and ``data``.
+        model_output: Name of the model output f, which is stored for every target.
+        seeds: Number of trainings on each subset.
         seed: Seed of draws and trainings.
-        n_removed: How many samples removals take out, each number on its own; below 1, which part.
-        draws: How many random removals of each number.
-        fraction: Part of the training samples that a random subset keeps.
-        run_seeds: Seeds of runs, shared by all subsets: then ``arguments`` are those of the runs,
-            and ``train`` gets ``sample_weights`` in place of ``data``. None where
-            every subset has seeds of its own.
+        n_removed: Numbers of samples to remove, each in separate trainings. Numbers below 1 are
+            fractions of the training samples.
+        draws: Number of random removals of each size.
+        fraction: Fraction of the training samples in a random subset.
+        run_seeds: Seeds of runs that all subsets share. ``arguments`` are then those of the runs,
+            and ``train`` gets ``sample_weights`` instead of ``data``. None if every subset has
+            seeds of its own.
     """
 
     subsets: str
@@ -296,34 +295,32 @@ class RetrainedSpec:
 
 
 def subset_size(n_train: int, fraction: float) -> int:
-    """Return how many training samples are a fraction of them, rounded down."""
-    return int(n_train * fraction + 1e-9)  # .29 x 100 is a little less than 29
+    """Return a fraction of the number of training samples, rounded down."""
+    return int(n_train * fraction + 1e-9)  # 0.29 * 100 is slightly less than 29
 
 
 def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
-    """Return how many samples removals take out: numbers as they are, parts below 1 rounded.
+    """Return the different numbers of samples to remove.
 
-    A part is at least one sample; equal sizes count once.
+    Numbers below 1 are fractions of ``n_train``, rounded to at least one sample.
     """
-    parts = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
-    return list(dict.fromkeys(map(int, parts)))
+    sizes = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
+    return list(dict.fromkeys(map(int, sizes)))
 
 
 def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
-    """Return the projection of one checkpoint's gradients; ``usual_kind`` if the spec has no kind.
+    """Return the projection of one checkpoint's gradients, with the default kind if none is set.
 
-    The shapes are of the parameters that are differentiated, in order.
+    ``shapes`` are those of the differentiated parameters, in order.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))
-    given = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
-    try:
-        of_matrices = ProjectionKind(given["kind"]).about.of_matrices
-    except ValueError:  # which ProjectionSpec explains
-        of_matrices = False
+    values = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
+    # ProjectionSpec refuses unknown kinds.
+    of_matrices = any(k == values["kind"] and k.about.of_matrices for k in ProjectionKind)
     return ProjectionSpec(
-        **given,
+        **values,
         n_params=n_params,
         stream=stream_of(spec.checkpoint),
         shapes=matrices if of_matrices else None,
@@ -334,9 +331,9 @@ Spec = TypeVar("Spec", FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 
 
 def parse_spec(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
-    """Return the spec whose ``as_dict`` the plain values are."""
+    """Return the spec with the given result of ``as_dict``."""
     if not issubclass(kind, NormalSpec):
         return kind(**plain)
-    own = plain.keys() & {field.name for field in fields(kind)}
-    features = FeaturesSpec(**{key: plain[key] for key in plain.keys() - own})
-    return kind(features=features, **{key: plain[key] for key in own})
+    names = plain.keys() & {field.name for field in fields(kind)}
+    features = FeaturesSpec(**{key: plain[key] for key in plain.keys() - names})
+    return kind(features=features, **{key: plain[key] for key in names})

@@ -1,22 +1,21 @@
-"""A description of targets by their columns, such as ``label == 3 and prediction != label``.
+"""Select targets by conditions on their columns, such as ``label == 3 and prediction != label``.
 
-Nothing of it is run as Python: it is parsed into comparisons, and anything else is refused.
+A condition is parsed, never executed as Python. Only comparisons are accepted.
 """
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Self
 
 from trak_core.errors import InputError
 
-# What a description may compare beside the study's own columns.
+# Columns that every target has. A study can add more.
 TARGET_COLUMNS = ("id", "label", "prediction", "output", "output_sd")
-# Targets that a description may match.
-MOST_TARGETS = 2000
-_LONGEST = 1000
+MOST_TARGETS = 2000  # the largest number of targets that a condition may select
+_LONGEST = 1000  # characters
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -29,7 +28,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Comparisons of columns with each other and with constants, joined by and, or, not.
+    """Comparisons of columns with each other or with constants, joined by and, or, not.
 
     Example:
         >>> import numpy as np
@@ -43,7 +42,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the description in a text; refuse what is no comparison."""
+        """Parse a condition. An ``InputError`` refuses anything but comparisons."""
         shown = text if len(text) <= _LONGEST else f"{text[:40]}..., {len(text)} characters"
         try:
             tree = ast.parse(text.strip(), mode="eval").body if shown is text else None
@@ -56,25 +55,25 @@ class Condition:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that are compared, sorted."""
+        """Names of the columns in the condition, sorted."""
         return sorted({node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)})
 
-    def check_columns(self, own: Mapping[str, Any] | Any) -> None:
-        """Refuse a column that targets don't have, whose ``own`` columns come from the study."""
-        known = [*TARGET_COLUMNS, *own]
+    def check_columns(self, study_columns: Iterable[str]) -> None:
+        """Refuse a column that is neither in ``TARGET_COLUMNS`` nor in the study's columns."""
+        known = [*TARGET_COLUMNS, *study_columns]
         for name in self.columns:
             if name not in known:
                 raise InputError(
                     f"experiments: `where: {self.text}` must compare columns of the targets: "
-                    f"{', '.join(known)}. Found {name}. A text stands in quotes; the study's "
-                    "target_columns() can bring more columns.",
+                    f"{', '.join(known)}. Found {name}. Put texts in quotes. The study's "
+                    "target_columns() can add columns.",
                     code="spec.condition_column",
                 )
 
     def holds(self, table: Mapping[str, Any]) -> Any:
-        """Return where the description is true, shape (n,), bool.
+        """Return whether the condition is true for each target, shape (n,), bool.
 
-        ``table`` has the columns: NumPy arrays of numbers, or of dtype object for texts.
+        ``table`` maps column names to NumPy arrays of numbers, or of dtype object for texts.
         """
         return self._holds(self.tree, table)
 
@@ -85,37 +84,36 @@ class Condition:
         if isinstance(node, ast.UnaryOp):
             return ~self._holds(node.operand, table)
         assert isinstance(node, ast.Compare)
-        sides = [node.left, *node.comparators]
-        pairs = zip(sides, node.ops, sides[1:], strict=False)
-        return reduce(operator.and_, (self._compared(*pair, table) for pair in pairs))
+        operands = [node.left, *node.comparators]
+        comparisons = zip(operands, node.ops, operands[1:], strict=False)
+        return reduce(operator.and_, (self._compare(*parts, table) for parts in comparisons))
 
-    def _compared(
-        self, left: ast.expr, how: ast.cmpop, right: ast.expr, table: Mapping[str, Any]
+    def _compare(
+        self, left: ast.expr, comparison: ast.cmpop, right: ast.expr, table: Mapping[str, Any]
     ) -> Any:
         if isinstance(right, ast.List | ast.Tuple | ast.Set):
-            each = [self._compared(left, ast.Eq(), value, table) for value in right.elts]
-            is_among = reduce(operator.or_, each)
-            return ~is_among if isinstance(how, ast.NotIn) else is_among
+            equal = [self._compare(left, ast.Eq(), value, table) for value in right.elts]
+            is_in = reduce(operator.or_, equal)
+            return ~is_in if isinstance(comparison, ast.NotIn) else is_in
         values = [table[s.id] if isinstance(s, ast.Name) else _constant(s) for s in (left, right)]
         kinds = ["texts" if _is_text(value) else "numbers" for value in values]
         if kinds[0] != kinds[1]:
             raise InputError(
                 f"experiments: `where: {self.text}` must compare texts with texts and numbers with "
-                f"numbers. Found {ast.unparse(left)}, which is {kinds[0]}, beside "
-                f"{ast.unparse(right)}, which is {kinds[1]}.",
+                f"numbers. Found {ast.unparse(left)} ({kinds[0]}) and {ast.unparse(right)} "
+                f"({kinds[1]}).",
                 code="spec.condition_kinds",
             )
-        return _COMPARISONS[type(how)](*values)
+        return _COMPARISONS[type(comparison)](*values)
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or getattr(getattr(value, "dtype", None), "kind", "") in {
-        *("O", "U", "S")
-    }
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, str) or (dtype is not None and dtype.kind in "OUS")
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return a number or a text; None for what is neither."""
+    """Return the number or text of a node, or None."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = _constant(node.operand)
         return -number if isinstance(number, int | float) else None
@@ -134,26 +132,26 @@ def _refusal(piece: str) -> InputError:
 
 
 def _check(node: ast.expr) -> None:
-    """Refuse all but comparisons, naming the piece that is none."""
+    """Refuse everything except comparisons, with the offending part."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             _check(value)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         _check(node.operand)
     elif isinstance(node, ast.Compare):
-        sides = [node.left, *node.comparators]
-        if not any(isinstance(side, ast.Name) for side in sides):
+        operands = [node.left, *node.comparators]
+        if not any(isinstance(operand, ast.Name) for operand in operands):
             raise _refusal(ast.unparse(node))
-        for how, left, right in zip(node.ops, sides, sides[1:], strict=False):
+        for comparison, left, right in zip(node.ops, operands, operands[1:], strict=False):
             values = [right]
-            if isinstance(how, ast.In | ast.NotIn):
+            if isinstance(comparison, ast.In | ast.NotIn):
                 values = right.elts if isinstance(right, ast.List | ast.Tuple | ast.Set) else []
-            is_known = isinstance(how, (ast.In, ast.NotIn, *_COMPARISONS))
-            if not (is_known and values and all(map(_is_side, [left, *values]))):
+            is_known = isinstance(comparison, (ast.In, ast.NotIn, *_COMPARISONS))
+            if not (is_known and values and all(map(_is_operand, [left, *values]))):
                 raise _refusal(ast.unparse(node))
     else:
         raise _refusal(ast.unparse(node))
 
 
-def _is_side(node: ast.expr) -> bool:
+def _is_operand(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) or _constant(node) is not None

@@ -1,4 +1,4 @@
-"""The projection on a CPU: one kernel a kind, all of them over the same slices of coordinates."""
+"""Projection on a CPU: one kernel for each kind, applied to fixed slices of coordinates."""
 
 from trak_core.projection.cpu.project import project_cpu
 

@@ -1,11 +1,12 @@
-"""Project on a CPU by dense matrices of independent entries: rademacher and normal.
+"""Project on a CPU with dense matrices of independent entries: rademacher and normal.
 
-``normal`` makes a small tile of R at a time, multiplied while it is in cache. ``rademacher`` uses
-the method of Four Russians. Four coordinates of one sample can enter a sum with 16 patterns of
-signs. So for every four coordinates the 16 signed sums are tabled once, and each column then costs
-one table row, picked by four bits of its random word, where a product with a matrix would cost four
-multiplications and the making of four entries. Where vectors are wide, two tiles of samples share
-the picking.
+``normal`` forms a small tile of R at a time and multiplies it while it is in the cache.
+
+``rademacher`` uses the Method of Four Russians. Four coordinates of a sample can enter a sum with
+16 patterns of signs. For every four coordinates the 16 signed sums are stored in a table. Each
+column then adds one table row, selected by four bits of its random word. A matrix product would
+need four multiplications and four entries of R instead. On processors with wide vectors, two tiles
+of samples share each selection.
 
 Source: Arlazarov, Dinic, Kronrod, Faradzev, "On economical construction of the transitive closure
 of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of few rows).
@@ -31,35 +32,35 @@ from trak_core.projection.cpu.simd_lanes import (
 from trak_core.spec import ProjectionKind
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
-_BLOCK = 128  # coordinates that four words of a column serve
-_WORDS = 4  # words of a column and block
-_NIBBLES = 8  # of a word
-_CHAINS = 4  # sums that grow side by side, to hide the latency of an addition
+_BLOCK = 128  # coordinates whose signs are in four words of a column
+_WORDS = 4  # words for one column and block
+_NIBBLES = 8  # groups of 4 bits in a word
+_CHAINS = 4  # independent sums, which hide the latency of additions
 
 
 @compiled
 def _aligned(n):
-    """Return n float32, without content, that begin with a line of the cache."""
+    """Return n uninitialized float32 numbers that start at a cache line (64 bytes)."""
     buffer = np.empty(n + 16, np.float32)
     first = -buffer.ctypes.data % 64 // 4
     return buffer[first : first + n]
 
 
 def _fill_table(n):
-    """Make the filling of the table for n tiles, one or two, side by side in its rows."""
+    """Return the intrinsic that fills a table for n tiles (1 or 2), adjacent in its rows."""
 
     @intrinsic
     def fill_table(_, tables, table, x, row):
-        """Table the 16 signed sums of four rows of x, 8 apart: bit i is the sign of the i-th."""
+        """Store the 16 signed sums of four rows of x, 8 apart. Bit i is the sign of row i."""
 
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)
             lanes = LaneArrays(context, builder, signature, arguments)
-            places = [
+            positions = [
                 [builder.add(arguments[3], i64(8 * i + tile * _BLOCK)) for tile in range(n)]
                 for i in range(4)
             ]
-            a, b, c, d = (lanes.gather(2, place) for place in places)
+            a, b, c, d = (lanes.gather(2, rows) for rows in positions)
             halves = []
             for p, q in ((a, b), (c, d)):
                 total, difference = builder.fadd(p, q), builder.fsub(p, q)
@@ -77,11 +78,11 @@ def _fill_table(n):
 
 
 def _add_table_rows(n):
-    """Make the addition that goes with ``_fill_table(n)``."""
+    """Return the intrinsic that adds rows of the tables of ``_fill_table(n)``."""
 
     @intrinsic
     def add_table_rows(_, sums, row, tables, words, column, n_columns):
-        """Add to the sums of ``column`` the table rows that its words pick, one a nibble."""
+        """Add to the sums of ``column`` one table row for each 4 bits of its words."""
 
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)
@@ -92,16 +93,17 @@ def _add_table_rows(n):
                 word = builder.zext(builder.load(lanes.pointer(3, at)), i64)
                 for nibble in range(_NIBBLES):
                     pattern = builder.and_(builder.lshr(word, i64(4 * nibble)), i64(15))
-                    picked = builder.add(pattern, i64(16 * (i * _NIBBLES + nibble)))
-                    vector = lanes.load(2, builder.mul(picked, i64(n)), n)
-                    full = len(chains) == _CHAINS
-                    chains.append(builder.fadd(chains.pop(0), vector) if full else vector)
+                    table_row = builder.add(pattern, i64(16 * (i * _NIBBLES + nibble)))
+                    vector = lanes.load(2, builder.mul(table_row, i64(n)), n)
+                    if len(chains) == _CHAINS:
+                        vector = builder.fadd(chains.pop(0), vector)
+                    chains.append(vector)
             while len(chains) > 1:
                 chains.append(builder.fadd(chains.pop(0), chains.pop(0)))
             first = builder.add(arguments[1], arguments[4])
-            places = [builder.add(first, builder.mul(arguments[5], i64(t))) for t in range(n)]
-            total = builder.fadd(lanes.gather(0, places), chains[0])
-            lanes.scatter(total, 0, places)
+            targets = [builder.add(first, builder.mul(arguments[5], i64(t))) for t in range(n)]
+            total = builder.fadd(lanes.gather(0, targets), chains[0])
+            lanes.scatter(total, 0, targets)
             return context.get_dummy_value()
 
         return types.void(sums, row, tables, words, column, n_columns), generate
@@ -115,7 +117,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Do what ``rademacher_slice_cpu`` does, in pairs of tiles or one by one: the same bits."""
+    """Compute ``rademacher_slice_cpu``. ``in_pairs`` takes two tiles at once: the same bits."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)
@@ -155,9 +157,10 @@ def rademacher_slice_cpu(
     key: tuple[np.uint32, np.uint32, np.uint32],
     out: np.ndarray,
 ) -> None:
-    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``, shape (n_samples, proj_dim), float32.
+    """Write ``rows[:, start:stop] @ R[first : first + stop - start]`` to ``out``.
 
-    ``first`` is the coordinate of column ``start``, the key as for ``fill_words``.
+    ``out`` has shape (n_samples, proj_dim), float32. ``first`` is the coordinate of column
+    ``start``. The key is that of ``fill_words``.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 
@@ -166,16 +169,16 @@ _NORMAL = ProjectionKind.NORMAL.tag
 _ROWS = 16  # coordinates of a tile of R
 _WIDTH = 256  # columns of a tile of R
 _GROUP = 8  # columns whose sums stay in registers
-_FLUSH = 32  # tiles of R after which the sums go into the total
+_FLUSH = 32  # tiles of R after which the sums are added to the total
 _SD = np.float32(1 / 147.80166)
 _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 @njit(inline="always")
 def normal_entry(word):
-    """Return the entry of a word: the centred sum of its bytes through a quintic, in float32.
+    """Return the normal entry of a word, as ``reference.py`` defines it.
 
-    Every operation is rounded by itself, in this order (``reference.py``).
+    Each operation is rounded to float32 separately, in this order.
     """
     pairs = (word & np.uint32(0x00FF00FF)) + ((word >> np.uint32(8)) & np.uint32(0x00FF00FF))
     byte_sum = (pairs & np.uint32(0xFFFF)) + (pairs >> np.uint32(16))
@@ -188,8 +191,8 @@ def normal_entry(word):
 
 @intrinsic
 def _add_products(_, sums, column, x, entries, first_entry):
-    """Add to the sums of 8 columns the products of 16 coordinates with their entries."""
-    # Entries lie a coordinate after another, _WIDTH apart, from the first column's on.
+    """Add the products of 16 coordinates to the sums of 8 columns."""
+    # Entries of one coordinate are contiguous, and coordinates are _WIDTH entries apart.
 
     def generate(context, builder, signature, arguments):
         i64 = ir.IntType(64)
@@ -219,10 +222,7 @@ def _add_products(_, sums, column, x, entries, first_entry):
 
 @compiled
 def normal_slice_cpu(rows, start, stop, first, key, out):
-    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
-
-    The arguments are those of ``rademacher_slice_cpu``.
-    """
+    """Compute the ``normal`` projection, with the arguments of ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     n_tiles = tiles_of(n_samples)
     n_columns = (out.shape[1] + _WIDTH - 1) // _WIDTH * _WIDTH

@@ -1,13 +1,12 @@
-"""Project gradients on a CPU: take the kind's kernel, and share fixed slices among threads.
+"""Project gradients on a CPU with several threads, in fixed slices of coordinates.
 
-Slices lie on the absolute grid of coordinates and their sums are added in order. So the result
-depends neither on the number of threads, nor on how the gradient is cut into blocks, nor, where
-chunks end at the edge of a slice, on the chunks.
+Slices start at multiples of their length, and their sums are added in order. Therefore the result
+does not depend on the number of threads or on the blocks of the gradient. It does not depend on
+chunks either if they end at the end of a slice.
 """
 
 import ctypes
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -18,31 +17,29 @@ from typing import TypeVar
 
 import numpy as np
 from numba.core.registry import cpu_target
-from numpy.lib.stride_tricks import as_strided
 
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
 from trak_core.projection.cpu.simd_lanes import LANES
-from trak_core.projection.cpu.sketches import hadamard_slice_cpu, sides_of, tensor_sketch_slice_cpu
+from trak_core.projection.cpu.sketches import hadamard_slice_cpu, hashes_of, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-_WAVE = 4  # slices of one thread before all results are added up,
-_WAVE_BYTES = 2**26  # and what these results may take, where it is more than one a thread
-_TWO_TILES = 2 * LANES  # samples that a kernel may take together
-# In a process that multiprocessing forked, OpenMP may have been used before this was imported.
+_WAVE = 4  # slices for each thread, after which their results are added,
+_WAVE_BYTES = 2**26  # unless the results of a wave exceed this size
+_TWO_TILES = 2 * LANES  # samples that a kernel may process together
+# None in a process that multiprocessing forked: OpenMP may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
-_PAUSE_SOFT = 1  # omp_pause_soft: what the user set for OpenMP stays
+_PAUSE_SOFT = 1  # omp_pause_soft keeps the user's settings of OpenMP
 
 
 def pause_openmp() -> None:
-    """Have OpenMP's threads end, or sleep, until this thread has work for them again.
+    """Stop OpenMP's threads until there is work for them again.
 
-    After their last work they go on looking for more, for milliseconds, each on a core that other
-    threads could use. To start one anew takes less than a tenth of a millisecond. Nothing happens
-    where no OpenMP of version 5.0 or later is loaded, as without torch, nor in a forked process,
-    where GNU's would wait for ever for threads that stayed behind. A process that ``os.fork`` made
-    before it imported this is not noticed.
+    After their last work, they wait actively for some milliseconds and occupy cores that other
+    threads could use. Starting them again takes less than 0.1 ms. The function does nothing if no
+    OpenMP 5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for the
+    threads of its parent. It does not notice an ``os.fork`` before the import of this module.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -54,32 +51,31 @@ def pause_openmp() -> None:
 
 
 def load_compiler() -> None:
-    """Load what numba needs to run its first kernel: a quarter of a second, mostly of imports.
+    """Load what numba needs for its first kernel, so that forked jobs save 0.25 s.
 
-    Else each forked job would spend it. No kernel is compiled, and no thread is started.
+    No kernel is compiled and no thread is started.
     """
     cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """How a kind is computed.
+    """The kernel of a kind and the sizes of its work.
 
     Attributes:
-        add: Takes rows, a range of columns, the first coordinate, the key and the result.
-        length: Coordinates of a slice: enough work for one thread at every proj_dim.
-        share: Samples for which a slice's entries are worth making again on another thread.
-        most: Samples whose rows and sums stay in the caches together; more take longer each.
+        call: Takes rows, a range of columns, the first coordinate, the key and the result.
+        length: Coordinates of a slice, enough work for one thread at every proj_dim.
+        share: Least number of samples for which another thread computes the same entries again.
+        most: Number of samples whose rows and sums fit in the caches together.
     """
 
-    add: Callable[..., None]
+    call: Callable[..., None]
     length: int
     share: int
     most: int
 
 
-_DENSE, _SPARSE = 2**14, 2**17  # where work grows with proj_dim, and where it does not
-# The identity needs none.
+_DENSE, _SPARSE = 2**14, 2**17  # for kinds with work proportional to proj_dim, and for others
 _KERNELS = {
     ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
     ProjectionKind.NORMAL: _Kernel(normal_slice_cpu, _DENSE, 128, 512),
@@ -89,7 +85,7 @@ _KERNELS = {
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the coordinates of a slice, which has whole blocks of ``hadamard`` in it."""
+    """Return the number of coordinates in a slice, a multiple of the blocks of ``hadamard``."""
     length = _KERNELS[spec.kind].length
     return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
@@ -101,33 +97,19 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.float32, copy=False)
 
 
-def _gapless(rows: np.ndarray) -> np.ndarray | None:
-    """Return the same rows without gaps, not copied: what lies between two counts as columns.
-
-    None where that cannot be. For any other layout Numba would compile a kernel of its own, which
-    takes seconds. The view goes on behind the last row, where nobody may read.
-    """
-    row, entry = rows.strides
-    if rows.flags.c_contiguous:
-        return rows
-    if entry != rows.itemsize or row % entry or row < rows.shape[1] * entry:
-        return None
-    return as_strided(rows, (len(rows), row // entry), rows.strides)
-
-
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return where columns ``start`` to ``stop`` of the blocks, side by side, are in float32.
+    """Return columns ``start`` to ``stop`` of consecutive blocks: a matrix and a range in it.
 
-    That is a matrix and the range of its columns; columns are copied only if need be. Its layout is
-    C's.
+    The matrix is C-contiguous and float32, because Numba would compile another kernel for any
+    other layout. It is not copied if one block fulfils that and contains all columns.
     """
     parts = []
     first = 0
     for block in blocks:
         last = first + block.shape[1]
-        is_whole = first <= start and last >= stop and block.dtype == np.float32
-        if is_whole and (rows := _gapless(block)) is not None:
-            return rows, start - first, stop - first
+        is_usable = block.dtype == np.float32 and block.flags.c_contiguous
+        if is_usable and first <= start and last >= stop:
+            return block, start - first, stop - first
         if first < stop and last > start:
             parts.append(_as_float32(block[:, max(start - first, 0) : stop - first]))
         first = last
@@ -136,72 +118,47 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
-    """Return the kind's kernel, called with rows, a range of columns, first coordinate, result."""
+    """Return the kernel as a function of rows, a column range, first coordinate and result."""
     if spec.shapes is not None:
-        starts, places, buckets, signs = sides_of(spec)
-        sides = starts, places, np.array(spec.shapes, np.int64), buckets, signs
-        return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *sides, out)
+        hashes, shapes = hashes_of(spec), np.array(spec.shapes, np.int64)
+        return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *hashes, shapes, out)
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    kernel = _KERNELS[spec.kind].add
+    kernel = _KERNELS[spec.kind].call
     return lambda *rows, out: kernel(*rows, key, out)
 
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return threads that stay: new ones can share a core for longer than a call takes."""
+    """Return a pool that is kept: new threads can share a core for longer than a call takes."""
     return ThreadPoolExecutor(threads)
 
 
-if hasattr(os, "register_at_fork"):  # threads don't come along
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def _work(left: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
-    """Make calls until none is left, or one fails."""
-    while True:
-        try:
-            i, call = left.popleft()
-        except IndexError:
-            return
-        try:
-            results[i] = call()
-        except BaseException:
-            left.clear()
-            raise
-
-
 def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) -> Iterator[T]:
-    """Yield the calls' results in order, made in waves.
-
-    This thread works too, and takes over what no other has begun: where the system has no second
-    core at hand, nothing waits for it. While others finish, it hands on what there is.
-    """
+    """Yield the results of calls in order. At most ``wave_length`` results exist at a time."""
     if threads == 1:
         yield from (call() for call in calls)
         return
     while wave := list(islice(calls, wave_length)):
         if len(wave) > 1:
             pause_openmp()
-        left, results = deque(enumerate(wave)), dict[int, T]()
-        others = [_pool(threads - 1).submit(_work, left, results) for _ in range(threads - 1)]
-        at = 0
+        futures = [_pool(threads).submit(call) for call in wave]
         try:
-            _work(left, results)
-            while at in results:
-                yield results.pop(at)
-                at += 1
-        finally:
-            begun = [other for other in others if not other.cancel()]
-            wait(begun)
-        for other in begun:
-            other.result()
-        yield from (results.pop(i) for i in range(at, len(wave)))
+            for future in futures:
+                yield future.result()
+        finally:  # After an error no thread may go on to use memory and cores.
+            for future in futures:
+                future.cancel()
+            wait(futures)
 
 
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
-    """Cut the samples: what caches hold, and few slices keep all threads busy to the end."""
-    wanted = 1 if threads == 1 else -(-_WAVE * threads // n_slices)
-    n_shares = max(min(wanted, n_samples // kernel.share), -(-n_samples // kernel.most))
+    """Split the samples so that caches hold a share and few slices occupy all threads."""
+    n_useful = 1 if threads == 1 else -(-_WAVE * threads // n_slices)
+    n_shares = max(min(n_useful, n_samples // kernel.share), -(-n_samples // kernel.most))
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
     return [slice(start, start + size) for start in range(0, n_samples, size)]
 
@@ -211,15 +168,18 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Memory beyond arguments: for each thread a result, or up to four if all are within 64 MiB, what
-    its kernel adds up in, up to two results of whole tiles, and a slice of the gradients where they
-    are not float32, a row's entries don't follow one another, or the slice has parts of several
-    blocks.
+    Memory beyond the arguments, for each thread: up to four results (one if four exceed 64 MiB in
+    total), the kernel's sums, and a slice of the gradients. The slice is copied only if it is not
+    float32, not contiguous, or in several blocks.
 
-    Blocks have shape (n_samples, n_i), all of one dtype: float32, float16, or uint16 with the bits
-    of bfloat16. The first starts at ``offset``, each other where the last ends; ``out`` has shape
-    (n_samples, proj_dim), float32. The spec is of any kind except ``identity``. As many slices as
-    ``threads`` are worked on at a time, or shares of the samples in them, which changes no bit.
+    Args:
+        blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype: float32, float16,
+            or uint16 with the bits of bfloat16.
+        spec: The projection, of any kind except ``identity``.
+        offset: Coordinate of the first column.
+        threads: Number of slices, or shares of their samples, processed at a time. It changes no
+            bit of the result.
+        out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)
     if stop == offset or not len(out):
@@ -228,7 +188,6 @@ def project_cpu(
     grid = range(offset // length * length, stop, length)
     kernel = _kernel(spec)
     shares = _shares(len(out), _KERNELS[spec.kind], len(grid), threads)
-
     parts = [(share, [block[share] for block in blocks]) for share in shares]
 
     def slice_sums(at: int, share: slice, blocks: list[np.ndarray]) -> tuple[slice, np.ndarray]:

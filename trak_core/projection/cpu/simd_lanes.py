@@ -1,19 +1,14 @@
-"""Arrange samples in lanes of eight for the CPU kernels, compile these, and draw random words.
+"""Helpers of the CPU kernels: vectors of eight samples, compilation, and random words.
 
-Samples come in tiles of eight, one lane each. A coordinate or column of a tile is a row of eight
-float32. A sample's numbers depend on its own lane alone, so the rest of its batch changes nothing;
-lanes beyond the last sample hold zeros.
+Samples form tiles of eight, one in each vector lane. A coordinate or column of a tile is a row of
+eight float32 numbers. The numbers of a sample depend on its lane alone and not on the other samples
+of its batch. Lanes beyond the last sample hold zeros.
 
-LLVM doesn't find these vectors by itself in loops over the lanes, so intrinsics write them down.
-
-Numba keeps compiled code on disk until the kernel's own file changes. It does not notice a change
-in another module that the kernel took a function from, so here every state of the projection's
-source has a folder of its own.
+Intrinsics write the vector instructions, because LLVM does not vectorize loops over the lanes.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,21 +24,21 @@ _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 _HALF = np.uint64(32)
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).with_name("__pycache__")
-    return Path(base, code_digest("projection"))
-
-
-_CACHE_FOLDER = _cache_folder()
+# Numba caches compiled code until the kernel's file changes. It does not notice changes in other
+# modules that the kernel uses, so each version of the projection's source has its own folder.
+_CACHE_FOLDER = Path(
+    os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).with_name("__pycache__"),
+    code_digest("projection"),
+)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Return Numba's dispatcher of a function, which releases the interpreter's lock.
+    """Return Numba's dispatcher of a function. It releases the interpreter's lock.
 
-    The code is kept in the folder that NUMBA_CACHE_DIR names, else beside this file, else, where
-    that cannot be written, in the user's cache.
+    Machine code is cached in NUMBA_CACHE_DIR, else in ``__pycache__`` next to this file, else, if
+    that is not writable, in the user's cache folder.
     """
-    # A setting of Numba that it reads when it decorates.
+    # Numba reads this setting when it decorates the function.
     before = config.CACHE_DIR  # pyright: ignore[reportAttributeAccessIssue]
     config.CACHE_DIR = str(_CACHE_FOLDER)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -54,7 +49,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @njit(inline="always")
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Return Philox4x32-10's four words of one counter and key, all ``uint32``.
+    """Return the four words of Philox4x32-10 for one counter and key, all ``uint32``.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -68,10 +63,10 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @compiled
 def fill_words(words, first_call, q, tag, key):
-    """Write the words of the calls c0 = first_call, first_call + 1, ... at one q, below 2^56.
+    """Write the words of the calls c0 = first_call, first_call + 1, ... with the same q < 2^56.
 
-    The length of ``words``, uint32, is a multiple of 4. The tag is the kind's (``reference.py``);
-    the key has the low and the high half of the seed, and the stream, all uint32.
+    The length of ``words``, uint32, must be a multiple of 4. ``tag`` is that of the kind
+    (``reference.py``). ``key`` is (low half of the seed, high half, stream), all uint32.
     """
     seed_low, seed_high, stream = key
     low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
@@ -85,16 +80,16 @@ def fill_words(words, first_call, q, tag, key):
 
 
 LANES = 8
-# Typed here because the function called has one argument less than the one that is decorated.
+# Typed here because calls have one argument less than the decorated function.
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 class LaneArrays:
-    """The float32 array arguments of an intrinsic, read and written a row of lanes at a time."""
+    """Read and write the float32 array arguments of an intrinsic by rows of lanes."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Sequence[Any]):
-        """Take what Numba gives to a code generator."""
+        """Store what Numba passes to a code generator."""
         self._context, self._builder = context, builder
         self._types, self._arguments = signature.args, arguments
 
@@ -111,13 +106,13 @@ class LaneArrays:
         return self._builder.bitcast(self.pointer(argument, first), vector.as_pointer())
 
     def load(self, argument: int, row: Any, n: int = 1) -> Any:
-        """Return a row of lanes of an array argument, or n rows that follow one another."""
+        """Return n consecutive rows of lanes of an array argument as one vector."""
         vector = self._builder.load(self._row(argument, row, n))
         vector.align = 4
         return vector
 
     def strided(self, argument: int, index: Sequence[Any]) -> Any:
-        """Return eight numbers side by side of a matrix argument, whatever its strides."""
+        """Return eight consecutive numbers of a matrix argument with any row stride."""
         array = self._context.make_array(self._types[argument])(
             self._context, self._builder, self._arguments[argument]
         )
@@ -130,28 +125,28 @@ class LaneArrays:
         return vector
 
     def store(self, vector: Any, argument: int, row: Any, n: int = 1) -> None:
-        """Write a row of lanes of an array argument, or n rows that follow one another."""
+        """Write n consecutive rows of lanes of an array argument."""
         self._builder.store(vector, self._row(argument, row, n)).align = 4
 
     def gather(self, argument: int, rows: Sequence[Any]) -> Any:
-        """Return one or two rows of lanes, wherever they are, side by side in one vector."""
+        """Return one or two rows of lanes, at any positions, in one vector."""
         first = self.load(argument, rows[0])
         if len(rows) == 1:
             return first
-        return self._picked(first, self.load(argument, rows[1]), range(2 * LANES))
+        return self._shuffle(first, self.load(argument, rows[1]), range(2 * LANES))
 
     def scatter(self, vector: Any, argument: int, rows: Sequence[Any]) -> None:
-        """Write what ``gather`` returns of these rows."""
+        """Write a vector to one or two rows of lanes. This is the inverse of ``gather``."""
         for i, row in enumerate(rows):
-            part = self._picked(vector, vector, range(i * LANES, (i + 1) * LANES))
+            part = self._shuffle(vector, vector, range(i * LANES, (i + 1) * LANES))
             self.store(part, argument, row)
 
-    def _picked(self, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+    def _shuffle(self, first: Any, second: Any, lanes: Sequence[int]) -> Any:
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
         return self._builder.shuffle_vector(first, second, mask)
 
     def spread(self, number: Any) -> Any:
-        """Return a row of lanes that all hold one float32."""
+        """Return a row of lanes that all hold the same float32."""
         i32 = ir.IntType(32)
         lane = self._builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, i32(0))
         zeros = ir.Constant(ir.VectorType(i32, LANES), [0] * LANES)
@@ -160,31 +155,24 @@ class LaneArrays:
 
 @cache
 def holds_two_tiles() -> bool:
-    """Return whether this processor adds up rows of two tiles as fast as one.
+    """Return whether this processor adds rows of two tiles as fast as rows of one.
 
-    Its vectors must be of 512 bits, and its nearest cache larger than the 32 KiB that
-    ``rademacher_slice_cpu`` keeps there for two, as of AMD's fifth Zen, for which it was measured
-    (benchmarks/RESULTS.md). With less, one at a time was the best on AMD's third.
+    That needs vectors of 512 bits. Two tiles at once took 0.58 of the time of one by one on an
+    Intel Xeon with AVX-512, but more time on AMD's third Zen, which has vectors of 256 bits.
     """
-    own = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
-    if not own or not binding.get_host_cpu_features().get("avx512f"):
-        return False
-    kib = ""
-    with suppress(OSError):
-        nearest = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
-        kib = nearest.read_text(encoding="ascii").strip().removesuffix("K")
-    return kib.isdecimal() and int(kib) > 32
+    is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
+    return is_native and bool(binding.get_host_cpu_features().get("avx512f"))
 
 
 @compiled
 def tiles_of(n_samples):
-    """Return the number of tiles."""
+    """Return the number of tiles of eight samples."""
     return (n_samples + LANES - 1) // LANES
 
 
 @compiled
 def flush(total, sums):
-    """Add sums to a total and empty them: float32 keeps more digits of a sum of short sums."""
+    """Add sums to a total and set them to 0. A float32 sum of short sums is more accurate."""
     total = total.reshape(-1)
     sums = sums.reshape(-1)
     for i in range(len(total)):
@@ -193,7 +181,7 @@ def flush(total, sums):
 
 
 def _interleaved(builder: Any, first: Any, second: Any, width: int) -> tuple[Any, Any]:
-    """Swap blocks of ``width`` lanes between two rows: one step of a transposition."""
+    """Exchange blocks of ``width`` lanes between two rows, a step of a matrix transpose."""
     low = [i if not i & width else i - width + LANES for i in range(LANES)]
     high = [i + width if not i & width else i + LANES for i in range(LANES)]
     i32 = ir.IntType(32)
@@ -203,7 +191,7 @@ def _interleaved(builder: Any, first: Any, second: Any, width: int) -> tuple[Any
 
 @intrinsic
 def _transpose(_, x, row, matrix, first, column):
-    """Write an 8 x 8 piece of a matrix, whose columns lie side by side, into 8 rows of lanes."""
+    """Write the transpose of an 8 x 8 part of a row-major matrix to 8 rows of lanes."""
 
     def generate(context, builder, signature, arguments):
         lanes = LaneArrays(context, builder, signature, arguments)
@@ -227,10 +215,10 @@ def _transpose(_, x, row, matrix, first, column):
 
 @compiled
 def fill_lanes(x, rows, at, start, stop):
-    """Copy the columns ``at, at + 1, ...`` of ``rows`` from start to stop into lanes.
+    """Copy the columns ``at, at + 1, ...`` of ``rows`` to the lanes ``x``, shape (n_tiles, n * 8).
 
-    Lanes have shape (n_tiles, n * 8), with zeros for columns outside of start to stop; rows have
-    (n_samples, any), in C's layout. Both are float32. ``at`` may lie before ``start``.
+    Columns outside ``start`` to ``stop`` become zeros; ``at`` may be less than ``start``. ``rows``
+    is C-contiguous and has one row for each sample. Both arrays are float32.
     """
     n = x.shape[1] // LANES
     if at < start or at + n > stop:

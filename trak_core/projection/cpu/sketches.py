@@ -1,7 +1,7 @@
-"""Sketches on a CPU: block-Hadamard by fast transforms, tensor sketches by hashing.
+"""Sketches on a CPU: block-Hadamard projection and tensor sketches.
 
-A block of k coordinates costs the Hadamard projection log2(k) additions a coordinate, three steps
-of the butterfly at a time in registers. A tensor sketch adds each coordinate to one column.
+The fast Walsh-Hadamard transform takes log2(k) additions for each coordinate, in three butterfly
+steps at a time in registers. A tensor sketch adds each coordinate to one column.
 """
 
 from functools import lru_cache
@@ -25,22 +25,22 @@ from trak_core.projection.cpu.simd_lanes import (
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
-_FLUSH_BLOCKS = 32  # blocks after which the sums go into the total
-COLUMN_SIGNS = 2**31  # the first call of E_b; those of D_b begin at 0
+_FLUSH_BLOCKS = 32  # blocks after which the sums are added to the total
+COLUMN_SIGNS = 2**31  # the first Philox call of E_b; the calls of D_b start at 0
 
 
 def _butterfly(radix):
-    """Make the transform of ``radix`` rows of lanes, ``step`` apart."""
+    """Return the intrinsic that transforms ``radix`` rows of lanes, ``step`` apart."""
 
     @intrinsic
     def butterfly(_, x, first, step):
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)
             lanes = LaneArrays(context, builder, signature, arguments)
-            places = [
+            positions = [
                 builder.add(arguments[1], builder.mul(arguments[2], i64(i))) for i in range(radix)
             ]
-            rows = [lanes.load(0, place) for place in places]
+            rows = [lanes.load(0, position) for position in positions]
             half = 1
             while half < radix:
                 for i in range(radix):
@@ -48,8 +48,8 @@ def _butterfly(radix):
                         low, high = rows[i], rows[i | half]
                         rows[i], rows[i | half] = builder.fadd(low, high), builder.fsub(low, high)
                 half *= 2
-            for row, place in zip(rows, places, strict=True):
-                lanes.store(row, 0, place)
+            for row, position in zip(rows, positions, strict=True):
+                lanes.store(row, 0, position)
             return context.get_dummy_value()
 
         return types.void(x, first, step), generate
@@ -61,35 +61,35 @@ _butterfly_2, _butterfly_8 = _butterfly(2), _butterfly(8)
 
 
 @intrinsic
-def _add_signed(_, sums, x, row, signs):
-    """Add to a row of the sums that row of ``x`` times its sign."""
+def _multiply(_, x, row, sign):
+    """Multiply a row of ``x`` by a number."""
 
     def generate(context, builder, signature, arguments):
         lanes = LaneArrays(context, builder, signature, arguments)
-        sign = lanes.spread(builder.load(lanes.pointer(3, arguments[2])))
-        product = builder.fmul(lanes.load(1, arguments[2]), sign)
-        lanes.store(builder.fadd(lanes.load(0, arguments[2]), product), 0, arguments[2])
+        product = builder.fmul(lanes.load(0, arguments[1]), lanes.spread(arguments[2]))
+        lanes.store(product, 0, arguments[1])
         return context.get_dummy_value()
 
-    return types.void(sums, x, row, signs), generate
+    return types.void(x, row, sign), generate
 
 
 @intrinsic
-def _multiply(_, x, row, signs):
-    """Multiply a row of ``x`` by its sign."""
+def _add_signed(_, sums, column, x, row, sign):
+    """Add a row of ``x``, multiplied by its sign, to the sums of ``column``."""
 
     def generate(context, builder, signature, arguments):
         lanes = LaneArrays(context, builder, signature, arguments)
-        sign = lanes.spread(builder.load(lanes.pointer(2, arguments[1])))
-        lanes.store(builder.fmul(lanes.load(0, arguments[1]), sign), 0, arguments[1])
+        product = builder.fmul(lanes.load(2, arguments[3]), lanes.spread(arguments[4]))
+        total = builder.fadd(lanes.load(0, arguments[1]), product)
+        lanes.store(total, 0, arguments[1])
         return context.get_dummy_value()
 
-    return types.void(x, row, signs), generate
+    return types.void(sums, column, x, row, sign), generate
 
 
 @compiled
 def fill_signs(signs, words, first_call, block, key):
-    """Write the +1 and -1 of D_b or E_b."""
+    """Write D_b (``first_call`` 0) or E_b (``COLUMN_SIGNS``) as +1 and -1."""
     fill_words(words, first_call, block, _HADAMARD, key)
     for i in range(len(signs)):
         bit = (words[i >> 5] >> np.uint32(i & 31)) & np.uint32(1)
@@ -114,10 +114,7 @@ def _transform(x, n):
 
 @compiled
 def hadamard_slice_cpu(rows, start, stop, first, key, out):
-    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
-
-    The arguments are those of ``rademacher_slice_cpu``.
-    """
+    """Compute the ``hadamard`` projection, with the arguments of ``rademacher_slice_cpu``."""
     n_samples = len(rows)
     proj_dim = out.shape[1]
     n_tiles = tiles_of(n_samples)
@@ -130,13 +127,13 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
         fill_signs(row_signs, words, 0, block, key)
         fill_signs(column_signs, words, COLUMN_SIGNS, block, key)
         for tile in range(n_tiles):
-            eight = rows[tile * LANES : (tile + 1) * LANES]
-            fill_lanes(x, eight, block * proj_dim - first + start, start, stop)
+            samples = rows[tile * LANES : (tile + 1) * LANES]
+            fill_lanes(x, samples, block * proj_dim - first + start, start, stop)
             for i in range(proj_dim):
-                _multiply(x[0], i, row_signs)
+                _multiply(x[0], i, row_signs[i])
             _transform(x[0], proj_dim)
             for column in range(proj_dim):
-                _add_signed(sums[tile], x[0], column, column_signs)
+                _add_signed(sums[tile], column, x[0], column, column_signs[column])
         if block % _FLUSH_BLOCKS == _FLUSH_BLOCKS - 1:
             flush(total, sums)
     flush(total, sums)
@@ -144,58 +141,47 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
 
 
 _TENSOR_SKETCH = ProjectionKind.TENSOR_SKETCH.tag
-_BLOCK = 128  # coordinates put into lanes at once
+_BLOCK = 128  # coordinates copied to lanes at once
 _FREQUENCIES = 512  # complex numbers whose squares are summed at once
-_FLUSH = 32  # additions a column, on average, after which the sums go into the total
+_FLUSH = 32  # mean number of additions to a column after which the sums are added to the total
 
 
-@intrinsic
-def add_signed(_, sums, column, x, coordinate, sign):
-    """Add to the sums of ``column`` the lanes of ``coordinate``, times its sign."""
+class Hashes(NamedTuple):
+    """Buckets and signs of the rows and columns of all parameters, in one array each.
 
-    def generate(context, builder, signature, arguments):
-        lanes = LaneArrays(context, builder, signature, arguments)
-        product = builder.fmul(lanes.load(2, arguments[3]), lanes.spread(arguments[4]))
-        total = builder.fadd(lanes.load(0, arguments[1]), product)
-        lanes.store(total, 0, arguments[1])
-        return context.get_dummy_value()
-
-    return types.void(sums, column, x, coordinate, sign), generate
-
-
-class Sides(NamedTuple):
-    """Buckets and signs of all sides, one after the other: rows, then columns of each parameter.
+    Each parameter's rows come first, then its columns, then the next parameter's rows.
 
     Attributes:
-        starts: Coordinate of each parameter's first entry, and where the last one ends, int64.
-        places: Where each parameter's rows begin in the others, and its columns, shape (n, 2).
-        buckets: Unsigned 32 bit.
-        signs: +-1, float32.
+        starts: Coordinate of each parameter's first entry, and the number of coordinates, int64.
+        positions: Index of each parameter's first row and first column in the arrays below,
+            shape (n_parameters, 2).
+        buckets: uint32.
+        signs: +1 or -1, float32.
     """
 
     starts: np.ndarray
-    places: np.ndarray
+    positions: np.ndarray
     buckets: np.ndarray
     signs: np.ndarray
 
-    def side(self, number: int, which: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return buckets and signs of one side of a parameter."""
-        own = slice(self.places[number, which], self.places[number, which] + size)
-        return self.buckets[own], self.signs[own]
+    def of(self, number: int, axis: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return buckets and signs of a parameter's ``size`` rows (axis 0) or columns (axis 1)."""
+        first = self.positions[number, axis]
+        return self.buckets[first : first + size], self.signs[first : first + size]
 
 
-@lru_cache(maxsize=16)  # checkpoints of one process
-def sides_of(spec: ProjectionSpec) -> Sides:
-    """Return buckets and signs of all sides (``reference.py``)."""
+@lru_cache(maxsize=16)  # one entry for each checkpoint
+def hashes_of(spec: ProjectionSpec) -> Hashes:
+    """Return the buckets and signs that ``reference.py`` defines for a tensor sketch."""
     assert spec.shapes is not None
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
     k = spec.proj_dim
     sizes = np.array(spec.shapes, np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes.prod(axis=1))])
     ends = np.cumsum(sizes)
-    places = (ends - sizes.ravel()).reshape(-1, 2)
+    positions = (ends - sizes.ravel()).reshape(-1, 2)
     buckets, signs = np.empty(ends[-1], np.uint32), np.empty(ends[-1], np.float32)
-    for q, (at, n) in enumerate(zip(places.ravel(), sizes.ravel(), strict=True)):
+    for q, (at, n) in enumerate(zip(positions.ravel(), sizes.ravel(), strict=True)):
         n_words = -(-n // k) * k
         words = np.empty(-(-n_words // 4) * 4, np.uint32)
         fill_words(words, 0, q, _TENSOR_SKETCH, key)
@@ -207,15 +193,16 @@ def sides_of(spec: ProjectionSpec) -> Sides:
         fill_words(words, 2**31, q, _TENSOR_SKETCH, key)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:n]
         signs[at : at + n] = 1 - 2 * bits.astype(np.float32)
-    return Sides(starts, places, buckets, signs)
+    return Hashes(starts, positions, buckets, signs)
 
 
 @compiled
-def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, buckets, signs, out):
-    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
+def tensor_sketch_slice_cpu(
+    rows, start, stop, first, starts, positions, buckets, signs, shapes, out
+):
+    """Compute the tensor sketch, with the arguments of ``rademacher_slice_cpu``.
 
-    The arguments are those of ``rademacher_slice_cpu``, but ``Sides`` with the parameters' shapes,
-    (n, 2), int64, instead of a key.
+    The fields of ``Hashes`` and the parameters' shapes, (n, 2), int64, replace the key.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -225,12 +212,11 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
     flush_blocks = max(_FLUSH * proj_dim // _BLOCK, 1)
     x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
     number = np.searchsorted(starts, first, side="right") - 1
-    # Places of the next coordinate's row and column among all sides, and where its column ends.
-    width = shapes[number, 1]
-    row, column = divmod(first - starts[number], width)
-    i, j = places[number, 0] + row, places[number, 1] + column
-    j_stop = places[number, 1] + width
-    i_stop = places[number, 0] + shapes[number, 0]
+    # i and j index the buckets of the next coordinate's row and column.
+    row, column = divmod(first - starts[number], shapes[number, 1])
+    i, j = positions[number, 0] + row, positions[number, 1] + column
+    i_stop = positions[number, 0] + shapes[number, 0]
+    j_stop = positions[number, 1] + shapes[number, 1]
     for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
         at = block * _BLOCK - first + start
         fill_lanes(x, rows, at, start, stop)
@@ -240,15 +226,15 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
                 bucket -= proj_dim
             sign = signs[i] * signs[j]
             for tile in range(n_tiles):
-                add_signed(sums[tile], bucket, x[tile], c, sign)
+                _add_signed(sums[tile], bucket, x[tile], c, sign)
             j += 1
             if j == j_stop:
                 i += 1
-                if i == i_stop and number + 1 < len(places):
+                if i == i_stop and number + 1 < len(positions):
                     number += 1
-                    i, i_stop = places[number, 0], places[number, 0] + shapes[number, 0]
-                    j_stop = places[number, 1] + shapes[number, 1]
-                j = places[number, 1]
+                    i, i_stop = positions[number, 0], positions[number, 0] + shapes[number, 0]
+                    j_stop = positions[number, 1] + shapes[number, 1]
+                j = positions[number, 1]
         if block % flush_blocks == flush_blocks - 1:
             flush(total, sums)
     flush(total, sums)
@@ -257,11 +243,11 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
 
 @compiled
 def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out, step, second):
-    """Write count sketches of both factors of each token.
+    """Write the count sketches of both factors of each token to ``out``, shape (tokens, 2 k).
 
-    Factors have shapes (tokens, n0) and (tokens, n1), and are multiplied first by ``scales``, shape
-    (tokens, 2); ``out`` has (tokens, 2 k). Entry i of left's sketch is ``out[:, step * i]``, and
-    ``second`` columns behind it stands right's. All are float32, buckets and signs as in ``Sides``.
+    The factors have shapes (tokens, n0) and (tokens, n1), and are multiplied by ``scales``, shape
+    (tokens, 2), before. Entry i of the sketch of ``left`` is ``out[:, step * i]``, that of
+    ``right`` is ``out[:, step * i + second]``. Numbers are float32.
     """
     for t in range(len(left)):
         row = out[t]
@@ -275,19 +261,20 @@ def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out, ste
 
 @compiled
 def add_squares_cpu(numbers, out):
-    """Add the squares of complex numbers, real and imaginary parts in turn, over the tokens.
+    """Add the squares of complex numbers, summed over the tokens, to ``out``.
 
-    They have shape (samples, tokens, 2 k), float32; ``out`` has (samples, 2 k), float64.
+    Real and imaginary parts alternate. ``numbers`` has shape (samples, tokens, 2 k), float32, and
+    ``out`` has shape (samples, 2 k), float64.
     """
     sums = np.empty(2 * _FREQUENCIES, np.float32)
     for b in range(len(numbers)):
         for first in range(0, out.shape[1], 2 * _FREQUENCIES):
-            own = out[b, first : first + 2 * _FREQUENCIES]
+            target = out[b, first : first + 2 * _FREQUENCIES]
             sums[:] = 0
             for t in range(numbers.shape[1]):
                 part = numbers[b, t, first : first + 2 * _FREQUENCIES]
-                for f in range(len(own) // 2):
+                for f in range(len(target) // 2):
                     real, imaginary = part[2 * f], part[2 * f + 1]
                     sums[2 * f] += real * real - imaginary * imaginary
                     sums[2 * f + 1] += np.float32(2) * real * imaginary
-            own += sums[: len(own)]
+            target += sums[: len(target)]

@@ -1,4 +1,4 @@
-"""The projection on a GPU, in kernels that numba compiles; imported only where one is used.
+"""Projection on a GPU with kernels that numba compiles. Imported only if a GPU is used.
 
 ======================= =============================== ============================================
 kind                    capability 8.0 and later        7.0 and 7.5
@@ -9,12 +9,11 @@ kind                    capability 8.0 and later        7.0 and 7.5
 ``hadamard``            ``hadamard``                    ``hadamard``
 ======================= =============================== ============================================
 
-``tensor_sketch`` needs none: ``projection/tensor_sketch.py`` does it with torch.
+``tensor_sketch`` has no kernel; ``projection/tensor_sketch.py`` computes it with torch.
 
-The tensor-core kernel multiplies with mma.sync on every GPU. Hopper's own wgmma, which should be
-faster from 32 rows on, is left out on purpose: its descriptors and its asynchrony show their
-mistakes on a GPU alone, and one was at hand for minutes. On an H200 mma.sync reaches .42 to .48 of
-what a float16 product does.
+The tensor-core kernel uses mma.sync on every GPU. On an H200 it reaches 0.42 to 0.48 of the rate of
+a float16 matrix product. Hopper's wgmma should be faster from 32 rows on, but errors in its
+descriptors and its asynchronous use would show only on a GPU.
 """
 
 from trak_core.projection.cuda.project import project_cuda

@@ -1,14 +1,14 @@
-"""Compile kernels once a machine, keep their machine code, and start it by CUDA's driver.
+"""Compile kernels once for each machine, cache the machine code, and launch it with CUDA's driver.
 
-numba-cuda compiles a kernel when no process has needed it on a machine before: for one compute
-capability, one set of argument types and one state of this folder's source. The machine code is
-kept under ``XDG_CACHE_HOME``, so that later processes import neither numba.cuda nor a compiler.
+numba-cuda compiles a kernel for one compute capability, one set of argument types and one version
+of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so that later
+processes import neither numba.cuda nor a compiler.
 
-A launch differs from numba's own in that nothing is looked up by the arguments' values: tensors are
-handed over as addresses, and all arguments are written into one array of 8 bytes each, where the
-driver reads them. Numba gives an array as seven arguments: two unused addresses, the number of
-entries, their size, the address, and for one dimension its length and stride; and a tuple as its
-elements. A number of 4 bytes is read from the lower half of its 8.
+A launch writes all arguments into one array with 8 bytes for each, which the driver reads. This
+differs from a launch by numba in that tensors are passed as addresses and no type is inspected. In
+numba's calling convention a one-dimensional array has seven arguments: two unused addresses, the
+number of entries, their size, the address, the length and the stride. A tuple has one argument for
+each element. Numbers of 4 bytes are in the lower half of their 8 bytes.
 """
 
 import ctypes
@@ -32,61 +32,72 @@ from torch import Tensor
 
 from trak_core.projection.cuda.variants import Kernel
 
-_MOST_ARGUMENTS = 64  # of all kernels, counted as above
+_MOST_ARGUMENTS = 64  # no kernel has more, counted as above
 _COMPILERS = (
-    *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # with CUDA 13, then with 12
-    *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
+    *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13
+    *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),  # CUDA 12
 )
 
 
 def is_simulated() -> bool:
-    """Return whether numba stands in for the GPU in Python (NUMBA_ENABLE_CUDASIM=1)."""
+    """Return whether numba simulates the GPU in Python (NUMBA_ENABLE_CUDASIM=1)."""
     return bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def launch(
     kernel: Kernel, types: Sequence[str], grid: Sequence[int], n_threads: int, *arguments: Any
 ) -> None:
-    """Start a kernel on PyTorch's current stream; tensors are handed over without a copy.
+    """Launch a kernel on PyTorch's current stream, without copying tensors.
 
     Args:
-        kernel: The kernel, which is compiled if this machine has not done so.
-        types: Types of the arguments: ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8, and
-            ``float32[:]`` for a tensor of one dimension without gaps.
-        grid: Blocks of threads in up to three dimensions.
-        n_threads: Threads of a block.
+        kernel: The kernel. It is compiled if its machine code is not cached.
+        types: Types of the arguments, such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8
+            numbers, or ``float32[:]`` for a contiguous tensor of one dimension.
+        grid: Number of thread blocks in up to three dimensions.
+        n_threads: Threads in a block.
         arguments: Tensors, integers, and tuples of integers.
     """
     if is_simulated():
-        arrays = map(_simulated, types, arguments)
-        definition(kernel)[tuple(grid), n_threads](*arrays)
+        definition(kernel)[tuple(grid), n_threads](*map(_simulated, types, arguments))
         return
     stream = torch.cuda.current_stream()
     function = _function(kernel, tuple(types), stream.device_index)
     x, y, z = (*grid, 1, 1)[:3]
     address = _SLOTS.fill(words_of(arguments))
-    given = x, y, z, n_threads, 1, 1, 0, stream.cuda_stream, address, 0
-    _check(_driver().cuLaunchKernel(function, *given), "cuLaunchKernel")
+    launched = _driver().cuLaunchKernel(*(
+        function,
+        x,
+        y,
+        z,
+        n_threads,
+        1,
+        1,
+        0,
+        stream.cuda_stream,
+        address,
+        0,
+    ))
+    _check(launched, "cuLaunchKernel")
 
 
-def _simulated(name: str, argument: Any) -> Any:
-    """Return an argument as the simulator takes it, where arithmetic of uint32 needs NumPy's."""
+def _simulated(type_name: str, argument: Any) -> Any:
+    """Return an argument for the simulator, where uint32 arithmetic needs NumPy scalars."""
     if isinstance(argument, Tensor):
         return argument.numpy()
-    if name.startswith("uint32"):
-        is_tuple = isinstance(argument, tuple)
-        return tuple(map(np.uint32, argument)) if is_tuple else np.uint32(argument)
-    return argument
+    if not type_name.startswith("uint32"):
+        return argument
+    is_tuple = isinstance(argument, tuple)
+    return tuple(map(np.uint32, argument)) if is_tuple else np.uint32(argument)
 
 
 def definition(kernel: Kernel) -> Any:
-    """Return a kernel as numba compiles or simulates it."""
+    """Return the kernel's function with numba's decorator."""
     module, _, name = kernel.factory.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*kernel.arguments)
 
 
 def words_of(arguments: Iterable[Any]) -> list[int]:
-    """Return the 8 bytes of each of the driver's arguments, as integers."""
+    """Return the 8 bytes of each argument for the driver, as integers."""
     words: list[int] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -100,19 +111,17 @@ def words_of(arguments: Iterable[Any]) -> list[int]:
 
 
 class _Slots(threading.local):
-    """Memory of a thread for the arguments of a launch, and their addresses."""
+    """Memory of a thread for the arguments of a launch, and for their addresses."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_int64 * _MOST_ARGUMENTS)()
         first = ctypes.addressof(self.words)
-        self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(
-            *range(first, first + 8 * _MOST_ARGUMENTS, 8)
-        )
-
+        addresses = range(first, first + 8 * _MOST_ARGUMENTS, 8)
+        self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
         self.address = ctypes.addressof(self.addresses)
 
     def fill(self, words: Sequence[int]) -> int:
-        """Write the arguments and return where their addresses lie."""
+        """Write the arguments and return the address of the array of their addresses."""
         struct.pack_into(f"{len(words)}q", self.words, 0, *words)
         return self.address
 
@@ -126,7 +135,7 @@ def _driver() -> Any:
 
 
 def _check(result: tuple[Any, ...], name: str) -> Any:
-    """Return what a call of the driver returned beside its status, which must say success."""
+    """Return the first result of a call of the driver; raise an error if the call failed."""
     status, *values = result
     if status:
         raise RuntimeError(f"{name} returned {status.name}")
@@ -135,30 +144,29 @@ def _check(result: tuple[Any, ...], name: str) -> Any:
 
 @cache
 def _function(kernel: Kernel, types: tuple[str, ...], device: int) -> Any:
-    """Return a kernel that is loaded on a device, ready to be started."""
-    capability = torch.cuda.get_device_capability(device)
-    code = machine_code(kernel, types, capability)
+    """Load a kernel on a device and return it."""
+    code = machine_code(kernel, types, torch.cuda.get_device_capability(device))
     driver = _driver()
-    # The kernel is the only function of its module.
+    # The kernel is the only function in its module.
     (name,) = set(re.findall(rb"\0\.text\.([\w$]+)\0", code))
     module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
     return _check(driver.cuModuleGetFunction(module, name), "cuModuleGetFunction")
 
 
 def driver_version() -> int:
-    """Return the driver's version of CUDA, such as 13000."""
+    """Return the CUDA version of the driver, such as 13000."""
     return _check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")
 
 
 def make_current(device: torch.device) -> None:
-    """Make torch's context of a device that of the thread, where nothing has before."""
+    """Make torch's context of a device current in this thread if the thread has none."""
     driver = _driver()
     if not int(_check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
         torch.cuda.current_stream(device).synchronize()
 
 
 def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    """Return a kernel's code for a compute capability, compiled now or by an earlier process."""
+    """Return the machine code of a kernel, from the cache or compiled now."""
     path = kept_path(".cubin", kernel, types, capability)
     code = kept(path)
     if code is None:
@@ -167,29 +175,29 @@ def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, 
     return code
 
 
-def kept_path(suffix: str, *decided_by: Any) -> Path:
-    """Return where what is decided by these values, and by this folder's source, is kept."""
+def kept_path(suffix: str, *key: Any) -> Path:
+    """Return the path of a cached file. It depends on the key and on this folder's source."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         try:
             base = Path.home() / ".cache"
-        except RuntimeError:  # nobody's; nothing is kept then
+        except RuntimeError:  # The user has no home, so nothing is cached.
             base = os.devnull
-    text = "\n".join(map(repr, decided_by)).encode()
+    text = "\n".join(map(repr, key)).encode()
     return Path(base, "trak_core", hashlib.sha256(_source() + text).hexdigest()[:32] + suffix)
 
 
 def kept(path: Path) -> bytes | None:
-    """Return what ``keep`` has written; None if it isn't there, cannot be read or is damaged."""
+    """Return what ``keep`` wrote, or None if the file is missing, unreadable or damaged."""
     with suppress(OSError):
-        digest, content = path.read_bytes()[:32], path.read_bytes()[32:]
-        if hashlib.sha256(content).digest() == digest:
-            return content
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
+            return stored[32:]
     return None
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a file with its SHA-256; if it can't be, the next process works again."""
+    """Write a file after its SHA-256. A failure is ignored; the next process compiles again."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +210,7 @@ def keep(path: Path, content: bytes) -> None:
 
 @cache
 def _source() -> bytes:
-    """Return the digest of what decides the code of a kernel: this folder, and the compilers."""
+    """Return the digest of all that determines machine code: this folder and the compilers."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -213,7 +221,7 @@ def _source() -> bytes:
 
 
 def compile_kernel(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    """Compile a kernel for a compute capability by numba-cuda; no GPU is needed to."""
+    """Compile a kernel for a compute capability with numba-cuda. No GPU is needed."""
     cuda: Any = importlib.import_module("numba.cuda")
     dispatcher = definition(kernel)
     code, _ = cuda.compile(
@@ -239,7 +247,7 @@ def _numba_type(name: str) -> Any:
 
 
 def _linked(code: bytes, capability: tuple[int, int]) -> bytes:
-    """Return machine code, optimised as it is linked."""
+    """Link LTO-IR to machine code with link-time optimization."""
     nvjitlink: Any = importlib.import_module("cuda.bindings.nvjitlink")
     options = ["-lto", "-arch=sm_{}{}".format(*capability)]
     handle = nvjitlink.create(len(options), options)

@@ -1,22 +1,22 @@
-"""Project on a GPU by dense matrices of independent entries, on tensor cores and without.
+"""Project on a GPU with dense matrices of independent entries, with and without tensor cores.
 
-*Portable*, in plain float32 arithmetic, for any GPU and for the simulator. A block of threads takes
-one slice of coordinates, ``samples`` rows and four columns a thread. It brings 128 coordinates at a
-time into shared memory; each thread makes the entries of its columns in registers and multiplies
-them with every row. Nothing depends on how the threads are grouped into warps. Sums of 128 products
-are added up apart, which keeps rounding errors below 1e-6.
+*Portable kernel*: plain float32 arithmetic, for any GPU and for the simulator. A block of threads
+processes one slice of coordinates and ``samples`` rows, with four columns for each thread. It loads
+128 coordinates at a time into shared memory. Each thread computes the entries of its columns in
+registers and multiplies them with every row. The result does not depend on warps. Sums of 128
+products are formed first and then added, which keeps rounding errors below 1e-6.
 
-*Tensor cores* (mma.sync, compute capability 8.0 and later), for ``rademacher``. The matrix is never
-in memory: a warp turns Philox words into the operand registers of m16n8k16 products, two entries a
-register, +1 or -1 as 16-bit numbers: one shift and one logical operation. One Philox call makes a
-thread's 4 columns of a block of 128 coordinates in the order in which the products want them. The
-gradients come through shared memory, the next stage being copied while this one is used.
+*Tensor-core kernel* (mma.sync, compute capability 8.0 and later), for ``rademacher``. R is never in
+memory. A warp computes the operand registers of m16n8k16 products from Philox words, with one shift
+and one logical operation for each register of two 16-bit entries +1 or -1. One Philox call returns
+4 columns of a thread for 128 coordinates, in the order of the products' operands. Gradients are
+copied to shared memory one stage ahead of their use.
 
-Products are exact and are added in float32 by the tensor cores, which round toward zero; every 4096
-coordinates the sums move on to registers of their own, added with ordinary rounding.
+The products are exact. Tensor cores add them in float32 and round toward zero. Every 4096
+coordinates, the sums are added to totals in registers, rounded to nearest.
 
-Float32 gradients come as two planes of bfloat16 numbers, high and low parts, as rows of their own;
-R being exact, the two rows' sums add up to what float32 would give, within 2^-18 of each entry.
+A float32 gradient is split into two rows of bfloat16 numbers, its high and its low part. R is
+exact, so the sum of the two results differs from that of float32 by at most 2^-18 of each entry.
 
 Source: NVIDIA, "Parallel Thread Execution ISA", "Matrix fragments for mma.m16n8k16".
 """
@@ -47,7 +47,7 @@ from trak_core.projection.cuda.variants import Tile
 from trak_core.spec import ProjectionKind
 
 if SIMULATED:
-    _ptx = None  # numba simulates no tensor cores; a test brings its own
+    _ptx = None  # numba does not simulate tensor cores; tests replace this module
 else:
     from trak_core.projection.cuda import inline_ptx as _ptx
 ptx: Any = _ptx
@@ -61,16 +61,16 @@ _STAGE = 256  # coordinates in shared memory at a time, for the tensor cores
 def _rademacher_block(samples):
     @device_function
     def add_block(tile, g, call, stream, keys, sums):
-        """Add the products of coordinates g to g + 127, g a multiple of 128."""
+        """Add the products of coordinates g to g + 127, where g is a multiple of 128."""
         for t in range(4):
             words = words_at(call, 4 * (g >> 7) + t, _RADEMACHER, stream, keys)
             for bit in range(32):
                 half = bit & 15
-                place = (16 * (half >> 1) + 8 * (half & 1) + 2 * t + (bit >> 4)) * samples
+                position = (16 * (half >> 1) + 8 * (half & 1) + 2 * t + (bit >> 4)) * samples
                 s0, s1 = sign_of(words[0], bit), sign_of(words[1], bit)
                 s2, s3 = sign_of(words[2], bit), sign_of(words[3], bit)
                 for b in range(samples):
-                    x = tile[place + b]
+                    x = tile[position + b]
                     sums[4 * b] += s0 * x
                     sums[4 * b + 1] += s1 * x
                     sums[4 * b + 2] += s2 * x
@@ -143,27 +143,28 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
 
 @cache
 def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
-    """Return the kernel for one tile and dtype; ``flush`` is a power of two, 256 at least."""
+    """Return the kernel for one tile and dtype. ``flush`` is a power of two, at least 256."""
     mma = ptx.mma_bfloat16 if bfloat16 else ptx.mma_float16
     ones = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
     sign = uint32(0x80008000)
     sample_tiles, column_tiles = tile.sample_tiles, tile.column_tiles
     rows, n_threads = 8 * sample_tiles, 32 * tile.n_warps
     n_warps, warp_columns = tile.n_warps, 16 * column_tiles
-    # Rows are 16 bytes longer than needed: 8 rows at one coordinate lie in 32 different banks.
+    # With 16 bytes of padding, 8 rows at one coordinate are in 32 different banks.
     row_bytes = 2 * _STAGE + 16
     stage_bytes = rows * row_bytes
-    n_shared = stage_bytes + 8  # two stages of 16-bit numbers, and room to align them
+    n_shared = stage_bytes + 8  # 16-bit numbers in two stages, and 16 bytes for alignment
     per_row = _STAGE // 8
     n_copies = rows * per_row // n_threads
     n_sums = 4 * column_tiles * sample_tiles
     n_words, n_gradients = 2 * column_tiles, 4 * sample_tiles
 
-    # Nothing that leads to sums, words or gradients is a loop: they have to stay in registers.
+    # Indices of sums, words and gradients must be constants, because these arrays must stay in
+    # registers. Hence unrolled functions instead of loops.
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Begin to copy 256 coordinates from g on; what lies outside becomes 0."""
+        """Start to copy 256 coordinates from g on. Coordinates outside become 0."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8
@@ -230,7 +231,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_sums)
     def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
-        """Write sum i of a thread, which holds rows and columns from the given first ones on."""
+        """Write sum i of a thread that starts at ``first_row`` and ``first_column``."""
         m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
         row = first_row + 8 * n + (i & 1)
         j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)
@@ -277,7 +278,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
                     q = uint64(4 * ((g >> 7) + block) + member)
                     low = uint32(q & uint64(0xFFFFFFFF))
                     high = uint32(uint32(q >> uint64(32)) | uint32(_RADEMACHER << 24))
-                    # Or else what Philox first makes of the column would fill registers for good.
+                    # Without the copy, the first Philox products would occupy registers throughout.
                     make_words(ptx.opaque_copy(call), low, high, stream, keys, words)
                     address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)
                     address = uint32(address + uint32(block * 256))

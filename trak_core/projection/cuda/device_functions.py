@@ -1,7 +1,7 @@
-"""What the kernels share on the device: Philox, signs, normal variates, as in ``reference.py``.
+"""Device functions of the kernels: Philox, signs and normal entries, as in ``reference.py``.
 
-All of it is arithmetic on single words, so it also runs as plain Python under numba's simulator,
-which is how its bits are tested on machines without a GPU.
+All are arithmetic on single words. They also run as plain Python under numba's simulator, which
+tests their bits on machines without a GPU.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import numba.cuda
 import numpy as np
 from numba import config
 
-cuda: Any = numba.cuda  # kernels' code has its own meaning of types
+cuda: Any = numba.cuda  # pyright cannot check the code of kernels
 SIMULATED = bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
 
 float32, int32, int64 = np.float32, np.int32, np.int64
@@ -24,24 +24,24 @@ _LOW = uint64(0xFFFFFFFF)
 
 
 def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
-    """Return the decorator of a kernel of blocks of so many threads, at most.
+    """Return the decorator of a kernel with at most ``n_threads`` in a block.
 
-    A multiprocessor should be able to hold ``n_blocks``. The simulator knows no bounds.
+    A multiprocessor should hold ``n_blocks`` blocks. The simulator ignores both bounds.
     """
     return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(n_threads, n_blocks))
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that kernels call; always inlined, so that its arrays stay in registers."""
+    """Mark a function that kernels call. It is inlined, so that its arrays stay in registers."""
     return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
 
 
 def unrolled(n: int) -> Callable[..., Any]:
     """Return the decorator of a loop's body, a device function ``f(i, *arguments)``.
 
-    What it makes is called as ``f(*arguments)`` and stands for f at i = 0 ... n - 1, written out
-    one after the other. So every i is a constant, and an array that it leads to can stay in
-    registers; what becomes of a loop is the compiler's choice, and differs between versions.
+    The decorated function is called as ``f(*arguments)`` and calls f for i = 0 ... n - 1 without a
+    loop. Each i is a constant, so arrays that it indexes can stay in registers. Whether a compiler
+    unrolls a loop differs between versions.
     """
 
     def decorate(body):
@@ -72,7 +72,8 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @device_function
 def philox(c0, c1, c2, c3, keys):
-    """Return the four words of one counter under ``round_keys``; all are uint32."""
+    """Return the four words of one counter, uint32, with the ``round_keys`` of the seed."""
+    # A loop over the rounds might not be unrolled.
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[4], keys[5])
@@ -87,7 +88,7 @@ def philox(c0, c1, c2, c3, keys):
 
 @device_function
 def words_at(c0, q, tag, stream, keys):
-    """Return the four words of the call at (c0, q) of a kind's tag."""
+    """Return the four words of the call at (c0, q) for the tag of a kind."""
     high = uint32(uint32(uint64(q) >> _HALF) | uint32(tag << 24))
     return philox(uint32(c0), uint32(uint64(q) & _LOW), high, stream, keys)
 
@@ -104,7 +105,7 @@ else:
 
     libdevice: Any = numba.cuda.libdevice
 
-# Rounded on their own: what is written as a * b + c would become one fused operation.
+# The compiler would contract a * b + c to one fused operation with a single rounding.
 _multiply, _add = libdevice.fmul_rn, libdevice.fadd_rn
 
 
@@ -120,27 +121,27 @@ def _float_as_bits(value):
 
 @device_function
 def sign_of(word, bit):
-    """Return -1 where the bit is set, else +1, in float32."""
+    """Return -1 if the bit is set, else +1, float32."""
     sign = uint32(uint32(word << uint32(uint32(31) - uint32(bit))) & uint32(0x80000000))
     return _bits_as_float(uint32(sign | uint32(0x3F800000)))
 
 
 @device_function
 def flip(value, word, bit):
-    """Return ``value`` with its sign turned where the bit is set."""
+    """Return ``value``, negated if the bit is set."""
     sign = uint32(uint32(word << uint32(uint32(31) - uint32(bit))) & uint32(0x80000000))
     return _bits_as_float(uint32(_float_as_bits(value) ^ sign))
 
 
 @device_function
 def widen(value):
-    """Return a float32 or float16 gradient in float32."""
+    """Convert a float32 or float16 gradient to float32."""
     return float32(value)
 
 
 @device_function
 def widen_bfloat16(bits):
-    """Return a bfloat16 gradient, given as int16, in float32."""
+    """Convert the bits of a bfloat16 gradient, int16, to float32."""
     return _bits_as_float(uint32(uint32(int32(bits)) << uint32(16)))
 
 
@@ -150,7 +151,7 @@ _C1, _C3, _C5 = float32(0.967765), float32(0.004002), float32(0.001905)
 
 @device_function
 def normal_of(word):
-    """Return the normal entry that a word stands for, each step rounded to float32."""
+    """Return the normal entry of a word. Each step is rounded to float32."""
     pairs = uint32(
         uint32(word & uint32(0x00FF00FF)) + uint32(uint32(word >> uint32(8)) & uint32(0x00FF00FF))
     )

@@ -1,7 +1,7 @@
-"""The instructions of the tensor cores' data path that numba has no name for, as inline PTX.
+"""PTX instructions for the tensor cores that numba does not provide.
 
-The matrix products are marked as having side effects, because all 32 threads of a warp must run
-them together: the compiler may not move them into code that only some threads reach.
+The matrix products are marked as having side effects. All 32 threads of a warp must execute them
+together, so the compiler must not move them into code that only some threads reach.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _INTS, _FLOATS = (ir.LiteralStructType([number] * 4) for number in (_INT32, _FLO
 def _instruction(
     signature: Any, result: Any, text: str, constraints: str, *, side_effect: bool = True
 ) -> tuple[Any, Callable[..., Any]]:
-    """Return the signature and the generator of one instruction."""
+    """Return the signature and the code generator of one instruction."""
 
     def generate(context, builder, signature, arguments):
         function = ir.FunctionType(result, [argument.type for argument in arguments])
@@ -36,13 +36,13 @@ def _instruction(
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """Return where an array argument starts."""
+    """Return the address of an array argument."""
     data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
     return builder.ptrtoint(data, _INT64)
 
 
 def repeated(body: Any, n: int) -> Any:
-    """Return what calls a device function with first arguments 0 ... n - 1, without a loop."""
+    """Return a function that calls ``body(i, ...)`` for i = 0 ... n - 1 without a loop."""
 
     @intrinsic
     def calls(typing_context, *arguments):
@@ -51,9 +51,9 @@ def repeated(body: Any, n: int) -> Any:
 
         def generate(context, builder, signature, values):
             del signature
-            same = [builder.extract_value(values[0], i) for i in range(len(arguments))]
+            others = [builder.extract_value(values[0], i) for i in range(len(arguments))]
             for i in range(n):
-                context.get_function(function, call)(builder, (_INT64(i), *same))
+                context.get_function(function, call)(builder, (_INT64(i), *others))
             return context.get_dummy_value()
 
         return types.void(types.StarArgTuple(arguments)), generate
@@ -91,14 +91,14 @@ def and_xor(_, a, mask, b):
 
 @intrinsic
 def opaque_copy(_, word):
-    """Return the word as if it were another each time: what is made of it is not kept for later."""
+    """Return the word, opaque to the compiler, so that results from it are not kept for reuse."""
     del word
     return _instruction(types.uint32(types.uint32), _INT32, "mov.b32 $0, $1;", "=r,r")
 
 
 @intrinsic
 def shared_address(_, array):
-    """Return where a shared array starts, in the shared window's 32-bit addresses."""
+    """Return the 32-bit address of a shared array in the shared state space."""
     text = "cvta.to.shared.u64 $0, $1;"
     _, convert = _instruction(None, _INT64, text, "=l,l", side_effect=False)
 
@@ -111,13 +111,13 @@ def shared_address(_, array):
 
 @intrinsic
 def global_address(_, array):
-    """Return where an array in global memory starts."""
+    """Return the address of an array in global memory."""
     return types.uint64(array), _address
 
 
 @intrinsic
 def copy_async(_, destination, source, n_bytes):
-    """Begin to copy 16 bytes to shared memory, those past ``n_bytes`` as zeros."""
+    """Start to copy 16 bytes to shared memory. Bytes after ``n_bytes`` become zeros."""
     del destination, source, n_bytes
     text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
     signature = types.void(types.uint32, types.uint64, types.uint32)
@@ -126,7 +126,7 @@ def copy_async(_, destination, source, n_bytes):
 
 @intrinsic
 def wait_for_copies(_):
-    """Wait for all copies this thread began."""
+    """Wait for all copies that this thread started."""
     return _instruction(types.void(), _VOID, "cp.async.wait_all;", "~{memory}")
 
 

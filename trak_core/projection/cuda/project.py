@@ -1,4 +1,4 @@
-"""Project on a GPU, after a check that its kernels run there and make the right matrix."""
+"""Project on a GPU, after a test that the kernel runs there and computes the defined matrix."""
 
 import importlib.util
 from collections.abc import Generator, Sequence
@@ -24,11 +24,12 @@ INSTEAD = "Or project on the CPU."
 
 @cache
 def require_numba_cuda() -> None:
-    """Raise an error that explains unless kernels can be compiled and started here."""
+    """Raise an error if numba-cuda, which compiles kernels and installs cuda.bindings, is missing.
+
+    Without numba-cuda, numba has an unmaintained CUDA target of its own, which was never tested.
+    """
     if is_simulated():
         return
-    # A numba without it has a CUDA target of its own, no longer maintained and never tried here.
-    # It brings along what starts kernels, cuda.bindings.
     if importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
             "Projecting on a GPU needs the package numba-cuda. Found it not installed. "
@@ -38,15 +39,12 @@ def require_numba_cuda() -> None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, which must not be too old.
-
-    The simulator stands for one without tensor cores.
-    """
+    """Return the compute capability of a GPU, or of the simulator, which has no tensor cores."""
     if is_simulated():
         if device.type == "cuda":
             raise InputError(
-                "Projecting on a GPU needs its compiled kernels. Found numba's CUDA simulator "
-                "switched on: unset NUMBA_ENABLE_CUDASIM.",
+                "Projecting on a GPU needs compiled kernels. Found numba's CUDA simulator enabled. "
+                "Unset NUMBA_ENABLE_CUDASIM.",
                 code="projection.simulated",
             )
         return LEAST_CAPABILITY
@@ -62,17 +60,17 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return what to call a device in a message."""
+    """Return the name of a device for messages."""
     return "numba's simulator" if is_simulated() else torch.cuda.get_device_name(device)
 
 
-_TENSOR_CORES = (8, 0)  # the first capability that multiplies m16n8k16, and copies on its own
+_TENSOR_CORES = (8, 0)  # the first capability with m16n8k16 products and asynchronous copies
 
 
 def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
-    """Return the one method that projects gradients of a dtype on a device; there is no other try.
+    """Return the method that projects gradients of a dtype on a device. There is no fallback.
 
-    Refused are an old GPU, a kind without kernels, and a proj_dim that is too large.
+    An ``InputError`` refuses an old GPU, a kind without kernels, and a proj_dim that is too large.
     """
     capability = capability_of(device)
     n_planes = alignment = 1
@@ -92,8 +90,7 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
             name, variant = "hadamard", variants.hadamard_variant
         case kind:
             raise InputError(
-                "The projection's kind must be one that has a kernel for GPUs. Found "
-                f"{kind}. {INSTEAD}",
+                f"The projection's kind must have a kernel for GPUs. Found {kind}. {INSTEAD}",
                 code="projection.gpu_kind",
             )
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
@@ -106,9 +103,9 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
     )
 
 
-# Rows, the coordinates from one to the next, and columns where the kind leaves a choice.
+# The test compares ROWS rows of R, STEP coordinates apart, and COLUMNS columns of nested kinds.
 ROWS, STEP, COLUMNS = 32, 11, 515
-_ENTRIES = 2**21  # at most
+_ENTRIES = 2**21  # the largest number of entries in a test
 
 _passed: set[tuple[Any, ...]] = set()
 
@@ -120,18 +117,18 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """Compare the bits of R that a kernel makes with the definition, at its first use on a device.
+    """Compare the bits of R from a kernel with the definition, at its first use on a device.
 
-    Rows of zeros with a single one pick out single rows of R, at coordinates beyond 2^32, across
-    the edge of a slice and in all places of a block of 128. The method is what ``choose`` returned;
-    ``n_samples``, the gradients' rows, decides which variant of a kernel runs. Refused is a kernel
-    that cannot be compiled or started, or has another entry.
+    Unit vectors select single rows of R, at coordinates beyond 2^32, on both sides of the edge of a
+    slice and at all positions in a block of 128. ``method`` comes from ``choose``. ``n_samples``,
+    the number of gradients, determines the variant of the kernel. An ``InputError`` refuses a
+    kernel that does not compile, does not run, or computes another entry.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:
         return
-    passed = None if is_simulated() else _mark(kernel, dtype, device)
-    if passed is not None and compiled.kept(passed) is not None:
+    marker = None if is_simulated() else _marker(kernel, dtype, device)
+    if marker is not None and compiled.kept(marker) is not None:
         _passed.add((device, kernel, dtype))
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
@@ -154,15 +151,11 @@ def require_right_matrix(
         matrix = out.cpu().numpy()
     except Exception as error:
         remedy = (
-            "The compiler that numba-cuda finds and the driver must go together: install "
-            "numba-cuda[cu13], or [cu12] for a driver of CUDA 12, or set CUDA_HOME to a toolkit, "
-            "and compare `python -m numba -s` with `nvidia-smi`."
+            "Install numba-cuda[cu13], or [cu12] for a driver of CUDA 12, or set CUDA_HOME to a "
+            "toolkit. Compare `python -m numba -s` with `nvidia-smi`."
         )
-        if isinstance(error, AttributeError | ImportError):  # seen with NumPy 2.5
-            remedy = (
-                "numba-cuda and the installed NumPy and numba must go together: "
-                "`pip install 'trak-core[cuda]'` takes versions that do."
-            )
+        if isinstance(error, AttributeError | ImportError):  # as with NumPy 2.5
+            remedy = "`pip install 'trak-core[cuda]'` installs versions that work together."
         raise InputError(
             f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
             f"{type(error).__name__}: {error}. {remedy} {INSTEAD}",
@@ -173,21 +166,20 @@ def require_right_matrix(
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise InputError(
-            f"The kernel {method.name} must make the matrix of the definition on every GPU. Found "
-            f"on {name_of(device)}, with {dtype} gradients, {wrong.sum()} wrong of {wrong.size} "
-            f"entries of the projection {spec.kind}, the first at coordinate "
-            f"{offset + picks[row]}, column {column}: {matrix[row, column]} for "
-            f"{expected[row][column]}. Project on the CPU, and please report this with the "
-            "versions of numba-cuda and of the driver.",
+            f"The kernel {method.name} must compute the defined matrix. Found {wrong.sum()} wrong "
+            f"of {wrong.size} entries of {spec.kind} with {dtype} gradients on {name_of(device)}, "
+            f"the first at coordinate {offset + picks[row]}, column {column}: "
+            f"{matrix[row, column]} instead of {expected[row][column]}. Project on the CPU, and "
+            "report this with the versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",
         )
     _passed.add((device, kernel, dtype))
-    if passed is not None:
-        compiled.keep(passed, b"")
+    if marker is not None:
+        compiled.keep(marker, b"")
 
 
-def _mark(kernel: variants.Kernel, dtype: torch.dtype, device: torch.device) -> Path:
-    """Return the file that says that a kernel made the right matrix on this kind of GPU."""
+def _marker(kernel: variants.Kernel, dtype: torch.dtype, device: torch.device) -> Path:
+    """Return the path of the file that records a passed test of a kernel on this GPU model."""
     properties = torch.cuda.get_device_properties(device)
     return compiled.kept_path(
         ".right", kernel, str(dtype), properties.name, compiled.driver_version()
@@ -196,7 +188,7 @@ def _mark(kernel: variants.Kernel, dtype: torch.dtype, device: torch.device) -> 
 
 @contextmanager
 def _on(device: torch.device) -> Generator[None]:
-    """Make a GPU the current one, and its context that of the thread."""
+    """Make a GPU and its context current in this thread."""
     if is_simulated():
         yield
         return
@@ -208,22 +200,21 @@ def _on(device: torch.device) -> Generator[None]:
 def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: Tensor) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Computes out += X R[offset : offset + n], X being the blocks side by side, with the matrix of
-    ``reference.py`` bit for bit; the kernel that makes it here is compared with the definition
-    before its first use. Sums are float32 (on tensor cores, float32 gradients count as the sum of
-    two bfloat16 numbers, within 2^-18; infinities and NaN stay not finite). The same device gives
-    the same bits, whatever the blocks and the batch are; several calls for chunks that end at
-    multiples of 65536 give what one call gives. Work is queued on PyTorch's current stream; memory
-    beyond the arguments stays below 256 MiB. Nothing is copied of blocks that a kernel can read in
-    place.
+    Compute out += X R[offset : offset + n], where X is the concatenation of the blocks. R equals
+    that of ``reference.py`` bit for bit, which is tested before the first use of a kernel. Sums are
+    float32. Tensor cores replace a float32 gradient by the sum of two bfloat16 numbers, within
+    2^-18; infinities and NaN stay not finite.
+
+    On one device the result does not depend on the blocks or the batch, bit for bit. Calls for
+    chunks that end at multiples of 65536 give the same bits as a single call. Work is queued on
+    PyTorch's current stream. Memory beyond the arguments is below 256 MiB.
 
     Args:
-        blocks: Matrices (n_samples, n_i) of one dtype, float32, float16 or bfloat16, the first
-            beginning at coordinate ``offset``, each following right after the last. CUDA tensors;
-            CPU tensors under numba's simulator. Rows may be strided.
-        spec: The projection; not of kind ``identity``.
+        blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype, float32, float16
+            or bfloat16. CUDA tensors, or CPU tensors for numba's simulator. Rows may be strided.
+        spec: The projection, of any kind except ``identity`` and ``tensor_sketch``.
         offset: Coordinate of the first column.
-        out: Shape (n_samples, spec.proj_dim), float32, on the same device; may be strided.
+        out: Shape (n_samples, spec.proj_dim), float32, on the same device. It may be strided.
     """
     require_numba_cuda()
     blocks = [block.detach() for block in blocks if block.shape[1]]

@@ -1,16 +1,20 @@
-"""Project on a GPU in fixed slices of coordinates, by launches of bounded memory.
+"""Project on a GPU in fixed slices of coordinates, with launches of bounded memory.
 
-Slice s holds the coordinates from s * SLICE to (s + 1) * SLICE - 1, wherever a call begins. Each
-slice's sums are made on their own and added to the result in the order of the slices, so that the
-result depends neither on how many slices a launch takes nor on how gradients come in blocks.
+Slice s has the coordinates from s * SLICE to (s + 1) * SLICE - 1, independent of the offset of a
+call. The sums of each slice are computed separately and added to the result in the order of the
+slices. Therefore the result does not depend on the slices in a launch or on the blocks of the
+gradient.
 
-Every kernel has the arguments ``values, sizes, partials, keys, stream``.
-``sizes`` are row_stride, origin, start, stop, n_rows, first_slice, slice_size and proj_dim. The
-number of row b and coordinate g is ``values[b * row_stride + g - origin]``, bfloat16 as int16.
-Blocks of threads with blockIdx.y = i take the coordinates of slice first_slice + i, of slice_size
-each, as far as they lie from ``start`` to before ``stop``. Their sums overwrite ``partials[i]``,
-of shape (n_slices, n_rows, proj_dim), float32, given flat. ``keys`` are the ``round_keys`` of the
-seed; ``stream`` is the spec's.
+Every kernel has the arguments ``values, sizes, partials, keys, stream``:
+
+- ``values``: the gradients, flat; bfloat16 as int16. The entry of row b and coordinate g is
+  ``values[b * row_stride + g - origin]``.
+- ``sizes``: row_stride, origin, start, stop, n_rows, first_slice, slice_size and proj_dim. Thread
+  blocks with blockIdx.y = i process the coordinates of slice first_slice + i that are at least
+  ``start`` and less than ``stop``.
+- ``partials``: the sums, written to ``partials[i]``. Its shape is (n_slices, n_rows, proj_dim),
+  float32, passed flat.
+- ``keys``, ``stream``: the ``round_keys`` of the seed, and the stream of the spec.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,17 +29,17 @@ from trak_core.projection.cuda.variants import Kernel, Variant
 from trak_core.spec import ProjectionSpec
 
 SLICE = 65536
-BUDGET_BYTES = 224 * 2**20  # gathered gradients and slices' sums together
-_FILL = 512  # blocks of threads that keep a large GPU busy
+BUDGET_BYTES = 224 * 2**20  # for gathered gradients and the sums of slices together
+_FILL = 512  # blocks of threads that occupy a large GPU
 _MOST_SLICES = 32768
 _STEP = 256  # coordinates; divides SLICE
-_THREADS = 256  # of a block that adds up slices
+_THREADS = 256  # threads of a block that adds the sums of slices
 _ADD_PARTIALS = Kernel("partials.add_partials_kernel", (_THREADS,))
 _ARRAYS = {torch.float32: "float32[:]", torch.float16: "float16[:]", torch.int16: "int16[:]"}
 # Types of a kernel's arguments after ``values``.
 TYPES = "int64 x 8", "float32[:]", "uint32 x 20", "uint32"
 _ADD_TYPES = "float32[:]", *["int64"] * 4, "float32[:]", "int64", "int64"
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # by which Philox's keys grow from round to round
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to Philox's keys after each round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +47,10 @@ class Method:
     """How gradients of a dtype are projected on a device.
 
     Attributes:
-        variant: The kernel for this many rows.
-        n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
-        alignment: In coordinates. The kernel reads a block in place if its start and row length are
-            multiples of it.
+        variant: Function that returns the kernel for a number of rows.
+        n_planes: 2 if float32 gradients are split into high and low parts in bfloat16, else 1.
+        alignment: A kernel can read a block in place if its first coordinate and its row stride are
+            multiples of this number.
     """
 
     name: str
@@ -58,16 +62,16 @@ class Method:
 
 @cache
 def round_keys(seed: int) -> tuple[int, ...]:
-    """Return the two keys of each of Philox's ten rounds, as arguments for a kernel."""
+    """Return the two keys of each of Philox's ten rounds."""
     low, high = seed & 0xFFFFFFFF, seed >> 32
     keys = [((low + i * _W0) & 0xFFFFFFFF, (high + i * _W1) & 0xFFFFFFFF) for i in range(10)]
     return tuple(key for pair in keys for key in pair)
 
 
 def flat(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a view of all memory a matrix spans, in one dimension, bfloat16 as int16.
+    """Return a one-dimensional view of the memory that a matrix spans, with bfloat16 as int16.
 
-    One layout for every kernel: what is compiled depends on the dtype alone.
+    With one layout for all matrices, compiled kernels depend on the dtype alone.
     """
     spanned = 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
     memory = matrix.as_strided((spanned,), (1,))
@@ -75,32 +79,21 @@ def flat(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: torch.Tensor) -> None:
-    """Add the sums of all slices to ``out``, in the order of the slices.
+    """Add the sums of all slices to ``out``, (n_rows, proj_dim), in the order of the slices.
 
-    They have shape (n_slices, n_planes * n_rows, proj_dim), float32, given flat; planes of one
-    matrix are added together first. ``out``, (n_rows, proj_dim), may be strided.
+    ``partials`` has shape (n_slices, n_planes * n_rows, proj_dim), float32, flat. The planes of a
+    slice are added first.
     """
     n_rows, proj_dim = out.shape
     n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
-    launch(
-        _ADD_PARTIALS,
-        _ADD_TYPES,
-        (n_blocks,),
-        _THREADS,
-        partials,
-        n_slices,
-        n_planes,
-        n_rows,
-        proj_dim,
-        flat(out),
-        out.stride(0),
-        out.stride(1),
-    )
+    sums = partials, n_slices, n_planes, n_rows, proj_dim
+    target = flat(out), out.stride(0), out.stride(1)
+    launch(_ADD_PARTIALS, _ADD_TYPES, (n_blocks,), _THREADS, *sums, *target)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch, taken from one block in place or gathered (None)."""
+    """Consecutive slices for one launch: in place in ``block``, or gathered if that is None."""
 
     first_slice: int
     last_slice: int
@@ -115,13 +108,17 @@ def runs(
     most_in_place: int,
     most_gathered: int,
 ) -> Iterator[Run]:
-    """Cut the coordinates of consecutive blocks into runs that cover every slice once, in order.
+    """Split the coordinates of consecutive blocks into runs that cover each slice once, in order.
 
-    Blocks have ``bounds``, first coordinate and one past the last, none of them empty; the kernel
-    can read some ``in_place``, which is worth while from ``least`` slices on.
+    Args:
+        bounds: First and last (exclusive) coordinate of each block. No block is empty.
+        in_place: Whether the kernel can read each block in place.
+        least: Least number of slices of a block for which reading in place is faster.
+        most_in_place: Largest number of slices in a run that is read in place.
+        most_gathered: Largest number of slices in a run that is gathered.
 
     Yields:
-        Runs of at most ``most_in_place`` slices, or ``most_gathered``.
+        The runs.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)
@@ -132,7 +129,7 @@ def runs(
             yield Run(s, min(s + step, stop), block)
 
     for block, ((start, stop), usable) in enumerate(zip(bounds, in_place, strict=True)):
-        # Slices that lie in this block, or that the whole input cuts short where it does.
+        # Slices within this block. The first and the last slice of all coordinates may be partial.
         low = start // SLICE if start == first else -(-start // SLICE)
         high = -(-stop // SLICE) if stop == end else stop // SLICE
         if usable and (high - low >= least or (start == first and stop == end)):
@@ -143,7 +140,7 @@ def runs(
 
 
 def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
-    """Whether the kernel can read a block that starts at a coordinate where it is."""
+    """Return whether the kernel can read a block that starts at a coordinate in place."""
     n_rows, n = block.shape
     aligned = (
         start % method.alignment == 0
@@ -156,10 +153,10 @@ def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
 def _gather(
     buffer: torch.Tensor, blocks: Sequence[torch.Tensor], starts: Sequence[int], origin: int
 ) -> None:
-    """Copy the coordinates from ``origin`` on into ``buffer``, zeros where there are none.
+    """Copy coordinates ``origin`` to ``origin + n`` to ``buffer``, and zeros outside of the blocks.
 
-    It has shape (n_planes, n_rows, n), with two planes high and low parts of bfloat16. Each block
-    begins at a coordinate of ``starts``.
+    ``buffer`` has shape (n_planes, n_rows, n). Two planes are the high and low parts in bfloat16.
+    ``starts`` has the first coordinate of each block.
     """
     buffer.zero_()
     for block, start in zip(blocks, starts, strict=True):
@@ -180,18 +177,15 @@ def project_slices(
     out: torch.Tensor,
     method: Method,
 ) -> None:
-    """Add the projection of consecutive blocks, none without columns, to ``out``.
+    """Add the projection of consecutive blocks to ``out``. No block may be empty.
 
-    The arguments are those of ``project_cuda``, and the method to use.
+    The arguments are those of ``project_cuda``, and the method.
     """
     n_samples, proj_dim = out.shape
     row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
-    n_rows = max(1, min(n_samples, BUDGET_BYTES // 2 // row_bytes))
-    if n_rows == n_samples:
-        _project_rows(blocks, spec, offset, out, method)
-        return
+    n_rows = max(1, BUDGET_BYTES // 2 // row_bytes)
     for row in range(0, n_samples, n_rows):
-        rows = slice(row, min(n_samples, row + n_rows))
+        rows = slice(row, row + n_rows)
         part = [block[rows] for block in blocks]
         _project_rows(part, spec, offset, out[rows], method)
 
@@ -203,7 +197,7 @@ def _project_rows(
     out: torch.Tensor,
     method: Method,
 ) -> None:
-    """Do ``project_slices`` for as many rows as memory allows at once."""
+    """Do ``project_slices`` for a number of rows that memory allows at once."""
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
     n_rows = n_planes * n_samples
     variant = method.variant(n_rows)
@@ -211,7 +205,7 @@ def _project_rows(
     starts = [offset]
     for block in blocks:
         starts.append(starts[-1] + block.shape[1])
-    # Half of the memory for the sums of slices, half for gradients brought together.
+    # Half of the memory is for the sums of slices, and half for gathered gradients.
     sums_bytes = 4 * n_rows * proj_dim
     slice_bytes = max(sums_bytes, method.dtype.itemsize * n_rows * SLICE)
     most_in_place, most_gathered = (
@@ -237,7 +231,7 @@ def _project_rows(
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
         n_slices = run.last_slice - run.first_slice
         if run.block is None:
-            # Whole steps of every kernel, so that rows are aligned; no step crosses a slice.
+            # Multiples of every kernel's step, so that rows are aligned. No step crosses a slice.
             start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
             width = stop - start
             buffer = memory[: n_rows * width].view(n_planes, n_samples, width)

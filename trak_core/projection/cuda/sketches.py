@@ -1,14 +1,14 @@
-"""Sketches on a GPU: block-Hadamard by fast transforms.
+"""Block-Hadamard projection on a GPU with fast Walsh-Hadamard transforms.
 
-Y = sum over blocks b of E_b H D_b x_b. One block of threads makes one transform of n =
-min(proj_dim, 8192) numbers of a row at a time. Each thread holds 16 of them, adds and subtracts
-them in registers over four bits of their index, swaps them with the others through shared memory,
-and goes on with the next bits; the sums over a slice stay in registers too. Short blocks are many:
-their sums are added up in two stages.
+Y = sum over blocks b of E_b H D_b x_b. A block of threads computes one transform of n =
+min(proj_dim, 8192) numbers of a row at a time. Each thread holds 16 numbers, does the butterflies
+of four bits of their index in registers, exchanges them with other threads through shared memory,
+and continues with the next bits. The sums over a slice stay in registers. If blocks are short, a
+slice has many of them, and their sums are added in two stages.
 
-For k > 8192 an index splits into u, its upper bits, and the lower ones. The transform is linear:
-the outputs with upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u.
-Each z has a block of threads of its own, which adds up those k / n inputs while it reads them.
+For k > 8192 let u be the upper bits of an index. The transform is linear, so the outputs with upper
+bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u. For each z, another block
+of threads adds these k / n inputs while it reads them.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ from trak_core.projection.cuda.variants import held_bits
 from trak_core.spec import ProjectionKind
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
-_SIGNS_OUT = 2**31  # where the calls of E_b begin
+_SIGNS_OUT = 2**31  # the first Philox call of E_b
 
 
 def _butterflies(held, n_bits):
@@ -40,7 +40,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Transform the values of a thread over the lowest ``n_bits`` bits of their number."""
+        """Do the butterflies of a thread's values for the lowest ``n_bits`` bits of their index."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -52,7 +52,7 @@ def _butterflies(held, n_bits):
 
 
 def _rounds(n_bits, held):
-    """Return the lowest held bit of each round, from the top down, and its new bits."""
+    """Return for each round, from the top bits down, its lowest held bit and its new bits."""
     low = n_bits - held
     rounds = [(low, held)]
     while low > 0:
@@ -63,9 +63,10 @@ def _rounds(n_bits, held):
 
 @cache
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
-    """Return the kernel for one proj_dim: transforms of length ``inner``, side by side.
+    """Return the kernel for one proj_dim.
 
-    ``flush`` is a power of two.
+    ``inner`` is the length of a transform, ``n_rows_held`` the number of rows in a block of
+    threads. Sums are added to totals after ``flush`` blocks, a power of two.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
@@ -75,7 +76,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
     block_bits = proj_dim.bit_length() - 1
     padded = inner + inner // 16
     n_exchange = n_rows_held * padded
-    n_in, n_out = max(1, proj_dim // 128), max(1, inner // 128)  # Philox calls of D and of E
+    n_in, n_out = max(1, proj_dim // 128), max(1, inner // 128)  # Philox calls for D and E
     n_words = 4 * (n_in + n_out)
     read = widen_bfloat16 if bfloat16 else widen
     rounds = _rounds(inner.bit_length() - 1, held)
@@ -87,28 +88,31 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
     )
 
     @device_function
-    def place(thread, low):
-        """Return where value 0 of a thread lies, if threads hold the bits from ``low`` on."""
+    def position_of(thread, low):
+        """Return the position of a thread's value 0 if threads hold the bits from ``low`` on."""
         upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
         i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
-        return uint32(i + uint32(i >> uint32(4)))  # a gap every 16 spreads the banks
+        return uint32(i + uint32(i >> uint32(4)))  # gaps after every 16 avoid bank conflicts
 
     @device_function
     def swap(exchange, base, thread, x, before, after):
-        """Hand the threads the values of another range of bits."""
-        at = uint32(base + place(thread, before))
+        """Exchange values, so that threads hold the bits from ``after`` on."""
+        at = uint32(base + position_of(thread, before))
         for v in range(n_values):
-            # No carry crosses from the thread's bits: the gaps of the two parts add up.
+            # The bits of v and of the thread are disjoint, so their gaps add.
             exchange[uint32(at + uint32((v << before) + (v << before >> 4)))] = x[v]
         cuda.syncthreads()
-        at = uint32(base + place(thread, after))
+        at = uint32(base + position_of(thread, after))
         for v in range(n_values):
             x[v] = exchange[uint32(at + uint32((v << after) + (v << after >> 4)))]
-        # No barrier: the next swap of a block writes where this thread alone has read.
+        # No barrier is needed: the next swap writes only where this thread alone has read.
 
     @device_function
     def sign_in(signs, first, v, thread):
-        """Return the word and the bit of input first + v * n_threads + thread, first % 32 = 0."""
+        """Return word and bit of the sign of input first + v * n_threads + thread.
+
+        ``first`` is a multiple of 32.
+        """
         if n_threads >= 32:
             word = uint32(uint32(first >> 5) + uint32(v * (n_threads >> 5)))
             return signs[uint32(word + uint32(thread >> uint32(5)))], thread & uint32(31)
@@ -119,7 +123,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
     def _hadamard_kernel(values, sizes, partials, keys, stream):
         row_stride, origin, start, stop, n_rows, first_slice, slice_size, _ = sizes
         exchange = cuda.shared.array(n_exchange, dtype=float32)
-        signs = cuda.shared.array(n_words, dtype=uint32)  # of D, then of E
+        signs = cuda.shared.array(n_words, dtype=uint32)  # words of D, then of E
         x = cuda.local.array(n_values, dtype=float32)
         sums = cuda.local.array(n_values, dtype=float32)
         totals = cuda.local.array(n_values, dtype=float32)

@@ -1,6 +1,6 @@
-"""Choose a kernel's variant, and how it is started, by the projection and the number of rows.
+"""Choose the variant of a kernel and its launch sizes from the projection and the number of rows.
 
-Nothing here imports numba: a job whose kernels are compiled already needs no compiler.
+This module does not import numba, because a job with cached kernels needs no compiler.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from trak_core.spec import ProjectionSpec
 
 
 class Kernel(NamedTuple):
-    """A kernel by the function that makes it, such as ``dense.portable_kernel``.
+    """A kernel, identified by the function that returns it.
 
     Attributes:
-        factory: Module in this folder, and function.
-        arguments: What the function is called with.
+        factory: Module in this folder and function, such as ``dense.portable_kernel``.
+        arguments: The arguments of the function.
     """
 
     factory: str
@@ -23,37 +23,38 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel, with the arguments that ``project_slices`` describes, and how it is started.
-
-    The grid has the blocks of threads for one slice, in x and in z.
-    """
+    """A kernel with its launch sizes; ``grid`` is the number of blocks for a slice in x and z."""
 
     kernel: Kernel
     grid: tuple[int, int]
     n_threads: int
 
 
-THREADS = 128  # of a block of the portable kernel
-SAMPLES = (8, 16)  # rows of a block of threads: the first that holds all, else the last
+THREADS = 128  # threads of a block of the portable kernel
+SAMPLES = (8, 16)  # rows of a block; the first number that is enough for all rows, else the last
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the kernel of ``rademacher`` or ``normal`` that fits the number of rows."""
+    """Return the portable kernel of ``rademacher`` or ``normal`` for a number of rows."""
     samples = next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
     grid = -(-spec.proj_dim // (4 * THREADS)), -(-n_rows // samples)
     kernel = Kernel("dense.portable_kernel", (spec.kind, bfloat16, samples, THREADS))
     return Variant(kernel, grid, THREADS)
 
 
-ALIGNMENT = 8  # coordinates: 16 bytes, what one asynchronous copy to a tensor-core kernel moves
-FLUSH = 4096  # coordinates that the tensor cores add up
+ALIGNMENT = 8  # coordinates; an asynchronous copy of the tensor-core kernel moves 16 bytes
+FLUSH = 4096  # coordinates that tensor cores add before the sums are added to totals
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block of threads holds: tiles of 8 rows, and warps side by side over columns.
+    """The size of a block of threads of the tensor-core kernel.
 
-    A warp holds an even number of tiles of 16 columns, a multiprocessor ``n_blocks`` of threads.
+    Attributes:
+        sample_tiles: Tiles of 8 rows.
+        column_tiles: Tiles of 16 columns for each warp, an even number.
+        n_warps: Warps, which process different columns.
+        n_blocks: Blocks that a multiprocessor should hold.
     """
 
     sample_tiles: int
@@ -63,18 +64,18 @@ class Tile:
 
     @property
     def n_columns(self) -> int:
-        """Columns of a block of threads."""
+        """Number of columns of a block of threads."""
         return 16 * self.column_tiles * self.n_warps
 
 
-# By rows: the first that holds all, else the last.
+# The first tile that is large enough for all rows is used, else the last.
 TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
 
 
 def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the kernel that fits the number of rows.
+    """Return the tensor-core kernel for a number of rows of bfloat16 (as int16) or float16.
 
-    What it reads must be aligned to ``ALIGNMENT`` coordinates: bfloat16 (as int16), else float16.
+    The rows must be aligned to ``ALIGNMENT`` coordinates.
     """
     tile = next((tile for tile in TILES if n_rows <= 8 * tile.sample_tiles), TILES[-1])
     grid = -(-spec.proj_dim // tile.n_columns), -(-n_rows // (8 * tile.sample_tiles))
@@ -82,19 +83,18 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
     return Variant(kernel, grid, 32 * tile.n_warps)
 
 
-HADAMARD_INNER = 8192  # the longest transform of one block of threads: 34 KiB of shared memory
-HADAMARD_THREADS = 128  # of a block, at least where a transform is shorter than 16 times this
-# Blocks after which sums go into totals, if a block is shorter: a slice holds more.
-HADAMARD_FLUSH = 256
+HADAMARD_INNER = 8192  # the longest transform of a block of threads: 34 KiB of shared memory
+HADAMARD_THREADS = 128  # least number of threads of a block; it takes several rows if needed
+HADAMARD_FLUSH = 256  # blocks after which sums are added to totals, if proj_dim is less than this
 
 
 def held_bits(inner: int) -> int:
-    """Return the bits of an index that one thread of a transform holds."""
+    """Return how many bits of an index are within the numbers of one thread."""
     return min(4, inner.bit_length() - 1)
 
 
 def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the kernel of the spec's proj_dim; a slice is a whole number of blocks of it."""
+    """Return the Hadamard kernel for the proj_dim of the spec, which must divide a slice."""
     inner = min(spec.proj_dim, HADAMARD_INNER)
     n_threads = inner >> held_bits(inner)
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
