@@ -134,7 +134,7 @@ class ProjectedScorer:
     @property
     def n_bytes(self) -> int:
         """Size of the training samples' features and the factor, in memory."""
-        return self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
+        return self.features[:1].nbytes * len(self.features) + self.damped.damped.factor.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
         """Return A_c = Phi_c (N + ridge I)^-1 T_c^T and what goes with each sample."""
