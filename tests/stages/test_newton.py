@@ -188,7 +188,7 @@ def test_what_has_no_matrix_is_refused(digits, monkeypatch):
         Study.load(digits.path), digits.checkpoints["c0"], spec, torch.device("cpu")
     )
     loaded.model.append(Layer())
-    with refused("model.forward_mode", re.compile(r"RuntimeError: .*(?= Take)")):
+    with refused("model.forward_mode", re.compile(r"RuntimeError: .*(?= Use)")):
         newton_scores(loaded, digits.train, digits.target_split, DAMPING, 64, 500)
 
 
