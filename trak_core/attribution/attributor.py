@@ -102,9 +102,6 @@ class Attributor(FittedAttributor):
         threads: CPU threads of the projection. None for as many as torch uses.
         describe: A function that returns a sample as a text, to show in notebooks.
 
-    Attributes:
-        defaults: The values of the settings that were None.
-
     Example:
         >>> import torch
         >>> from trak_core import Attributor
@@ -167,7 +164,7 @@ class Attributor(FittedAttributor):
             "features_dtype": features_dtype,
             **{"compute": {"shards": 1}, "experiments": {}, "answers": {"tokens": False}},
         }
-        defaults = fill_in_scoring(config, along=come_from_along_runs(table))
+        fill_in_scoring(config, along=come_from_along_runs(table))
         check_scoring(config["scoring"])
         check_exact(config)
         check_preconditioner(config)
@@ -177,7 +174,6 @@ class Attributor(FittedAttributor):
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
-        self.defaults = defaults
         self._model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
         self._output, self._describe = output, describe
 

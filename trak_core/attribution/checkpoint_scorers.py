@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -122,7 +123,8 @@ class ProjectedScorer:
         damped: The damped normal matrix.
         features: Phi_c, shape (n, k), in a file or in memory.
         train: The training samples, and their columns.
-        method_of: Returns the gradient method for a few samples.
+        method_of: Returns the gradient method for a few samples; with ``reads_terms`` one that
+            gives terms.
     """
 
     loaded: LoadedModel
@@ -169,8 +171,9 @@ class ProjectedScorer:
         phi = np.concatenate([self.features[row : row + 1] for row in train])
         splits = split.take([split.ids[row] for row in train]), targets
         features = phi.astype(np.float64), target_phi.astype(np.float64)
-        sizes = compute.batch_size, compute.memory_mb
-        return cut_pairs(self.loaded, self.spec, self.damped, splits, features, pairs, *sizes)
+        given = self.loaded, self.spec, self.damped, splits, features, pairs
+        method_of = partial(self.method_of, reads_terms=True)
+        return cut_pairs(*given, compute.batch_size, compute.memory_mb, method_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,13 +110,10 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return the summary of blocks of rows.
+        """Return the summary of blocks of rows, each with its first row and scores (rows, m).
 
-        Args:
-            blocks: For each block its first row and its scores, shape (rows, m).
-            improves: Signs of the scores that improve targets, shape (m,). None if unknown.
-            labels: The targets' labels, shape (m,). None if they are not classes.
-            top: The number of largest scores to keep for each target.
+        ``improves`` are signs of the scores that improve targets, None if unknown. ``labels`` are
+        the targets' labels, None if they are not classes. Both have shape (m,).
         """
         helpful = harmful = None
         by_sample: dict[str, list[np.ndarray]] = {}

@@ -211,9 +211,11 @@ class FittedAttributor(ABC):
                 code="attribution.no_features",
             )
 
-    def _method_for(self, loaded: LoadedModel, few: Batch) -> GradientMethod:
+    def _method_for(
+        self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
+    ) -> GradientMethod:
         """Return the gradient method, which is chosen once, or by the run that wrote the files."""
-        method = method_for(loaded, few, self._methods)
+        method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
         for conditions, (name, _) in self._methods.items():  # each notice is printed once
             self._methods[conditions] = name, None
         return method

@@ -59,12 +59,9 @@ class Part(Protocol):
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a reader of rows of features, optionally divided by their lengths.
+    """Return a reader of rows of features (n, k), of their ``first`` columns if given.
 
-    Args:
-        values: Features, shape (n, k).
-        normalize: Whether rows are divided by their lengths, which makes them float64.
-        first: Number of columns to read, from the first. None for all.
+    With ``normalize`` rows are divided by their lengths, which makes them float64.
     """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
@@ -246,17 +243,9 @@ def self_influences(
     """Return |A_c[i, i] Q_c[i]^power| of every training sample i, combined like a score.
 
     The absolute value is taken because the sign is that of Q. Predictions and outputs are those of
-    the last checkpoint of every run.
-
-    Args:
-        features: Files of training features, one for each checkpoint of ``spec``.
-        normal_matrices: Files of normal matrices, in the same order.
-        spec: The settings of the scores.
-        memory_mb: Memory in MiB for blocks of features.
-
-    Returns:
-        The columns ``id``, ``label``, ``prediction``, ``output`` and ``self_influence``, shape (n,)
-        each; and the spec that a file of them has.
+    the last checkpoint of every run. There is a file of features and of a normal matrix for each
+    checkpoint of ``spec``. Returns the columns ``id``, ``label``, ``prediction``, ``output`` and
+    ``self_influence``, shape (n,) each; and the spec of a file of them.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".

@@ -210,14 +210,11 @@ class LoadedModel:
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether samples have the model outputs and loss weights that were stored.
+        """Return whether samples have the stored ``outputs`` and ``loss_weights``, to rounding.
 
-        Eight samples, spread over the split, are compared to rounding. This detects changes of the
-        model's code, of the output function and of the data that change these outputs.
-
-        Args:
-            data: The split.
-            columns: Stored ``outputs`` and ``loss_weights`` of all its samples, shape (n,) each.
+        Eight samples, spread over the split, are compared. This detects changes of the model's
+        code, of the output function and of the data that change these outputs. ``columns`` are the
+        stored values of all samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
         functions = self.output.value, self.output.loss_weight

@@ -72,17 +72,9 @@ def model_output(
 ) -> ModelOutput:
     """Return the model output with a name of ``TABLE``, or that of ``file.py:name``.
 
-    For an output with ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the
-    training ``pairs``, the same for every checkpoint, and embedded by ``model``. The model must
-    have a ``logit_scale``.
-
-    Args:
-        name: The name.
-        model: The model with the weights of a checkpoint.
-        pairs: The training pairs. Needed only with ``needs_pairs``.
-        device: The model's device.
-        study: The loaded study, which is not run again if the file is its own.
-        n_others: Number of contrast pairs.
+    The file may be that of the loaded ``study``, which is not run again. For an output with
+    ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``,
+    the same for every checkpoint, and embedded by ``model``, which must have a ``logit_scale``.
     """
     place = place_of(name)
     if place is not None:

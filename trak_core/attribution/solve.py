@@ -18,21 +18,15 @@ MAX_CONDITION = 1e7
 def weighted_gramians(
     blocks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]],
 ) -> list[np.ndarray]:
-    """Sum normal matrices Phi^T W Phi = sum_i w_i phi_i phi_i^T over blocks of rows.
+    """Sum normal matrices Phi^T W Phi = sum_i w_i phi_i phi_i^T over blocks of rows, in float64.
 
-    Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights, with one pass over the rows.
-    The sums are float64. The sizes of the blocks change only their rounding.
-
-    Args:
-        blocks: Pairs of features, shape (rows, k), any float dtype, and sets of non-negative
-            weights, shape (rows,) each. All blocks have equally many sets.
+    Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights w, in one pass over the rows.
+    A block has features, shape (rows, k), any float dtype, and sets of non-negative weights, shape
+    (rows,) each. The sizes of the blocks change only the rounding. There must be a row.
 
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
         sum_i w_i |phi_i|^2.
-
-    Raises:
-        InputError: If there are no rows.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -102,19 +96,14 @@ class DampedMatrix:
         *,
         is_gramian: bool = False,
     ) -> Self:
-        """Return the factorization of M + ridge I.
+        """Return the factorization of M + ridge I, with a ridge of at least 0.
 
         This differs from ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)`` in: a
-        nearly singular matrix is refused, because its solution would be noise.
+        matrix with a condition number of ``MAX_CONDITION`` or more is refused, because its solution
+        would be noise.
 
-        Args:
-            matrix: M, symmetric and positive semi-definite, shape (k, k), float64.
-            ridge: At least 0.
-            eigenvalues: The smallest and the largest eigenvalue of M, if they are known.
-            is_gramian: Whether M is a Gramian. This changes only the words and the code of errors.
-
-        Raises:
-            InputError: If the condition number of M + ridge I is ``MAX_CONDITION`` or more.
+        M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
+        smallest and largest ones, if they are known. ``is_gramian`` changes only the error.
         """
         ends = extreme_eigenvalues(matrix) if eigenvalues is None else eigenvalues
         smallest, largest = (value + ridge for value in ends)
@@ -189,15 +178,9 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
     """Return ||B||_F of B = diag(|Q|^power) Phi M^-1 Phi^T, with M = Phi^T W Phi + ridge I.
 
     ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis of M's
-    eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)).
-
-    Args:
-        eigenvalues: D of Phi^T W Phi, shape (k,), float64.
-        products: P of ``Spectrum.norm_products``, shape (k, k), float64.
-        ridge: At least 0.
-
-    Raises:
-        InputError: If ||B|| is 0, because all loss weights or all features are 0.
+    eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), with eigenvalues D of
+    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``. ||B|| must be above 0,
+    which excludes loss weights or features that are all 0.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -245,12 +228,9 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
 def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
     """Scale inner products, in place, to those of training gradients of length 1.
 
-    A training gradient of length 0 keeps inner products of 0. So does one whose squared length is
-    below the rounding error of the largest.
-
-    Args:
-        gramian: K = J J^T, shape (n, n), float64.
-        cross: K_t = J J_t^T, shape (n, m), float64. The targets' gradients J_t are not scaled.
+    K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The targets'
+    gradients J_t are not scaled. A training gradient of length 0, or with a squared length below
+    the rounding error of the largest, keeps inner products of 0.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
@@ -295,14 +275,9 @@ class DampedGramian:
     def factorize(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
         """Return the factorized damped Gramian, which serves any targets.
 
-        Args:
-            gramian: K = J J^T, shape (n, n), float64.
-            weights: The diagonal of W, non-negative, shape (n,). Ones give the plain scores.
-            damping: At least 0, relative to the mean squared length of the weighted gradients.
-
-        Raises:
-            InputError: If the damped matrix is numerically singular. This includes weights of 0
-                without damping.
+        K = J J^T has shape (n, n), float64. ``weights`` are the diagonal of W, non-negative, shape
+        (n,). The damping, at least 0, is relative to the mean squared length of the weighted
+        gradients. A numerically singular matrix is refused, as with weights of 0 without damping.
         """
         if damping < 0:
             raise InputError(f"The damping must be at least 0. Found {damping}.")

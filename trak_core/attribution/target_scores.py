@@ -85,19 +85,10 @@ class Scores:
         memory_mb: int,
         **more: Any,
     ) -> Self:
-        """Combine the scores of checkpoints, a block of training samples at a time.
+        """Return the combined scores of checkpoints, a block of training samples at a time.
 
-        Args:
-            parts: A part for each of ``spec.checkpoints``.
-            rows: A reader of rows of each checkpoint's A_c.
-            spec: The settings of the scores.
-            keep: ``full`` or ``top_k``.
-            top: The number of largest scores of either sign to keep for each target.
-            memory_mb: Memory in MiB for blocks of scores.
-            more: Further attributes of the result.
-
-        Returns:
-            The combined scores.
+        There is a part for each of ``spec.checkpoints``, and a reader of rows of its A_c. ``keep``
+        is ``full`` or ``top_k``. ``more`` are further attributes of the result.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(

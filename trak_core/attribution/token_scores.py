@@ -1,6 +1,6 @@
 """Split the scores of chosen pairs into parts of the tokens of either text, and of parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +11,8 @@ from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import unit_rows
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
-from trak_core.attribution.write_features import projection_for
-from trak_core.gradients import Batch, GradientMethod, gradient_method, in_chunks
+from trak_core.attribution.write_features import MethodOf, projection_for
+from trak_core.gradients import Batch, in_chunks
 from trak_core.gradients.gradient_terms import PIECE
 from trak_core.spec import ProjectionSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
@@ -45,7 +45,7 @@ def cut_pairs(
     pairs: Sequence[tuple[int, int]],
     batch_size: int,
     memory_mb: int,
-    method_of: Callable[[LoadedModel, Batch], GradientMethod] | None = None,
+    method_of: MethodOf,
 ) -> tuple[Cut, Cut]:
     """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
 
@@ -62,8 +62,7 @@ def cut_pairs(
         pairs: For each pair the row of a training sample and of a target.
         batch_size: The largest number of samples in the model at once.
         memory_mb: Memory in MiB for gradients and activations.
-        method_of: Returns the gradient method for a few samples, which must give terms. None for
-            ``gradient_method``.
+        method_of: Returns the gradient method for a few samples, which must give terms.
 
     Returns:
         The scores, split by the tokens of training samples; and by those of targets.
@@ -77,7 +76,7 @@ def cut_pairs(
     m = len(target_phi)
     solved = damped.solve(np.concatenate([target_phi, phi])).T
     projection = projection_for(loaded, spec.of_train())
-    given = batch_size, memory_mb, method_of or _method_with_terms
+    given = batch_size, memory_mb, method_of
     reverse = [(target, row) for row, target in pairs]
     train = _cut(loaded, projection, _Side(splits[0], solved[:m], pairs), *given)
     targets = _cut(loaded, projection, _Side(splits[1], solved[m:], reverse), *given)
@@ -113,18 +112,13 @@ def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
     return 0
 
 
-def _method_with_terms(loaded: LoadedModel, few: Batch) -> GradientMethod:
-    given = loaded.model, loaded.parameters, loaded.output, few
-    return gradient_method(*given, reads_terms=Shares.reads_terms)
-
-
 def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
     side: _Side,
     batch_size: int,
     memory_mb: int,
-    method_of: Callable[[LoadedModel, Batch], GradientMethod],
+    method_of: MethodOf,
 ) -> Cut:
     """Split the scores of pairs by the tokens of one side, in one pass over its samples."""
     vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
@@ -186,10 +180,9 @@ def token_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
-    Args:
-        top: The pairs, with columns ``target_id`` and ``train_id``.
-        cuts: For each checkpoint the results of ``cut_pairs`` for these pairs.
-        weights: Weights of the checkpoints, shape (checkpoints, pairs), of ``checkpoint_weights``.
+    ``top`` has the columns ``target_id`` and ``train_id`` of the pairs. ``cuts`` are the results of
+    ``cut_pairs`` for each checkpoint. ``weights`` are those of ``checkpoint_weights``, shape
+    (checkpoints, pairs).
     """
     names, pairs, totals = [], [], []
     for side, name in enumerate(SIDES):

@@ -14,14 +14,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import batch_features, compilers, stored_rows
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.dependency_digests import content_digest
-from trak_core.gradients import (
-    Batch,
-    GradientMethod,
-    Variety,
-    check_labels,
-    gradient_method,
-    in_chunks,
-)
+from trak_core.gradients import GradientMethod, Variety, check_labels, in_chunks
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import log, with_progress
@@ -29,12 +22,8 @@ from trak_core.system.progress import log, with_progress
 # The size of the window in which texts are sorted by length: bytes of features, and least texts.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
-MethodOf = Callable[[LoadedModel, Batch], GradientMethod]
-
-
-def compare_methods(loaded: LoadedModel, few: Batch) -> GradientMethod:
-    """Return the gradient method that ``gradient_method`` chooses for a few samples."""
-    return gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+# Returns the gradient method for a model, by a few samples.
+MethodOf = Callable[..., GradientMethod]
 
 
 def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
@@ -47,7 +36,7 @@ def feature_blocks(
     data: Split,
     spec: FeaturesSpec,
     *,
-    method_of: MethodOf = compare_methods,
+    method_of: MethodOf,
     batch_size: int,
     memory_mb: int,
     threads: int,
@@ -113,7 +102,7 @@ def write_features(
     data: Split,
     spec: FeaturesSpec,
     *,
-    method_of: MethodOf = compare_methods,
+    method_of: MethodOf,
     shard: int = 1,
     n_shards: int = 1,
     code: str,
