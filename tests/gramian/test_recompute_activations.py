@@ -356,7 +356,7 @@ def test_blocks_are_recomputed_if_stored_samples_need_the_memory(tmp_path):
     kept = loaded.stored(samples)
     most = 30
     assert not loaded.blocks.is_on
-    assert _room(loaded, [(samples, kept)], most + (kept.n_bytes >> 20)).most(0) > 0
+    assert _room(loaded, [kept], most + (kept.n_bytes >> 20)).most(0) > 0
     assert loaded.blocks.is_on
 
 

@@ -1,4 +1,4 @@
-"""What each token adds to its text, as kinds of tokenizers have it."""
+"""The text that each token adds, for several kinds of tokenizers."""
 
 import pytest
 
@@ -9,7 +9,7 @@ few_words = pytest.importorskip("few_words")
 
 
 def tokenizer_of(kind):
-    """One of a few tokens, made as models of its kind have it."""
+    """A tokenizer of a few tokens."""
     tokenizers = pytest.importorskip("tokenizers", reason="with the extra `test`")
     models, decoders, before = tokenizers.models, tokenizers.decoders, tokenizers.pre_tokenizers
     if kind == "words":
@@ -47,7 +47,7 @@ def test_tokens_show_what_they_add_to_the_text(kind):
     tokenizer = tokenizer_of(kind)
     text, shown = SHOWN[kind]
     assert decoded_tokens(tokenizer, tokenizer(text)["input_ids"]) == shown
-    # A text cut within a character, and one with the sign for what is none.
+    # A text cut within a character, and one with the replacement character.
     rest = {"bytes": "\N{REPLACEMENT CHARACTER} sky 🌍🌍", "pieces": "don't . the"}.get(kind, text)
     given = tokenizer(rest)["input_ids"]
     for n in range(len(given) + 1):

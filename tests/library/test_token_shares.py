@@ -1,4 +1,4 @@
-"""Shares of tokens are what copies of a model's layers say, one copy for each token by itself."""
+"""Shares of tokens against models that have a copy of each layer for each token."""
 
 import copy
 from dataclasses import replace
@@ -28,6 +28,20 @@ transformers = pytest.importorskip("transformers")
 N_TEXTS, N_TOKENS, N_WORDS = 3, 7, 11
 
 
+def spec_of(parameters, kind="rademacher", proj_dim=32):
+    """The projection of these parameters."""
+    n_params = sum(p.numel() for p in parameters.values())
+    shapes = [matrix_shape(p.shape) for p in parameters.values()]
+    return ProjectionSpec(
+        kind=kind,
+        n_params=n_params,
+        proj_dim=proj_dim,
+        seed=1,
+        stream=2,
+        shapes=shapes if kind == "tensor_sketch" else None,
+    )
+
+
 def gpt2():
     size = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": N_TOKENS, "vocab_size": N_WORDS}
     tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
@@ -43,7 +57,7 @@ def llama():
 
 
 class PerToken(nn.Module):
-    """A layer with a copy of its own for each token."""
+    """A layer with a copy for each token."""
 
     def __init__(self, layer):
         super().__init__()
@@ -55,7 +69,7 @@ class PerToken(nn.Module):
 
 
 def per_token(model):
-    """The same model, whose layers with parameters have copies; and the names of the copies."""
+    """The same model with a copy of each layer with parameters for each token."""
     twin = copy.deepcopy(model)
     for name, module in list(twin.named_modules()):
         if next(module.parameters(recurse=False), None) is not None:
@@ -65,18 +79,14 @@ def per_token(model):
 
 
 def oracle(model, text, parameters):
-    """Gradients of f by each token's own copies, float64, (tokens, entries of all parameters)."""
+    """Gradients of f by each token's copies, float64, (tokens, entries of all parameters)."""
     output = TABLE["language_modelling"].load()
     twin = per_token(model).double().eval()
     outputs = output.read(twin(input_ids=text[None], labels=text[None]))
     value = output.value(outputs[0], text)
-    gradients = dict(zip(
-        dict(twin.named_parameters(remove_duplicate=False)),
-        torch.autograd.grad(
-            value, [p for _, p in twin.named_parameters(remove_duplicate=False)], allow_unused=True
-        ),
-        strict=True,
-    ))  # fmt: skip
+    copies = dict(twin.named_parameters(remove_duplicate=False))
+    all_gradients = torch.autograd.grad(value, [*copies.values()], allow_unused=True)
+    gradients = dict(zip(copies, all_gradients, strict=True))
     all_names = dict(model.named_parameters(remove_duplicate=False))
     rows = []
     for t in range(N_TOKENS):
@@ -105,10 +115,10 @@ def oracle(model, text, parameters):
 )
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
-    """Entries that aren't scaled let a tensor sketch take factors, whatever is cheaper here."""
+    """A tensor sketch uses factors of entries without scales, even if that is not cheaper here."""
     torch.manual_seed(0)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
-    if kind == "hadamard":  # directions of few parameters are held, and of others some at a time
+    if kind == "hadamard":  # directions are held for few parameters, else computed in parts
         monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 300)
     # Factors of some texts at a time, or of some tokens of a text.
     most = N_TOKENS if proj_dim == 32 else 3
@@ -117,15 +127,11 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     for parameter in model.parameters():  # norms and biases too
         nn.init.normal_(parameter, std=0.3)
     parameters = select_parameters(model, None)
-    n_params = sum(p.numel() for p in parameters.values())
-    shapes = [matrix_shape(p.shape) for p in parameters.values()]
-    shapes = shapes if kind == "tensor_sketch" else None
-    spec = ProjectionSpec(
-        kind=kind, n_params=n_params, proj_dim=proj_dim, seed=1, stream=2, shapes=shapes
-    )
+    spec = spec_of(parameters, kind, proj_dim)
     vectors = torch.randn(4, proj_dim)
-    # One text meets no vector, another three.
-    pairs = Pairs(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 1, 1]))
+    # The second text is in no pair, the first in three.
+    pair_list = [(0, 0), (0, 3), (0, 1), (2, 1)]
+    pairs = Pairs(*torch.tensor(pair_list).T)
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
     batch = {"input_ids": texts, "labels": texts}
     scales = {name: torch.rand(p.shape) for name, p in parameters.items() if "norm" not in name}
@@ -141,21 +147,17 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     names = list(parameters)
     sizes = [p.numel() for p in parameters.values()]
     ends = np.cumsum(sizes)
-    for row, (text, vector) in enumerate(zip(*pairs_of(pairs), strict=True)):
+    for row, (text, vector) in enumerate(pair_list):
         products = oracle(model, texts[text], parameters) * directions[vector]
         by_parameter = np.add.reduceat(products.sum(0), ends - sizes)
         size = np.abs(products.sum(1)).max()
         assert np.abs(shares.by_parameter[row].numpy() - by_parameter).max() < 1e-5 * size
-        # A table of positions is no token's, whatever its rows are.
+        # The part of a table of positions is that of no token.
         elsewhere = np.array([name.endswith("wpe.weight") for name in names]).repeat(sizes)
         by_token = np.append(products[:, ~elsewhere].sum(1), products[:, elsewhere].sum())
         assert np.abs(shares.by_token[row].numpy() - by_token).max() < 1e-5 * size
         total = float(shares.by_token[row].sum())
         assert abs(total - float(shares.by_parameter[row].sum())) < 1e-12 * size
-
-
-def pairs_of(pairs):
-    return pairs.samples.tolist(), pairs.vectors.tolist()
 
 
 class WithBias(nn.Module):
@@ -179,11 +181,7 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     torch.manual_seed(0)
     model, output = make().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
-    n_params = sum(p.numel() for p in parameters.values())
-    shapes = [matrix_shape(p.shape) for p in parameters.values()]
-    shapes = shapes if kind == "tensor_sketch" else None
-    about = {"n_params": n_params, "proj_dim": 32, "seed": 1, "stream": 2, "shapes": shapes}
-    spec = ProjectionSpec(kind=kind, **about)
+    spec = spec_of(parameters, kind)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
@@ -192,7 +190,7 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     # Some tokens at a time.
     monkeypatch.setattr("trak_core.gradients.margins_in_pieces.PIECE", 3 * N_TEXTS * N_WORDS)
     in_pieces = MarginsOfTokens(model, output)
-    found = []
+    results = []
     for given, of, rows in (
         (model, output, batch),
         (in_pieces, in_pieces.output, replace(batch, gives_labels=True)),
@@ -200,19 +198,17 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
         directions = Directions(parameters, spec, vectors)
         shares = Shares.zeros(parameters, directions, pairs, N_TOKENS)
         gradient_method(given, parameters, of, rows)(given, parameters, of, rows, shares)
-        found.append(shares)
+        sums = shares.by_token.sum(1), shares.by_parameter.sum(1)
+        torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
+        results.append(shares)
     for name in ("by_token", "by_parameter"):
-        whole, cut = (getattr(shares, name) for shares in found)
+        whole, cut = (getattr(shares, name) for shares in results)
         assert (whole - cut).abs().max() < 1e-5 * whole.abs().max()
-        if name == "by_parameter":
-            sums = [shares.by_token.sum(1) for shares in found]
-            for own, shares in zip(sums, found, strict=True):
-                torch.testing.assert_close(own, shares.by_parameter.sum(1), rtol=1e-12, atol=1e-12)
-    assert found[1].by_token[:, :-2].abs().min() > 0
+    assert results[1].by_token[:, :-2].abs().min() > 0
 
 
 class Routed(nn.Module):
-    """Sends all tokens of one text to an expert, last first, and fewer of the others."""
+    """Sends all tokens of one text to an expert, and fewer of the others."""
 
     def __init__(self):
         super().__init__()
@@ -227,17 +223,15 @@ class Routed(nn.Module):
         return {"logits": self.head(x)}
 
 
-def test_ranks_of_routed_tokens_are_no_places():
+def test_ranks_of_routed_tokens_are_not_tokens():
     """The first text's tokens are ranked by their places, the second's are not."""
     torch.manual_seed(0)
     model, output = Routed().eval(), TABLE["language_modelling"].load()
     parameters = {n: p for n, p in select_parameters(model, None).items() if "expert" in n}
     texts = torch.randint(1, N_WORDS, (2, N_TOKENS))
     texts[1, :3] = 0
-    n_params = sum(p.numel() for p in parameters.values())
-    spec = ProjectionSpec(kind="rademacher", n_params=n_params, proj_dim=32, seed=1, stream=2)
     pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
-    directions = Directions(parameters, spec, torch.randn(1, 32))
+    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
     shares = Shares.zeros(parameters, directions, pairs, N_TOKENS)
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_at_once(model, parameters, output, batch, shares)
@@ -250,10 +244,8 @@ def test_ranks_of_routed_tokens_are_no_places():
 def test_a_sample_without_pairs_has_no_shares():
     model, output = llama().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
-    n_params = sum(p.numel() for p in parameters.values())
-    spec = ProjectionSpec(kind="rademacher", n_params=n_params, proj_dim=32, seed=1, stream=2)
     none = torch.tensor([], dtype=torch.long)
-    directions = Directions(parameters, spec, torch.randn(1, 32))
+    directions = Directions(parameters, spec_of(parameters), torch.randn(1, 32))
     shares = Shares.zeros(parameters, directions, Pairs(none, none), N_TOKENS)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
@@ -262,30 +254,29 @@ def test_a_sample_without_pairs_has_no_shares():
 
 
 def test_held_directions_are_no_more_than_a_piece(monkeypatch):
-    """Layers of one size are held as far as they fit, not all or none."""
+    """Layers of one size are held as far as they fit."""
     monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
-    spec = ProjectionSpec(kind="rademacher", n_params=100, proj_dim=32, seed=1, stream=2)
-    directions = Directions(parameters, spec, torch.randn(2, 32))
+    directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
     held = [directions.held(parameter) for parameter in parameters.values()]
     # Five biases of four entries, and one matrix of sixteen, for two vectors.
     assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_what_gradients_are_sums_of_is_kept_for_those_who_read_it(reads):
-    found = []
+def test_terms_are_kept_for_consumers_that_read_them(reads):
+    seen = []
 
     class Seen(Formed):
         reads_terms = reads
 
         def take(self, parameter, uses):
-            found.extend(use.terms for use in uses if isinstance(use, Dense))
+            seen.extend(use.terms for use in uses if isinstance(use, Dense))
 
     model, output = WithBias().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
     texts = torch.randint(N_WORDS, (2, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_at_once(model, parameters, output, batch, Seen.zeros(parameters, 2))
-    assert found
-    assert any(terms is not None for terms in found) == reads
+    assert seen
+    assert any(terms is not None for terms in seen) == reads

@@ -6,9 +6,8 @@ import pytest
 from trak_core.attribution.scores import combined, powered, similarities
 from trak_core.attribution.solve import (
     DampedGramian,
+    DampedMatrix,
     Spectrum,
-    damped_solve,
-    extreme_eigenvalues,
     mean_squared_norm,
     train_norm,
     weighted_gramians,
@@ -30,9 +29,9 @@ def parts(checkpoints):
     for phi, targets, q, w in checkpoints:
         weighted = powered(q, POWER) ** 2
         normal, weighted, plain = weighted_gramians([(phi, [w, weighted, np.ones(N)])])
-        spectrum, shift = Spectrum.decompose(normal), DAMPING * mean_squared_norm(normal, N)
-        solved = damped_solve(normal, shift, extreme_eigenvalues(normal), targets.T)
-        norm = train_norm(spectrum.eigenvalues, spectrum.norm_products(weighted, plain), shift)
+        spectrum, ridge = Spectrum.decompose(normal), DAMPING * mean_squared_norm(normal, N)
+        solved = DampedMatrix.factorize(normal, ridge).solve(targets.T)
+        norm = train_norm(spectrum.eigenvalues, spectrum.norm_products(weighted, plain), ridge)
         yield similarities(phi, solved), powered(q, POWER), norm
 
 
@@ -48,11 +47,11 @@ def exact_parts(checkpoints):
 
 
 def written_out(checkpoints):
-    """The formula as it stands in the spec, a pair at a time where that says more."""
+    """The formula of the spec, by dense matrices and sums over pairs."""
     total = np.zeros((N, M))
     for phi, targets, q, w in checkpoints:
-        shift = DAMPING * np.mean([w[i] * (phi[i] @ phi[i]) for i in range(N)])
-        inverse = np.linalg.inv(phi.T @ np.diag(w) @ phi + shift * np.eye(K))
+        ridge = DAMPING * np.mean([w[i] * (phi[i] @ phi[i]) for i in range(N)])
+        inverse = np.linalg.inv(phi.T @ np.diag(w) @ phi + ridge * np.eye(K))
         signed = np.sign(q) * np.abs(q) ** POWER
         squares = [
             (signed[i] * (phi[i] @ inverse @ phi[j])) ** 2 for i in range(N) for j in range(N)

@@ -1,8 +1,8 @@
-"""What several files of this lane read and don't change."""
+"""Fixtures that several test files of this folder use."""
 
 import pytest
 
-# Imports within fixtures: the process that hands tests to workers reads this too.
+# Imports are in fixtures, because the process that distributes tests imports this file too.
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shown_as(results, tmp_path_factory):
-    """The study that shows samples in a way, and the files drawn of it; of pictures the figure."""
+    """The study of each kind of samples, and the files that show them."""
     from reported import CODES, draw, study_with
 
     def drawn(name):
@@ -58,13 +58,13 @@ def leave_figure_empty(monkeypatch):
 
 @pytest.fixture
 def no_figure(monkeypatch):
-    """Pages come without their figure, which takes seconds; other tests look at it."""
+    """Draw pages without their figure, which takes seconds."""
     leave_figure_empty(monkeypatch)
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The checkpoints that models get their weights from, one after another."""
+    """The checkpoints that are read, in order."""
     from trak_core.attribution.loaded_model import LoadedModel
 
     paths, of = [], LoadedModel.of_study
@@ -79,7 +79,7 @@ def reads(monkeypatch):
 
 @pytest.fixture
 def linear(tmp_path, monkeypatch):
-    """The linear study with its checkpoints in this folder, and an attributor of tensors."""
+    """Training samples and targets of the linear study, and a function that makes attributors."""
     import torch
     from linear_study import with_two_checkpoints
 

@@ -1,4 +1,4 @@
-"""An attributor in process gives the pipeline's scores, whatever its data and weights come as."""
+"""An attributor gives the pipeline's scores, for all forms of data and weights."""
 
 import inspect
 import pickle
@@ -24,7 +24,7 @@ from trak_core.study.study import Study
 from trak_core.system.progress import notice
 
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
-# Settings of a config, with what is said of checkpoints.
+# Settings of a config.
 SETTINGS = {
     "defaults": {},
     "normal": {"projection": {"kind": "normal", "proj_dim": 7, "seed": 3}},
@@ -163,31 +163,37 @@ def test_data_may_be_tensors_arrays_a_dataset_a_list_or_a_loader(linear):
         assert attributor().fit(kind).score(targets).frame.equals(expected)
 
 
-def test_data_that_may_be_read_wrongly_is_refused(linear):
+def test_augmented_data_is_refused(linear):
+    """Also if most samples are read as before."""
     train, _, attributor = linear
+    torch.manual_seed(0)
 
     class Augmented(TensorDataset):
         def __getitem__(self, index):
-            return train[0][index] + torch.rand(3), train[1][index]
+            return train[0][index] * (1 - 2 * (torch.rand(()) < 0.1)), 0.0
 
-    fit = attributor().fit
-    with refused("study.given_random", "augmentation"):
-        fit(Augmented(*train))
-    # Most samples are read as before.
-    torch.manual_seed(0)
-    Augmented.__getitem__ = lambda self, i: (train[0][i] * (1 - 2 * (torch.rand(()) < 0.1)), 0.0)
     for _ in range(20):
         with refused("study.given_random"):
-            fit(Augmented(*train))
-    with refused("study.given_tensors", "torch.Size([30])", "torch.Size([29, 3])"):
-        fit((train[0][1:], train[1]))
-    with refused("study.given_data", "generator"):
-        fit(sample for sample in TensorDataset(*train))
+            attributor().fit(Augmented(*train))
+
+
+def test_data_that_may_be_read_wrongly_is_refused(linear):
+    train, _, attributor = linear
+    dataset = TensorDataset(*train)
     sampler = torch.utils.data.SubsetRandomSampler(range(4))
-    with refused("study.given_sampler", "SubsetRandomSampler"):
-        fit(DataLoader(TensorDataset(*train), sampler=sampler))
-    with refused("study.given_nothing"):
-        fit([])
+    for data, *expected in (
+        (
+            (train[0][1:], train[1]),
+            "study.given_tensors",
+            "torch.Size([30])",
+            "torch.Size([29, 3])",
+        ),
+        ((sample for sample in dataset), "study.given_data", "generator"),
+        (DataLoader(dataset, sampler=sampler), "study.given_sampler", "SubsetRandomSampler"),
+        ([], "study.given_nothing"),
+    ):
+        with refused(*expected):
+            attributor().fit(data)
     with refused("attribution.not_fitted"):
         attributor().score(train)
 
@@ -206,7 +212,7 @@ def test_weights_may_be_paths_or_state_dicts(linear):
     assert attributor(states).checkpoints == ["0", "1"]
     along = {f"c{i}": {"path": states[i], "run": "a", "at": i} for i in (0, 1)}
     assert attributor(along).settings.combine == "unit_average"
-    # The model's own weights; the model itself stays as it is.
+    # The model's own weights. The model does not change.
     model = torch.nn.Linear(3, 1)
     model.load_state_dict(states[0])
     own = Attributor(model, "regression", proj_dim=8).fit(train)

@@ -1,4 +1,4 @@
-"""A job computes where the config says, and one process has one GPU."""
+"""A job computes on the device of the config, and each process has one GPU."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="runs on a machine with an NV
 def features(tmp_path, monkeypatch):
     """Compute features of two targets on a device; return the file's numbers and provenance."""
     study, targets = REPOSITORY / "tests/studies/diabetes.py", ["patient-342", "patient-400"]
-    # The GPU that this process holds is no other's loss.
+    # Locks of this process must not block others.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -54,7 +54,7 @@ def features(tmp_path, monkeypatch):
     return computed
 
 
-def test_auto_takes_what_there_is_and_says_so(features, capsys):
+def test_auto_uses_the_available_device_and_logs_it(features, capsys):
     numbers, where = features("auto")
     assert where.startswith("cuda " if HAS_GPU else "cpu")
     assert f"gradients on {where}" in capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_cuda_computes_the_cpu_s_features(features):
 
 
 class Biased(torch.nn.Module):
-    """Attention with a bias that all samples share, as Swin's: on a GPU one kernel does it."""
+    """Attention with a bias that all samples share, as in Swin. On a GPU it is one kernel."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Biased(torch.nn.Module):
 
 
 @needs_gpu
-def test_a_bias_of_fused_attention_goes_in_one_pass_on_a_gpu():
+def test_a_bias_of_fused_attention_needs_one_pass_on_a_gpu():
     model = Biased().cuda().eval()
     samples = torch.randn(3, 7, 8, device="cuda"), torch.tensor([0, 2, 1], device="cuda")
     batch, parameters = as_batch(samples, CLASSIFICATION), select_parameters(model, None)
@@ -119,7 +119,7 @@ for _ in sys.stdin:
 
 @pytest.fixture
 def server(tmp_path):
-    """A process that has done its imports; each line forks a job that takes a GPU and holds it."""
+    """A process that forks a job for each line. The job holds a GPU."""
     server = subprocess.Popen(
         (sys.executable, "-c", HOLD),
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)},
@@ -134,8 +134,8 @@ def server(tmp_path):
     server.communicate()
 
 
-def test_jobs_side_by_side_have_a_gpu_each_and_a_killed_one_blocks_nobody(server):
-    """Real processes and locks; the GPUs are names."""
+def test_each_job_has_a_gpu_and_a_killed_job_releases_it(server):
+    """With real processes and locks. The GPUs are names."""
     read = server.stdout.readline
 
     def start():

@@ -1,4 +1,4 @@
-"""Exact scores: the stages against an independent float64 formula."""
+"""Gramians and exact scores of the stages, against an independent float64 formula."""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ from trak_core.gradients import check_finite_gramian
     ("name", "weighting"), [("diabetes", "plain"), ("small_digits", "curvature")]
 )
 def test_without_damping_where_the_gramian_is_well_conditioned(cases, tmp_path, name, weighting):
-    """Ten training samples: a float32 gradient is lost by the condition number."""
+    """Of ten training samples only, because the condition number amplifies rounding."""
     case = cases[name]
     text = case.path.read_text()
     for n_train in ("[:150]", "[:342]"):
@@ -28,8 +28,10 @@ def test_without_damping_where_the_gramian_is_well_conditioned(cases, tmp_path, 
     assert_close(scores.to_numpy(), case.expected(n_train=10, **settings), 1e-5)
 
 
-def test_a_gramian_is_symmetric(digits, tmp_path):
-    digits.stages(tmp_path, 1, batch_size=32)
+@pytest.mark.parametrize("parameters", [None, ["8.*"]])
+def test_gramians_are_inner_products_of_gradients(digits, tmp_path, parameters):
+    """Of all parameters, and of the last layer."""
+    digits.stages(tmp_path, 1, batch_size=32, **({"parameters": parameters} if parameters else {}))
     square = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian")
     assert square.index.tolist() == square.columns.tolist() == digits.train.ids
     np.testing.assert_array_equal(square, square.T)
@@ -37,31 +39,25 @@ def test_a_gramian_is_symmetric(digits, tmp_path):
     cross = pd.read_hdf(tmp_path / "gramian/c0/mine.h5", "gramian")
     assert cross.index.tolist() == digits.train.ids
     assert cross.columns.tolist() == digits.targets
-    j = digits.jacobians["c0"][0][0]
+    j = digits.jacobians["c0"][0][0][:, -170 if parameters else 0 :]
     assert_close(square.to_numpy(), j @ j.T, 1e-5)
 
 
-def test_a_subset_of_parameters(digits, tmp_path):
-    digits.stages(tmp_path, 1, parameters=["8.*"])
-    gramian = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian").to_numpy()
-    j = digits.jacobians["c0"][0][0][:, -170:]  # the last layer's
-    assert_close(gramian, j @ j.T, 1e-5)
-
-
-def test_a_gradient_that_is_not_finite_names_its_sample():
-    """Its row and column are, whichever split it is in; others are not blamed."""
-    values = np.ones((4, 4))
-    values[2], values[:, 2] = np.nan, np.nan
-    with pytest.raises(InputError, match=r"for the samples c\. Look"):
-        check_finite_gramian(values, list("abcd"), list("abcd"))
-    values = np.ones((4, 3))
-    values[:, 1] = np.inf
-    with pytest.raises(InputError, match=r"for the samples y\. Look"):
-        check_finite_gramian(values, list("abcd"), list("xyz"))
-    values = np.ones((3, 3))
-    values[0, 0] = np.inf
-    with pytest.raises(InputError, match=r"for the samples a\. Look"):
-        check_finite_gramian(values, list("abc"), list("abc"))
+@pytest.mark.parametrize(
+    ("index", "ids", "blamed"),
+    [
+        (([2, slice(None)], [slice(None), 2]), "abcd", "c"),
+        (([slice(None), 1],), "xyz", "y"),
+        (([0, 0],), "abcd", "a"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_names_its_sample(index, ids, blamed):
+    """It fills its row or column, or its square is too large. Others are not blamed."""
+    values = np.ones((4, len(ids)))
+    for row, column in index:
+        values[row, column] = np.nan if blamed == "c" else np.inf
+    with pytest.raises(InputError, match=rf"for the samples {blamed}\. "):
+        check_finite_gramian(values, list("abcd"), list(ids))
 
 
 def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, capsys):

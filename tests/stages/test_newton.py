@@ -1,4 +1,4 @@
-"""Scores by the Gauss-Newton matrix, against dense matrices in float64."""
+"""Gauss-Newton scores against dense matrices in float64."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ PROJECTION = {"projection": {"kind": "gauss_newton"}, "dtype": "float64"}
 DAMPING = 0.1
 
 
-def found(case, *, checkpoint="c0", batch_size=64, memory_mb=500, model_output=None, **settings):
+def newton(case, *, checkpoint="c0", batch_size=64, memory_mb=500, model_output=None, **settings):
     spec = features_spec(model_output or case.output)
     path = case.checkpoints.get(checkpoint, checkpoint)
     loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
@@ -34,7 +34,7 @@ def found(case, *, checkpoint="c0", batch_size=64, memory_mb=500, model_output=N
 
 
 def dense_matrix(case, rows):
-    """sum_i B_i^T H_i B_i of some training samples, scaled to all, by plain backward passes."""
+    """sum_i B_i^T H_i B_i over some training samples, scaled to all, by plain backward passes."""
     model = copy.deepcopy(case.models["c0"]).double().eval()
     total = 0.0
     for i in rows:
@@ -72,28 +72,28 @@ def plain_steps(matrix, b, steps):
 
 @pytest.mark.parametrize("name", ["diabetes", "small_digits"])
 def test_scores_are_those_of_the_dense_matrix(cases, name):
-    """After twelve steps a textbook's conjugate gradients; after many the solution itself."""
+    """Twelve steps give those of a textbook's conjugate gradients, and many the solution."""
     case = cases[name]
     (j, *_), (j_t, *_) = case.jacobians["c0"]
-    short = found(case)
+    short = newton(case)
     matrix = dense(case, short.curved)
     damped = matrix + short.ridge * np.eye(len(matrix))
     twelve = np.stack([plain_steps(damped, b, 12) for b in j_t], axis=1)
     assert_close(short.values, j @ twelve, 1e-4)
-    # A trace from 16 random vectors: within three standard deviations of it.
+    # The estimate of the trace from 16 vectors is within three standard deviations.
     trace = short.ridge * len(j) / DAMPING
     spread = np.sqrt(2 * np.square(matrix - np.diag(np.diag(matrix))).sum() / 16)
     assert abs(trace - np.trace(matrix)) < 3 * spread
-    many = found(case, steps=60)
+    many = newton(case, steps=60)
     assert many.ridge == short.ridge
     solution = j @ np.linalg.solve(damped, j_t.T)
     assert_close(many.values, solution, 1e-4)
     assert np.abs(short.values - solution).max() > 1e-3 * np.abs(solution).max()
 
 
-def test_a_part_of_the_training_samples_makes_the_matrix(digits, monkeypatch):
+def test_the_matrix_is_that_of_a_part_of_the_training_samples(digits, monkeypatch):
     monkeypatch.setattr(gauss_newton_scores, "LEAST_CURVED", 20)
-    some = found(digits)
+    some = newton(digits)
     assert some.curved == 37  # a quarter of 150
     (j, *_), (j_t, *_) = digits.jacobians["c0"]
     matrix = dense(digits, 37)
@@ -103,7 +103,7 @@ def test_a_part_of_the_training_samples_makes_the_matrix(digits, monkeypatch):
 
 
 def test_batches_and_memory_change_nothing(digits, monkeypatch):
-    first = found(digits)
+    first = newton(digits)
     blocks = []
     real = gauss_newton_scores._solved
 
@@ -113,12 +113,12 @@ def test_batches_and_memory_change_nothing(digits, monkeypatch):
 
     monkeypatch.setattr(gauss_newton_scores, "_solved", counted)
     monkeypatch.setattr(gauss_newton_scores, "newton_targets", lambda *_: (3, 0))
-    second = found(digits, batch_size=41)
+    second = newton(digits, batch_size=41)
     assert blocks == [3, 3, 1]
     assert_close(second.values, first.values, 1e-5)
     monkeypatch.undo()
     with refused("config.memory", "150 x 7 scores, and 18 vectors of 874 parameters"):
-        found(digits, memory_mb=0)
+        newton(digits, memory_mb=0)
     sizes = {"n_train": 150, "n_targets": {"mine": 7}, "n_checkpoints": 1}
     given = {"proj_dim": None, "keep": "full", "top": 5, "divides": False}
     with refused("config.memory", "mine", "150 x 7 scores, and 18 vectors of 10000000 parameters"):
@@ -127,7 +127,7 @@ def test_batches_and_memory_change_nothing(digits, monkeypatch):
 
 
 def test_the_files_are_those_of_any_scores(digits, tmp_path):
-    """Two checkpoints; columns and loss weights are those that features have; signs are right."""
+    """Two checkpoints, whose scores have the loss weights and the signs of other scores."""
     spec = scores_spec(
         ["c0", "c1"], digits.targets, model_output=digits.output, damping=DAMPING, **PROJECTION
     )
@@ -146,29 +146,30 @@ def test_the_files_are_those_of_any_scores(digits, tmp_path):
     for name in ("c0", "c1"):
         (_, f, _), _ = digits.jacobians[name]
         q = 1 / (1 + np.exp(f))
-        products.append((found(digits, checkpoint=name).values, q))
+        products.append((newton(digits, checkpoint=name).values, q))
     values, weights = (np.mean(each, axis=0) for each in zip(*products, strict=True))
     assert_close(scores.to_numpy(), values * weights[:, None], 1e-5)
     usual = read_scores(digits.stages(tmp_path / "usual", 2, made=digits.features()))
     assert scores.index.tolist() == usual.index.tolist()
     assert scores.columns.tolist() == usual.columns.tolist()
-    # Another matrix, the same question.
+    # The scores have another matrix but a similar meaning.
     agreement = np.corrcoef(scores.to_numpy().ravel(), usual.to_numpy().ravel())[0, 1]
     assert 0.5 < agreement < 0.999
 
 
-def test_numbers_that_are_not_finite_are_refused(digits, tmp_path):
-    bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["8.bias"].fill_(np.nan))
+@pytest.mark.parametrize(("name", "spoil"), [("bias", "fill_"), ("weight", "mul_")])
+def test_numbers_that_are_not_finite_are_refused(digits, tmp_path, name, spoil):
+    value = np.nan if name == "bias" else 1e25
+    bad = digits.spoiled(
+        tmp_path / "bad.pt", lambda state: getattr(state[f"8.{name}"], spoil)(value)
+    )
     with pytest.raises(InputError, match="must be finite"):
-        found(digits, checkpoint=bad["bad"])
-    huge = digits.spoiled(tmp_path / "huge.pt", lambda state: state["8.weight"].mul_(1e25))
-    with pytest.raises(InputError, match="must be finite"):
-        found(digits, checkpoint=huge["bad"])
+        newton(digits, checkpoint=bad["bad"])
 
 
-def test_what_has_no_matrix_is_refused(digits, monkeypatch):
+def test_outputs_and_models_without_a_gauss_newton_matrix_are_refused(digits, monkeypatch):
     with refused("model.no_loss_hessian"):
-        found(digits, model_output="loss")
+        newton(digits, model_output="loss")
 
     class OneWay(torch.autograd.Function):
         @staticmethod
@@ -188,11 +189,11 @@ def test_what_has_no_matrix_is_refused(digits, monkeypatch):
         Study.load(digits.path), digits.checkpoints["c0"], spec, torch.device("cpu")
     )
     loaded.model.append(Layer())
-    with refused("model.forward_mode", re.compile(r"RuntimeError: .*(?= Take)")):
+    with refused("model.forward_mode", re.compile(r"RuntimeError: .*(?= Use)")):
         newton_scores(loaded, digits.train, digits.target_split, DAMPING, 64, 500)
 
 
-# A sample's logits and labels, and its training loss in torch's words.
+# Shape of a sample's logits, its labels, and its training loss by torch.
 LOSSES = {
     "image_classification": ((5,), 2, nn.functional.cross_entropy),
     "language_modelling": (
@@ -226,7 +227,7 @@ ALIKE = {
 }
 
 
-def test_the_table_says_which_losses_have_a_hessian():
+def test_the_table_names_the_losses_with_a_hessian():
     assert {name for name, row in TABLE.items() if row.has_loss_hessian} == {*LOSSES, *ALIKE}
 
 
@@ -272,7 +273,7 @@ def target_data():
 
 
 def test_texts_of_different_lengths(tmp_path):
-    """Padding counts nothing, tied weights count once, attention is differentiated twice."""
+    """With padding, tied weights, and attention that is differentiated twice."""
     pytest.importorskip("transformers")
     path = tmp_path / "short_texts.py"
     path.write_text(TEXTS)

@@ -1,4 +1,4 @@
-"""Files made for another config are refused by the stages that read them."""
+"""Stages refuse files of another config."""
 
 import pytest
 from pipeline import averaged, changed, scores_spec
@@ -9,7 +9,7 @@ from trak_core.spec import EXACT
 from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
 
 RADEMACHER = {"kind": "rademacher", "proj_dim": 16, "seed": 0}
-WAYS = {
+METHODS = {
     "projected": {"projection": RADEMACHER},
     "exact": {"projection": {"kind": EXACT}, "dtype": "float64"},
 }
@@ -17,20 +17,22 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def finished(digits):
-    """Every file of a small run, and what today's config expects, by the way to score."""
+    """The files of a small run and its spec, by the scoring method."""
 
-    def run(way):
-        spec = scores_spec(digits.models, digits.targets, model_output=digits.output, **WAYS[way])
-        return digits.features(16 if way == "projected" else None), spec
+    def run(method):
+        spec = scores_spec(
+            digits.models, digits.targets, model_output=digits.output, **METHODS[method]
+        )
+        return digits.features(16 if method == "projected" else None), spec
 
     return run
 
 
-def solve(way, scores, folder, own, targets="c1"):
-    kind = "features" if way == "projected" else "gramian"
+def solve(method, scores, folder, own, targets="c1"):
+    kind = "features" if method == "projected" else "gramian"
     train, mine = (folder / f"{kind}/{place}.h5" for place in ("c1/train", f"{targets}/mine"))
     paths = {"scores": scores, "train_path": train, "targets_path": mine}
-    if way == "projected":
+    if method == "projected":
         settings = {"normal_matrix": folder / "normal_matrix/c1.h5", "keep": "full"}
         compute_scores(**paths, **settings, spec=own, code="code", memory_mb=100)
     else:
@@ -39,8 +41,8 @@ def solve(way, scores, folder, own, targets="c1"):
 
 OTHER_CONFIGS = [
     *(
-        (way, *change)
-        for way in WAYS
+        (method, *change)
+        for method in METHODS
         for change in (
             ("study_digest", "another"),
             ("parameter_patterns", ["8.*"]),
@@ -58,15 +60,17 @@ OTHER_CONFIGS = [
 
 
 @pytest.mark.parametrize(
-    ("way", "key", "value"), [*OTHER_CONFIGS, ("projected", "checkpoint", "c2")]
+    ("method", "key", "value"), [*OTHER_CONFIGS, ("projected", "checkpoint", "c2")]
 )
-def test_features_and_gramians_of_another_config_are_refused(finished, tmp_path, way, key, value):
-    folder, spec = finished(way)
+def test_features_and_gramians_of_another_config_are_refused(
+    finished, tmp_path, method, key, value
+):
+    folder, spec = finished(method)
     own = spec.under("c2") if key == "checkpoint" else changed(spec, **{key: value}).under("c1")
     part = "split" if key == "experiment" else key
-    rule = "compute_features" if way == "projected" else "compute_gramian"
+    rule = "compute_features" if method == "projected" else "compute_gramian"
     with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule {rule} remakes it"):
-        solve(way, tmp_path / "out.h5", folder, own)
+        solve(method, tmp_path / "out.h5", folder, own)
     assert not (tmp_path / "out.h5").exists()
 
 
@@ -77,7 +81,7 @@ def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "key", "value"),
+    ("method", "key", "value"),
     [
         *OTHER_CONFIGS,
         ("exact", "damping", 1),
@@ -88,8 +92,8 @@ def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
         ("projected", "normalize", True),
     ],
 )
-def test_scores_of_another_config_are_refused(finished, tmp_path, way, key, value):
-    folder, spec = finished(way)
+def test_scores_of_another_config_are_refused(finished, tmp_path, method, key, value):
+    folder, spec = finished(method)
     other = changed(spec, **{key: value})
     exact = other.features.projection["kind"] == EXACT
     rule = "compute_exact_scores" if exact else "compute_scores"

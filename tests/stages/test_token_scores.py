@@ -1,4 +1,4 @@
-"""Scores of tokens and layers add up to the scores, whatever these are made of."""
+"""Scores of tokens and of layers sum to the scores."""
 
 import pandas as pd
 import pytest
@@ -25,7 +25,7 @@ def make_model():
     return GPT2LMHeadModel(GPT2Config(**size, **tokens))
 
 def samples(chosen):
-    return [{"input_ids": one, "labels": one} for one in chosen]
+    return [{"input_ids": text, "labels": text} for text in chosen]
 
 def train_data():
     return samples(texts[:10])
@@ -58,7 +58,7 @@ def given(tmp_path_factory):
     return study, paths, [text.tolist() for text in scope["texts"]]
 
 
-WAYS = {
+SETTINGS = {
     "plain": {},
     "unit": {"combine": "unit_average", "power": 0.5, "runs": {"c0": ["c0"], "c1": ["c1"]}},
     "normalized": {"normalize": True, "combine": "average_of_products"},
@@ -83,12 +83,12 @@ def cut(folder, study, checkpoints, scores, spec):
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "name"),
     [("rademacher", "plain"), ("tensor_sketch", "unit"), ("hadamard", "normalized")],
 )
-def test_rows_add_up_to_the_scores(given, tmp_path, kind, way):
+def test_rows_add_up_to_the_scores(given, tmp_path, kind, name):
     study, checkpoints, texts = given
-    settings = {"model_output": "language_modelling", "damping": 0.5, **WAYS[way]}
+    settings = {"model_output": "language_modelling", "damping": 0.5, **SETTINGS[name]}
     scores = run_stages(tmp_path, study, checkpoints, TARGETS, proj_dim=16, kind=kind, **settings)
     projection = {"kind": kind, "proj_dim": 16, "seed": 0}
     spec = scores_spec(checkpoints, TARGETS, projection=projection, **settings)
@@ -102,12 +102,12 @@ def test_rows_add_up_to_the_scores(given, tmp_path, kind, way):
         sums = rows.groupby(["target_id", "train_id"])["score"].sum()
         assert set(sums.index) == set(top.index)
         assert (sums - top.loc[sums.index]).abs().max() < bound
-    # A row for each token, and one for the rest.
+    # A row for each token, and one for the part of no token.
     for rows, of in zip(sides, ("train", "target"), strict=True):
         for pair, mine in rows.groupby(["target_id", "train_id"]):
             text = texts[int(pair[1][1:])] if of == "train" else texts[10 + pair[0]]
             assert mine["token"].tolist() == [*range(len(text)), -1]
-            # A text's last token is read for nothing.
+            # The model's output at the last token is not used.
             *scores, last, _ = mine["score"].abs()
             assert min(scores) > last == 0
     assert set(layers["layer"]) == {
@@ -136,8 +136,8 @@ def make_model():
 """
 
 
-def test_targets_without_any_score(given, tmp_path, monkeypatch):
-    """Gradients of two targets are 0: they leave their place to those that have scores."""
+def test_targets_without_scores_are_left_out(given, tmp_path, monkeypatch):
+    """Gradients of two targets are 0. Two others are taken instead."""
     monkeypatch.setattr("trak_core.stages.compute_token_scores._TARGETS", 2)
     targets = [1, 2, 0, 3]
     _, checkpoints, _ = given

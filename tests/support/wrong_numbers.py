@@ -1,4 +1,4 @@
-"""A regression with planted wrong labels: 500 rows, of which 14 are times 4 and 11 times .2."""
+"""A regression of 500 rows with wrong labels: 14 are multiplied by 4, and 11 by 0.2."""
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def with_three_checkpoints(folder, *, sign=1, scale=1, offset=0, made=None):
 
 
 def auc(values):
-    """The chance that a wrong label has a larger value than a right one, by counting all pairs."""
+    """The probability that a wrong label has a larger value than a right one, over all pairs."""
     wrong, right = values[: len(WRONG)], values[len(WRONG) :]
     more, equal = wrong[:, None] > right, wrong[:, None] == right
     return float(np.mean(more + 0.5 * equal))

@@ -1,4 +1,4 @@
-"""Attributor: scores of training samples for targets, in process."""
+"""The class ``Attributor``: scores of training samples for targets, in one Python process."""
 
 import copy
 import shutil
@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, open_artifact
-from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
-from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
-from trak_core.attribution.fitted_checkpoint import write_normal_matrix
-from trak_core.attribution.given_settings import (
+from trak_core.attribution.attributor_arguments import (
     Output,
     Weights,
     check_scoring,
@@ -25,6 +22,9 @@ from trak_core.attribution.given_settings import (
     read_checkpoints,
     without_none,
 )
+from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
+from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
+from trak_core.attribution.fitted_checkpoint import write_normal_matrix
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output
@@ -42,19 +42,65 @@ from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 from trak_core.system.progress import notice, progress_bar
 
-# Keys of ``compute`` that decide how much is computed at once, and where.
+# Keys of ``compute`` that an attributor takes. They change no numbers except by rounding.
 _COMPUTE = ("device", "batch_size", "memory_mb", "threads")
-# In place of a digest of the data, where there is no folder to resume from.
+# Takes the place of a digest of the data if features are in a temporary folder.
 _IN_MEMORY = "in memory"
 
 
 class Attributor(FittedAttributor):
-    """Which training samples made a model predict that? TRAK scores, and exact ones, in process.
+    """Attribute a model's predictions to its training samples, by TRAK.
 
-    Scores of checkpoint c are A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T times loss
-    weights Q_c, averaged over checkpoints: Phi_c are random projections of the training samples'
-    gradients of the model output, T_c those of the targets. They are the scores that a run of the
-    pipeline gives with the same settings and ids of checkpoints.
+    The score of training sample i for target j estimates how much training on i raised the model
+    output f of j. A positive score means that i pushed f up. With the model's gradients of f,
+    projected to k dimensions, the scores of checkpoint c are
+
+        A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
+
+    with features Phi_c (n, k) of the training samples, T_c (m, k) of the targets, and weights W_c.
+    They are multiplied by loss weights Q_c = -dl/df of the training samples, and averaged over
+    checkpoints. ``projection="exact"`` uses whole gradients. ``projection="gauss_newton"`` uses the
+    Gauss-Newton matrix of the training loss. Batch size, memory and device change scores by
+    rounding only. A run of the pipeline with the same settings and checkpoint ids gives the same
+    scores.
+
+    Args:
+        model: A module, which is copied at once, or a function that returns one. It is used in
+            evaluation mode.
+        output: The model output f to explain: a name that ``model_output`` of the config takes,
+            such as ``"image_classification"``; a ``ModelOutput``; or a function of what the model
+            returned for one sample and of its label. With a function all training samples have the
+            loss weight Q = 1, which is right if f is minus the training loss.
+        checkpoints: The weights of trained models. More checkpoints of separate trainings give
+            better scores. Either weights: a path of a file or folder in any format that the config
+            takes, or a state dict; a list of weights; or a dict from an id to weights. Several
+            checkpoints of one training are entries ``{"path": ..., "run": ..., "at": ...}`` of the
+            dict. Ids of a list are file names without suffix if they differ, else 0, 1, 2, ... The
+            id determines the projection matrix. None for the weights of ``model``.
+        projection: None for a random projection, ``"exact"`` for inner products of whole gradients
+            (n^2 numbers), ``"gauss_newton"`` for the Gauss-Newton matrix of the training loss.
+        kind: The kind of the projection matrix. None for the cheapest of full quality for the
+            model's size.
+        proj_dim: The number of dimensions k after projection. Larger is more accurate; memory
+            grows with n k + k^2.
+        seed: Seed of the projection matrix.
+        damping: ridge_c / mean_i w_i |phi_i|^2. None for 2, or 0.1 with ``gauss_newton``. The best
+            value differs between studies.
+        weighting: ``"plain"`` for W = I, ``"curvature"`` for the curvature d2l/df2 to a power. None
+            for the choice that suits the output and the checkpoints; likewise below.
+        combine: ``"product_of_averages"``, ``"average_of_products"`` or ``"unit_average"``: how
+            scores are averaged over checkpoints.
+        loss_weight_power: The power of Q, in (0, 1].
+        normalize: Whether the training samples' features are divided by their lengths.
+        parameters: Patterns of names of the parameters to differentiate, such as ``"head.*"``.
+        preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
+            which must be stored with the checkpoints.
+        features_dtype: Stored dtype of features: ``"float32"``, ``"float16"`` or ``"int8"``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
+        batch_size: The largest number of samples to differentiate at once.
+        memory_mb: Memory for arrays, in MiB.
+        threads: CPU threads of the projection. None for as many as torch uses.
+        describe: A function that returns a sample as a text, to show in notebooks.
 
     Example:
         >>> import torch
@@ -70,8 +116,8 @@ class Attributor(FittedAttributor):
         >>> scores.frame.shape
         (60, 2)
 
-    What is not supported: an output that compares the samples of a batch; models over several
-    devices; evaluation by retraining, which the pipeline has.
+    Not supported: outputs that compare the samples of a batch; models that are split over devices;
+    evaluation by retraining, which the pipeline has.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """
@@ -100,42 +146,6 @@ class Attributor(FittedAttributor):
         threads: int | None = None,
         describe: Callable[[Any], str] | None = None,
     ) -> None:
-        """Settings have the names, the meanings and the defaults of the config's keys.
-
-        Args:
-            model: A module, which is copied now; or a function that returns one.
-            output: A name that ``model_output`` of the config takes, such as
-                ``image_classification``; a ``ModelOutput``; or f itself, a function of what the
-                model returned for one sample and of its label. With a function of one's own all
-                training samples weigh alike, Q = 1, which is right where f = -loss; a
-                ``ModelOutput`` has a ``loss_weight``.
-            checkpoints: Weights: the path of a file or folder of any kind that the config takes,
-                or a state dict. Or a list of such, or a dict from id to either; an entry of the
-                dict may be ``{"path": ..., "run": ..., "at": ..., "state_dict": ...}``, for several
-                checkpoints of one run, ``path`` a state dict or a path. A list's ids are the
-                names of files without suffix where these differ, else 0, 1, 2, ... The id decides
-                the projection matrix. None for the weights that the model has.
-            projection: ``exact`` for inner products of whole gradients, ``gauss_newton`` for the
-                Gauss-Newton matrix of the training loss; None for a random projection.
-            kind: The projection's kind; None for the cheapest of full quality for the model's size.
-            proj_dim: k.
-            seed: Seed of the projection matrix.
-            damping: lambda, relative to the mean squared norm of the training features; 2 if None,
-                0.1 with ``gauss_newton``.
-            weighting: ``plain`` or ``curvature``.
-            combine: How checkpoints come together; see ``scoring.combine``.
-            loss_weight_power: In (0, 1].
-            normalize: Whether training samples' features are divided by their lengths.
-            parameters: Patterns of the names of the parameters to differentiate.
-            preconditioner: ``adam`` divides gradients by the root of the second moments that lie
-                with a checkpoint.
-            features_dtype: How features are stored: ``float32``, ``float16`` or ``int8``.
-            device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` is CUDA where torch finds it.
-            batch_size: Samples differentiated at once, at most.
-            memory_mb: MiB for arrays.
-            threads: CPU threads of the projection; None for as many as torch uses.
-            describe: Returns a sample as a text, for notebooks.
-        """
         table, self._weights = read_checkpoints(checkpoints)
         name = name_of_output(output)
         config: dict[str, Any] = {
@@ -154,50 +164,49 @@ class Attributor(FittedAttributor):
             "features_dtype": features_dtype,
             **{"compute": {"shards": 1}, "experiments": {}, "answers": {"tokens": False}},
         }
-        defaults = fill_in_scoring(config, along=come_from_along_runs(table))
+        fill_in_scoring(config, along=come_from_along_runs(table))
         check_scoring(config["scoring"])
         check_exact(config)
         check_preconditioner(config)
-        parts = {id_: part for id_, c in table.items() if (part := c.state_dict)}
-        spec = scores_spec(config, features_spec(config, "", parts), runs_of(table))
-        place = device_named(device, is_projected=projection is None)
-        compute = Compute(place, batch_size, memory_mb, threads or torch.get_num_threads())
+        state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
+        spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
+        torch_device = device_named(device, is_projected=projection is None)
+        compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
-        self.defaults = defaults
         self._model = copy.deepcopy(model) if isinstance(model, nn.Module) else model
         self._output, self._describe = output, describe
 
     @classmethod
     def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
-        """Return the attributor of a study, by the keys of a config; the study has the data.
+        """Return the attributor of a study, with the settings of a config.
 
-        ``checkpoints`` and ``model_output`` must be there. ``projection``, ``scoring``,
-        ``parameters``, ``preconditioner``, ``features_dtype`` and ``compute`` count if they are;
-        all others say what jobs do besides.
+        ``fit()`` then takes the study's training samples. The config must have ``checkpoints`` and
+        ``model_output``. It may have ``projection``, ``scoring``, ``parameters``,
+        ``preconditioner``, ``features_dtype`` and ``compute``. Other keys are ignored.
         """
         projection, compute = config.get("projection", {}), config.get("compute", {})
         scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}
-        own = ("parameters", "preconditioner", "features_dtype")
+        others = ("parameters", "preconditioner", "features_dtype")
         checkpoints = config["checkpoints"]
-        if isinstance(checkpoints, str):  # a table
+        if isinstance(checkpoints, str):  # the path of a table of checkpoints
             table = checkpoint_table(checkpoints, None)
             fields = ("path", "run", "at", "state_dict")
             checkpoints = {
                 name: without_none(**{key: getattr(c, key) for key in fields})
                 for name, c in table.items()
             }
-        made = cls(
+        attributor = cls(
             study.make_model,
             output_name(config["model_output"]),
             checkpoints,
             **({"projection": projection} if isinstance(projection, str) else projection),
             **scoring,
-            **{key: config[key] for key in own if key in config},
+            **{key: config[key] for key in others if key in config},
             **{key: compute[key] for key in _COMPUTE if key in compute},
         )
-        made._setup = replace(made._setup, study=study)
-        return made
+        attributor._setup = replace(attributor._setup, study=study)
+        return attributor
 
     def fit(
         self,
@@ -208,17 +217,16 @@ class Attributor(FittedAttributor):
     ) -> Self:
         """Compute the training samples' features and normal matrices under every checkpoint.
 
-        With ``gauss_newton`` there are none, and ``score`` does all the work.
+        With ``gauss_newton`` nothing is computed before ``score``.
 
         Args:
-            train_data: The samples that the checkpoints were trained on, without random
+            train_data: The samples on which the checkpoints were trained, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
-                ``split_of_data``). None for the study's, where a study made the attributor.
-            folder: Keeps the files, in the layout of a run's results. A further call with the same
-                data and settings takes the checkpoints that were finished, after it has compared
-                the model outputs of some samples, and computes the others. None for a temporary
-                folder.
-            ids: An id a sample; 0, 1, 2, ... if None.
+                ``split_of_data``). None for the samples of the study of ``of_study``.
+            folder: A folder in which the files are kept, in the layout of a run's results. A later
+                call with the same data and settings uses the checkpoints that were finished, after
+                comparing the model outputs of eight samples. None for a temporary folder.
+            ids: An id for each sample. None for 0, 1, 2, ...
 
         Returns:
             The attributor itself.
@@ -248,12 +256,12 @@ class Attributor(FittedAttributor):
             need = normal_matrix_need(dim, divides=norm_power is not None)
             need.check(self._compute.memory_mb)
         n_steps = len(self.checkpoints) * len(self._train.ids)
-        same: dict[str, list[str]] = {}
+        by_digest: dict[str, list[str]] = {}
         with progress_bar("fit", n_steps) as bar:
             for name in self.checkpoints:
                 digest = self._fit_checkpoint(name, bar)
-                same.setdefault(digest, []).append(name)
-        for names in same.values():
+                by_digest.setdefault(digest, []).append(name)
+        for names in by_digest.values():
             if len(names) > 1:
                 notice(f"the checkpoints {listed(names)} have the same weights.")
         return self
@@ -265,7 +273,6 @@ class Attributor(FittedAttributor):
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
 
     def _load(self, name: str) -> LoadedModel:
-        """Return the model under a checkpoint."""
         spec, output = self._spec.features.under(name), self._output
         device = self._compute.device
 
@@ -274,14 +281,14 @@ class Attributor(FittedAttributor):
                 return model_output(output, model, self._train, device, self._setup.study)
             if not isinstance(output, ModelOutput):
                 notice(
-                    f"all training samples weigh alike (Q = 1) under {spec.model_output}, which is "
-                    "right where it is minus the training loss. ModelOutput(value, loss_weight) "
-                    "has other weights."
+                    f"all training samples have the loss weight Q = 1 under {spec.model_output}, "
+                    "which is right if it is minus the training loss. "
+                    "ModelOutput(value, loss_weight) sets other weights."
                 )
             return own_output(output, spec.model_output)
 
-        made = self._model
-        make = (lambda: copy.deepcopy(made)) if isinstance(made, nn.Module) else made
+        model = self._model
+        make = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
         return LoadedModel.load(make, self._weights[name], spec, output_of, device)
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
@@ -289,18 +296,17 @@ class Attributor(FittedAttributor):
         is_temporary = self._spec.features.study_digest == _IN_MEMORY
         remedy = "Call `fit` again" if is_temporary else "Name another folder, or delete this one"
         raise InputError(
-            "Features that `fit` has kept must be of the same data, model and settings as now. "
-            f"Found a difference in {', '.join(names)}, in {path}. {remedy}.",
+            "Features in the folder of `fit` must have been computed from the same data, model and "
+            f"settings. Found a difference in {', '.join(names)}, in {path}. {remedy}.",
             code="attribution.other_folder",
         )
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
-        """Make the files of a checkpoint that are not there; return the digest of its weights."""
+        """Write the files of a checkpoint that do not exist; return the digest of its weights."""
         path, own, compute = self._features(name), self._spec.under(name), self._compute
         loaded = self._load(name)
         sizes = {"batch_size": compute.batch_size, "memory_mb": compute.memory_mb}
-        is_made = path.exists() and self._is_made(path, name, loaded)
-        if is_made:
+        if path.exists() and self._is_current(path, name, loaded):
             bar.advance(len(self._train.ids))
         else:
             with bar.counting():
@@ -309,7 +315,7 @@ class Attributor(FittedAttributor):
                     write_features(
                         *given,
                         own.of_train(),
-                        method_of=self._chosen,
+                        method_of=self._method_for,
                         code="",
                         threads=compute.threads,
                         **sizes,
@@ -321,14 +327,14 @@ class Attributor(FittedAttributor):
             return digest
         with open_artifact(path, FEATURES) as train:
             matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
-            if not matrix.exists() or not _is_of(matrix, train.content_hash, spec.as_dict()):
+            if not matrix.exists() or not _is_from(matrix, train.content_hash, spec.as_dict()):
                 with bar.silent():
                     memory_mb = compute.memory_mb
                     write_normal_matrix(matrix, train, spec, code="", memory_mb=memory_mb)
         return digest
 
-    def _is_made(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file is of this checkpoint; refuse one of other data or settings."""
+    def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
+        """Return whether a file has this checkpoint's weights; refuse other data or settings."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
@@ -342,8 +348,8 @@ class Attributor(FittedAttributor):
         return True
 
 
-def _is_of(path: Path, features_hash: str, spec: Mapping[str, Any]) -> bool:
-    """Return whether a normal matrix is made of these features, by this spec."""
+def _is_from(path: Path, features_hash: str, spec: Mapping[str, Any]) -> bool:
+    """Return whether a normal matrix was computed from these features, with this spec."""
     with open_artifact(path, NORMAL_MATRIX) as file:
         own = {key: file.spec.get(key) for key in spec if key not in {"projection", "checkpoint"}}
         expected = {key: spec[key] for key in own}

@@ -1,4 +1,4 @@
-"""Batch texts by length for a job, so that little is padded, and put each result in its place."""
+"""Batch texts of similar lengths, so that little is padded, and restore the order of results."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,19 +20,21 @@ _MASK = "attention_mask"
 
 @dataclass(frozen=True, slots=True)
 class OrderedSamples:
-    """Samples in the order in which a job takes them.
+    """Samples in the order in which they are taken.
 
-    If texts differ in length, each window of them begins with its longest, so that the texts of a
-    batch have similar lengths and little is padded. Otherwise the order is the study's own.
+    If texts differ in length, each window of them is sorted by length, longest first. Otherwise
+    the order is that of the study.
 
     Attributes:
-        rows: Place of each sample in the study's own order, shape (n,).
-        lengths: Tokens of each text; None if nothing has to be padded.
-        along: Names of the inputs with a row a token.
-        source: Names of an encoder's inputs, which have lengths of their own, and the largest: to
-            it they are padded in every batch.
-        makes_mask: Whether texts get an attention mask, of ones.
-        window: Number of samples that are ordered among themselves.
+        split: The samples in this order.
+        output: The model output, which reads labels.
+        rows: The row of each sample in the study's order, shape (n,).
+        lengths: Tokens of each text. None if no padding is needed.
+        along: Names of the inputs that have a row for each token.
+        source: Names of an encoder's inputs, which have lengths of their own; and the largest of
+            these lengths, to which they are padded.
+        makes_mask: Whether texts get an attention mask of ones.
+        window: Number of samples that are sorted together.
     """
 
     split: Split
@@ -48,7 +50,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return samples, on the CPU; texts of different lengths are padded on the right."""
+        """Return samples on the CPU. Texts of different lengths are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -65,13 +67,13 @@ class OrderedSamples:
                 along = along | {_MASK}
         for name, length in source.items():
             missing = length - kwargs[name].shape[1]
-            behind = [0, 0] * (kwargs[name].ndim - 2)
-            kwargs[name] = nn.functional.pad(kwargs[name], (*behind, 0, missing))
+            inner = [0, 0] * (kwargs[name].ndim - 2)
+            kwargs[name] = nn.functional.pad(kwargs[name], (*inner, 0, missing))
         lengths = torch.tensor([text.labels.shape[1]])
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return ``n`` places: the first; or those of the longest, the shortest and other texts."""
+        """Return ``n`` positions: the first ones; or the longest, the shortest and other texts."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -80,7 +82,7 @@ class OrderedSamples:
 
     @contextmanager
     def naming_longest(self) -> Generator[None, None, None]:
-        """Name the longest text in an error that its length may have caused."""
+        """Name the longest text in errors that its length may have caused."""
         if self.lengths is None:
             yield
             return
@@ -89,18 +91,17 @@ class OrderedSamples:
             yield
 
     def length(self, i: int) -> int:
-        """Return the most tokens of a text from the i-th to the end of its window."""
+        """Return the length of the i-th text, the longest up to the end of its window."""
         return 0 if self.lengths is None else self.lengths[i]
 
     def batches_of(self, most: int, room: Room | None = None) -> Callable[[int], int]:
-        """Return a function from a batch's first sample to the number of samples in it.
+        """Return a function from the first sample of a batch to the number of samples in it.
 
-        That is at most ``most``, and what ``room`` holds; a forward pass alone is not measured.
+        A batch has at most ``most`` samples, those that fit ``room``, and those of one window.
         """
 
         def at_once(start: int) -> int:
             fit = most if room is None else min(most, room.most(self.length(start)))
-            # A batch ends with its window.
             return fit if self.lengths is None else min(fit, self.window - start % self.window)
 
         return at_once
@@ -108,7 +109,7 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Yield start, stop and rows of batches in the study's order, a window at a time."""
+        """Yield start, stop and results in the study's order, a window at a time."""
         if self.lengths is None:
             yield from blocks
             return
@@ -124,7 +125,7 @@ class OrderedSamples:
 
 @contextmanager
 def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Name a text in an error that its length may have caused."""
+    """Name a text in errors that its length may have caused."""
     try:
         yield
     except InputError as error:
@@ -141,14 +142,11 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
 def order_samples(
     splits: Sequence[Split], model: nn.Module, output: ModelOutput, window: int | None = None
 ) -> list[OrderedSamples]:
-    """Order the samples of splits that a job takes together.
+    """Return the ordered samples of splits whose batches may be combined.
 
-    All texts are read once, for their lengths. Other samples are not read. Texts get an attention
-    mask if the model takes one. ``window`` samples are ordered among themselves; None for all.
-
-    Returns:
-        The samples of each split. If any two texts differ in length, those of every split can be
-        padded, to share a batch.
+    All texts are read once for their lengths. Other samples are not read. If any two texts differ
+    in length, those of all splits are padded. Texts get an attention mask if the model takes one.
+    ``window`` samples are sorted together. None for all.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -165,7 +163,7 @@ def order_samples(
             for split, n in zip(splits, sizes, strict=True)
         ]
     takes_mask = _MASK in inspect.signature(model.forward).parameters
-    parts, first = [], 0
+    ordered, first = [], 0
     for split in splits:
         n = len(split.ids)
         tokens = np.array(shapes.lengths[first : first + n])
@@ -177,9 +175,9 @@ def order_samples(
         ])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
-        # An encoder's inputs of one length need none.
+        # An encoder's inputs of equal lengths need no mask.
         makes_mask &= bool(shapes.source or shapes.along) or not output.takes_labels
-        parts.append(
+        ordered.append(
             OrderedSamples(
                 split=subset(split, rows.tolist()),
                 output=output,
@@ -191,11 +189,11 @@ def order_samples(
                 window=own_window,
             )
         )
-    return parts
+    return ordered
 
 
 def subset(split: Split, rows: Sequence[int]) -> Split:
-    """Return some of the samples, in this order."""
+    """Return the samples of some rows, in the order of ``rows``."""
     samples = Subset(split.samples, rows)  # pyright: ignore[reportArgumentType]
     ids = [split.ids[i] for i in rows]
     return Split(samples, ids)  # pyright: ignore[reportArgumentType]
@@ -203,11 +201,15 @@ def subset(split: Split, rows: Sequence[int]) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """Samples in the memory of one device, in batches of one, and their places in the study."""
+    """Samples in the memory of a device.
 
+    Attributes:
+        samples: The samples in the order in which they are taken.
+        parts: A batch of each sample.
+    """
+
+    samples: OrderedSamples
     parts: list[Batch]
-    ids: list[int] | list[str]
-    places: np.ndarray
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -217,12 +219,6 @@ class StoredSamples:
         """Size of the inputs."""
         return sum(tensor.nbytes for part in self.parts for _, tensor in part.tensors())
 
-    def rows(self, rows: slice) -> Batch:
-        """Return some of the samples; texts are padded to the longest of them."""
-        return joined(self.parts[rows])
-
-    def blocks(self, start: int, size: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield slices of ``size`` samples with their batches, from the sample ``start`` on."""
-        for first in range(start, len(self), size):
-            block = slice(first, first + size)
-            yield block, self.rows(block)
+    def rows(self, start: int, stop: int) -> Batch:
+        """Return the samples from ``start`` to ``stop``. Texts are padded to the longest."""
+        return joined(self.parts[start:stop])

@@ -1,7 +1,8 @@
-"""Score targets under one checkpoint in memory, by what ``Attributor.fit`` or a run has kept."""
+"""Score targets under one checkpoint, with the files that ``Attributor.fit`` or a run wrote."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,11 +32,12 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Where and how much is computed at once; nothing here changes numbers beyond rounding.
+    """The device, and how much is computed at once. They change numbers by rounding only.
 
     Attributes:
-        batch_size: Samples in the model at once, at most.
-        memory_mb: MiB for arrays.
+        device: The device of the model.
+        batch_size: The largest number of samples in the model at once.
+        memory_mb: Memory for arrays, in MiB.
         threads: CPU threads of the projection.
     """
 
@@ -50,9 +52,9 @@ class MemoryPart:
     """One checkpoint's scores before they are combined, in memory.
 
     Attributes:
-        rows: Rows of A_c, shape (rows, m).
-        vectors: One value a sample, by the names that files have.
-        norm: ||B||; 1 where scores are not divided by it.
+        rows: Reads rows of A_c, shape (rows, m).
+        vectors: Values for each sample, by the names of vectors in files.
+        norm: ||B||. It is 1 if scores are not divided by it.
     """
 
     rows: ReadRows
@@ -60,23 +62,23 @@ class MemoryPart:
     norm: float
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return one value a sample."""
+        """Return a value for each sample from ``start`` to ``stop``."""
         return self.vectors[key][start:stop]
 
     def scalar(self, key: str) -> float:
-        """Return ||B||, the only number."""
+        """Return ||B||, which has the key ``train_norm``."""
         assert key == "train_norm"
         return self.norm
 
 
 def _columns(columns: Sequence[Tensor]) -> dict[str, np.ndarray]:
-    """Return label numbers and ``PerSample.columns`` as NumPy arrays, float32 or integers."""
+    """Return label numbers and ``PerSample.columns`` by name, as float32 or integer arrays."""
     arrays = [(c.float() if c.is_floating_point() else c).cpu().numpy() for c in columns]
     return dict(zip(_COLUMNS, arrays, strict=False))
 
 
 def stored_columns(file: Artifact) -> dict[str, np.ndarray]:
-    """Return the same of a file of features or inner products."""
+    """Return the columns that a file of features or of a Gramian has, by name."""
     return {key: file.vector(key) for key in _COLUMNS}
 
 
@@ -96,7 +98,7 @@ def _part(
 def target_features(
     loaded: LoadedModel, targets: Split, spec: FeaturesSpec, method_of: MethodOf, compute: Compute
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return features of targets as they read after they were stored, (m, k), and their columns."""
+    """Return the targets' features, shape (m, k), rounded to their stored dtype; and columns."""
     blocks = feature_blocks(
         loaded,
         targets,
@@ -107,21 +109,22 @@ def target_features(
         threads=compute.threads,
         must_differ=False,
     )
-    features, columns = [], []
-    for _, _, rows, own in blocks:
-        features.append(rows)
-        columns.append(own)
-    whole = [torch.cat(parts) for parts in zip(*columns, strict=True)]
-    return np.concatenate(features), _columns(whole)
+    _, _, features, columns = zip(*blocks, strict=True)
+    return np.concatenate(features), _columns([torch.cat(c) for c in zip(*columns, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedScorer:
-    """Scores by projected gradients.
+    """Score by projected gradients.
 
     Attributes:
-        features: Phi_c, shape (n, k), stored or in memory.
+        loaded: The model under the checkpoint.
+        spec: The settings of the checkpoint's scores.
+        damped: The damped normal matrix.
+        features: Phi_c, shape (n, k), in a file or in memory.
         train: The training samples, and their columns.
+        method_of: Returns the gradient method for a few samples; with ``reads_terms`` one that
+            gives terms.
     """
 
     loaded: LoadedModel
@@ -133,11 +136,11 @@ class ProjectedScorer:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the training samples' features and the factor, in memory."""
-        return self.features[:1].nbytes * len(self.features) + self.damped.factor.nbytes
+        """Bytes of the training samples' features and of the factorization."""
+        return self.features[:1].nbytes * len(self.features) + self.damped.damped.factor.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c = Phi_c (N + ridge I)^-1 T_c^T and what goes with each sample."""
+        """Return A_c = Phi_c (N + ridge I)^-1 T_c^T, with labels and outputs of the samples."""
         own = self.spec.features
         rows, columns = target_features(self.loaded, targets, own, self.method_of, compute)
         phi = read_rows(self.features, normalize=self.spec.normalize)
@@ -151,29 +154,31 @@ class ProjectedScorer:
         pairs: Sequence[tuple[int, int]],
         compute: Compute,
     ) -> tuple[Cut, Cut]:
-        """Return scores of pairs cut by the tokens of training samples, and by those of targets.
+        """Return scores of pairs, split by the tokens of training samples, and by those of targets.
 
-        ``train`` are rows of training samples; pairs are places among these and among the targets.
+        ``train`` are rows of training samples. A pair is a position in ``train`` and the row of a
+        target.
         """
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
             raise InputError(
-                "Samples must be texts for scores to be cut by tokens. Found a target without "
-                "tokens. Take the scores alone.",
+                "Scores can be split by tokens only if samples are texts. Found a target without "
+                "tokens.",
                 code="attribution.no_tokens",
             )
-        own, (split, _) = self.spec.features, self.train
-        of_targets, _ = target_features(self.loaded, targets, own, self.method_of, compute)
+        spec, (split, _) = self.spec.features, self.train
+        target_phi, _ = target_features(self.loaded, targets, spec, self.method_of, compute)
         phi = np.concatenate([self.features[row : row + 1] for row in train])
         splits = split.take([split.ids[row] for row in train]), targets
-        features = phi.astype(np.float64), of_targets.astype(np.float64)
-        sizes = compute.batch_size, compute.memory_mb
-        return cut_pairs(self.loaded, self.spec, self.damped, splits, features, pairs, *sizes)
+        features = phi.astype(np.float64), target_phi.astype(np.float64)
+        given = self.loaded, self.spec, self.damped, splits, features, pairs
+        method_of = partial(self.method_of, reads_terms=True)
+        return cut_pairs(*given, compute.batch_size, compute.memory_mb, method_of)
 
 
 @dataclass(frozen=True, slots=True)
 class ExactScorer:
-    """Scores by inner products of gradients; training samples are differentiated for each call."""
+    """Score by inner products of gradients. Each call differentiates all training samples."""
 
     loaded: LoadedModel
     gradients: DampedGradients
@@ -181,17 +186,17 @@ class ExactScorer:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the Gramian and of its factor."""
+        """Bytes of the Gramian and of its factorization."""
         return 2 * self.gradients.damped.gramian.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c = (K W + ridge I)^-1 K_t and what goes with each sample."""
+        """Return A_c = (K W + ridge I)^-1 K_t, with labels and outputs of the samples."""
         train, _ = self.train
         exact_need(len(train.ids), len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(*self.train):
             raise InputError(
-                "Training samples and the model must be the same in `fit` and in `score`, which "
-                "differentiates them again with `projection: exact`. Found other model outputs.",
+                "With `projection: exact` the training samples and the model must be the same in "
+                "`fit` and in `score`. Found other model outputs. Call `fit` again.",
                 code="attribution.changed_data",
             )
         sizes = compute.batch_size, compute.memory_mb
@@ -203,7 +208,7 @@ class ExactScorer:
 
 @dataclass(frozen=True, slots=True)
 class NewtonScorer:
-    """Scores by the Gauss-Newton matrix of the training loss; nothing is kept between calls."""
+    """Score by the Gauss-Newton matrix of the training loss. Nothing is stored between calls."""
 
     loaded: LoadedModel
     damping: float
@@ -212,7 +217,7 @@ class NewtonScorer:
     n_bytes: ClassVar[int] = 0
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c of ``newton_scores`` and what goes with each sample."""
+        """Return A_c of ``newton_scores``, with labels and outputs of the samples."""
         sizes = compute.batch_size, compute.memory_mb
         result = newton_scores(self.loaded, self.train, targets, self.damping, *sizes)
         values, own = result.values.astype(np.float32), (targets, _columns(result.targets))

@@ -1,4 +1,4 @@
-"""Combine scores over checkpoints, block of rows by block of rows, and keep the largest."""
+"""Summarize scores over checkpoints: tables of samples, and the largest scores of each target."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from trak_core.attribution.scores import (
 from trak_core.config.memory_needs import CHUNK_ROWS
 from trak_core.model_outputs.about_outputs import About
 
-# Blocks of more scores leave the processor's cache between one step and the next.
+# The number of scores in a block that stays in the processor's cache from one step to the next.
 _FAST_SCORES = 2**21
 
 Summary = Callable[[np.ndarray], np.ndarray]
 
 
 def fast_rows(n_targets: int) -> int:
-    """Return how many rows of scores a block has at most, whole chunks."""
+    """Return the largest number of rows in a block of scores, a multiple of ``CHUNK_ROWS``."""
     return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
@@ -44,7 +44,7 @@ def _sd(numbers: np.ndarray) -> np.ndarray:
 def summarized(
     parts: Sequence[Part], key: str, n_samples: int, block: int, *summaries: Summary
 ) -> list[np.ndarray]:
-    """Return summaries over the checkpoints of one value a sample, shape (n,) each."""
+    """Return summaries over checkpoints of the vectors ``key``, shape (n,) each."""
     blocks: list[list[np.ndarray]] = [[] for _ in summaries]
     for start in range(0, n_samples, block):
         values = np.stack([part.vector(key, start, start + block) for part in parts])
@@ -54,10 +54,11 @@ def summarized(
 
 
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
-    """Return labels and what checkpoints make of the samples of a side, ``train`` or ``target``.
+    """Return the table of the training samples or targets; ``side`` is ``train`` or ``target``.
 
-    Outputs, and predictions that are no classes, are means over the checkpoints; of classes it is
-    the most frequent. ``output_sd`` is the outputs' standard deviation. All have shape (n,).
+    Columns are ``id``, ``label``, ``prediction``, ``output`` and ``output_sd``, shape (n,) each.
+    Outputs are means over checkpoints, ``output_sd`` is their standard deviation. A predicted class
+    is the most frequent one. Other predictions are means.
     """
     ids, labels = parts[0].vector(f"{side}_ids"), parts[0].vector(f"{side}_labels")
     outputs, spreads = summarized(parts, f"{side}_outputs", len(ids), block, mean, _sd)
@@ -78,9 +79,9 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
-    """Add the column ``improves``, where it is known which sign of a score improves a target.
+    """Add the column ``improves``, if the sign of a score that improves a target is known.
 
-    A mean of several targets has no label of its own.
+    A mean of several targets has no label, so that only ``larger`` is known for it.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]
@@ -89,10 +90,12 @@ def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean
 
 @dataclass(frozen=True, slots=True)
 class KeptScores:
-    """What is kept of the scores of some training samples, of all targets.
+    """A summary of the scores of some training samples for all targets.
 
-    ``by_sample`` holds ``help``, ``harm`` and ``harmed_label``, if known, of shape (rows,).
-    ``harmful`` are the largest of negated scores. Without a row there are none.
+    Attributes:
+        helpful: The largest scores of each target. None if there are no training samples.
+        harmful: The largest of the negated scores.
+        by_sample: ``help``, ``harm`` and ``harmed_label`` if they are known, shape (rows,) each.
     """
 
     helpful: Extremes | None
@@ -107,10 +110,10 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return it from blocks of rows, each with its first row.
+        """Return the summary of blocks of rows, each with its first row and scores (rows, m).
 
-        Signs of what improves targets are None where that is unknown, labels where they are no
-        classes.
+        ``improves`` are signs of the scores that improve targets, None if unknown. ``labels`` are
+        the targets' labels, None if they are not classes. Both have shape (m,).
         """
         helpful = harmful = None
         by_sample: dict[str, list[np.ndarray]] = {}
@@ -131,20 +134,20 @@ class KeptScores:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
-        """Return it from shards that have rows, in order."""
+        """Return the summary from those of shards in the order of their rows. None is empty."""
         keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
         by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
 
         def extremes(key: str) -> Extremes:
-            each = (
+            parts = (
                 Extremes(shard.matrix(f"{key}_rows")[:], shard.matrix(key)[:]) for shard in shards
             )
-            return reduce(lambda seen, own: merged(seen, own, top), each)
+            return reduce(lambda seen, part: merged(seen, part, top), parts)
 
         return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))
 
     def write(self, writer: Writer, targets: np.ndarray) -> None:
-        """Write it as a shard."""
+        """Write the summary into the file of a shard."""
         for key, values in self.by_sample.items():
             writer.vector(key, values)
         for key, seen in (("helpful", self.helpful), ("harmful", self.harmful)):
@@ -159,23 +162,23 @@ def _joined(blocks: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def influence_table(
-    seen: KeptScores, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
+    kept: KeptScores, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return each target's largest scores of either sign."""
-    helpful, harmful = seen.helpful, seen.harmful
+    """Return the table of each target's largest positive and negative scores, without zeros."""
+    helpful, harmful = kept.helpful, kept.harmful
     assert helpful is not None
     assert harmful is not None
-    # (target, sign, rank): the order of the table.
+    # Axes are (target, sign, rank), which is the order of the table.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
-    kept = sizes > 0
-    target, sign, rank = np.nonzero(kept)
-    signs, train_rows = np.array([1, -1])[sign], rows[kept]
+    is_kept = sizes > 0
+    target, sign, rank = np.nonzero(is_kept)
+    signs, train_rows = np.array([1, -1])[sign], rows[is_kept]
     return {
         "target_id": targets["id"][target],
         "rank": rank + 1,
         "sign": signs,
         "train_id": train["id"][train_rows],
         "train_label": train["label"][train_rows],
-        "score": (signs * sizes[kept]).astype(np.float32),
+        "score": (signs * sizes[is_kept]).astype(np.float32),
     }

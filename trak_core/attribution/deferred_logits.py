@@ -1,7 +1,7 @@
-"""Call a language model so that its logits are never there as a whole, but in pieces of tokens.
+"""Call a language model without computing its logits as a whole, but in pieces of tokens.
 
-The model itself is called. Only its last layer, a linear one with a row a token of the vocabulary,
-doesn't compute: what it would return stands for itself until it is known which labels count.
+The model itself is called. Only its last layer, which is linear with a row for each token of the
+vocabulary, returns a placeholder. Logits are computed from it once the labels are known.
 """
 
 import inspect
@@ -19,22 +19,22 @@ from trak_core.model_outputs.language_modelling import of_margins
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.model_outputs.supervised import margin
 
-# Functions of each entry by itself: what models do to logits, as scaling and soft capping.
+# Entrywise functions that models apply to logits, such as scaling and soft capping.
 _OF_ENTRIES = {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "true_divide"}
 _OF_ENTRIES |= {"tanh", "float", "to", "contiguous"}
-# What only reads the kind of tensor.
+# Functions that read only the shape and dtype of a tensor.
 _ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
 
 
 class _LogitsNeededError(Exception):
-    """A model does with its logits what must happen to the logits themselves."""
+    """A model applies a function to its logits that needs their values."""
 
 
 class DeferredLogits(Tensor):
-    """Stands for a linear layer's result of shape (..., V), then functions of its entries.
+    """Placeholder for the result of a linear layer, shape (..., V), and entrywise functions of it.
 
-    Rows can be picked by slices. Whatever else happens to it raises ``_LogitsNeededError``, since
-    it may write into the logits, or make a view to be written into.
+    Rows can be sliced. Other operations raise ``_LogitsNeededError``, because they might write into
+    the logits or return a view of them.
     """
 
     head: Head
@@ -42,7 +42,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, head: Head) -> "DeferredLogits":
-        """Return what stands for ``head`` of ``hidden``, shape (..., d)."""
+        """Return the placeholder of ``head`` applied to ``hidden``, shape (..., d)."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             like = head.logits(hidden.new_empty(0, hidden.shape[-1]))
         shape = (*hidden.shape[:-1], len(head.weight))
@@ -61,22 +61,22 @@ class DeferredLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        own = args[0] if args else None
-        if isinstance(own, DeferredLogits):
+        logits = args[0] if args else None
+        if isinstance(logits, DeferredLogits):
             if func.__name__ in _ABOUT:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             others = (*args[1:], *kwargs.values())
             if func.__name__ in _OF_ENTRIES and not any(isinstance(o, Tensor) for o in others):
-                return own._then(lambda x: func(x, *args[1:], **kwargs))
-            if func.__name__ == "__getitem__" and own._are_rows(args[1]):
+                return logits._then(lambda x: func(x, *args[1:], **kwargs))
+            if func.__name__ == "__getitem__" and logits._are_rows(args[1]):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return DeferredLogits.of(own.hidden[args[1]], own.head)
+                    return DeferredLogits.of(logits.hidden[args[1]], logits.head)
         raise _LogitsNeededError
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Below torch's functions: ``logits.data`` is a view, for one.
+        # Reached by operations below torch's functions, such as the view ``logits.data``.
         raise _LogitsNeededError
 
     def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":
@@ -84,14 +84,14 @@ class DeferredLogits(Tensor):
         return DeferredLogits.of(self.hidden, head)
 
     def _are_rows(self, index: Any) -> bool:
-        """Whether an index leaves the vocabulary alone."""
+        """Return whether an index selects rows, and all of the vocabulary."""
         parts = index if isinstance(index, tuple) else (index,)
         n_dims = self.hidden.ndim - 1
         return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
 
 
 class _Defers(TorchFunctionMode):
-    """Lets linear layers with so many rows return what stands for their result."""
+    """A mode in which linear layers with ``n_classes`` rows return placeholders."""
 
     def __init__(self, n_classes: int) -> None:
         super().__init__()
@@ -113,20 +113,18 @@ class _Defers(TorchFunctionMode):
 
 
 def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Has the arguments of ``torch.nn.functional.linear``."""
+    """Define the arguments of ``torch.nn.functional.linear``, which has no signature."""
 
 
 class MarginsOfTokens(nn.Module):
-    """A language model that returns its tokens' margins in place of logits.
+    """A language model that returns the margins of its tokens instead of logits.
 
-    It is called with the labels too, as ``labels``, and returns shape (batch, tokens, 2): the
-    margin of each label, and 1 where it is the likeliest token, else 0. Where the model doesn't end
-    in a linear layer and functions of single logits, they are computed as a whole. If it does
-    something else with them, that call is repeated, and later ones compute them at once.
+    It is called with the labels too, as ``labels``. It returns shape (batch, tokens, 2): the margin
+    of each label, and 1 if it is the most likely token, else 0. If the model does not end in a
+    linear layer and entrywise functions, logits are computed as a whole.
 
     Attributes:
-        output: The model output for what this returns: the same numbers as ``output`` of the
-            model, up to rounding.
+        output: The model output of what this returns, with the same values to rounding.
         n_classes: Size of the vocabulary, once the model was called.
         is_deferred: Whether the last call computed logits in pieces.
     """
@@ -142,7 +140,7 @@ class MarginsOfTokens(nn.Module):
         self._n_rows = vocabulary_size(model)
 
     def forward(self, *args: Tensor, labels: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return margins, and whether the model is right."""
+        """Return margins, and whether each label is the most likely token."""
         logits = self._logits(args, kwargs, labels)
         labels = labels[:, self._ahead :]
         classes = torch.where(labels == IGNORED, 0, labels)
@@ -155,7 +153,7 @@ class MarginsOfTokens(nn.Module):
         return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
 
     def _logits(self, args: Any, kwargs: Any, labels: Tensor) -> Tensor:
-        """Call the model; return its logits of tokens with a label, or what stands for them."""
+        """Call the model, twice if it needs its logits; return them or a placeholder."""
         if self._can_defer:
             try:
                 with _Defers(self._n_rows):
@@ -170,7 +168,7 @@ class MarginsOfTokens(nn.Module):
         return logits[:, : logits.shape[1] - self._ahead]
 
     def told(self, n_tokens: int) -> str:
-        """Return in words what happens to the logits of a text, once the model was called."""
+        """Return a notice of how the logits of a text are computed, once the model was called."""
         logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits. They are computed"
         if self.is_deferred:
             return (
@@ -184,7 +182,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the most tokens that a model embeds; without embeddings, the most rows of a matrix."""
+    """Return the rows of the largest embedding, or if there is none of the largest matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

@@ -1,4 +1,4 @@
-"""Find the device that a config names, and take one GPU for this process."""
+"""Find the device of a config, and reserve one GPU for this process."""
 
 import os
 import tempfile
@@ -14,9 +14,10 @@ _LOOK_SECONDS = 1.0
 
 
 def takes_cuda(name: str) -> bool:
-    """Return whether the device that a config names is CUDA; ``auto`` is CUDA if torch finds it.
+    """Return whether the device ``name`` of a config is CUDA. ``auto`` is CUDA if it is available.
 
-    No other device takes the place of a ``cuda`` that isn't there: that is an ``InputError``.
+    Raises:
+        InputError: If the name is ``cuda`` and torch finds no CUDA device.
     """
     is_available = torch.cuda.is_available()
     if name == "cuda" and not is_available:
@@ -28,9 +29,9 @@ def takes_cuda(name: str) -> bool:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device that a config names: ``auto``, ``cpu`` or ``cuda``.
+    """Return the device ``auto``, ``cpu`` or ``cuda`` of a config.
 
-    A job takes the first GPU that no other job holds, and waits if all are held.
+    A job takes the first GPU that no other job holds, and waits while all are held.
     """
     if not takes_cuda(name):
         return torch.device("cpu")
@@ -41,36 +42,35 @@ def find_device(name: str) -> torch.device:
 
 
 def full_precision(device: torch.device) -> torch.device:
-    """Return the device, and switch this process's convolutions there from TF32 to float32."""
+    """Return the device, after setting this process's CUDA convolutions to float32, not TF32."""
     if device.type == "cuda":
-        # TF32 has three digits, fewer than exact scores need.
+        # TF32 has three digits. Exact scores need more.
         torch.backends.cudnn.allow_tf32 = False
     return device
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device for an artifact's provenance."""
+    """Return the name of a device for a file's provenance."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Return the place in ``names`` of a GPU that this process holds from now on, always the same.
+    """Return the index in ``names`` of a GPU that this process holds until it ends.
 
-    It waits while other processes hold all.
-    A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
-    up when the process ends in whatever way, so that a killed job blocks nobody. The ``names``
-    tell the GPUs of this machine apart for every process, such as UUIDs.
+    It waits while other processes hold all GPUs. A GPU is held by a lock on a file in the system's
+    temporary folder. The system releases it when the process ends for any reason. ``names``, such
+    as UUIDs, must identify the GPUs of this machine for every process.
 
     Raises:
-        InputError: If the folder's disk knows no locks (``model.gpu_locks``).
+        InputError: If the folder's disk has no locks (``model.gpu_locks``).
     """
-    import fcntl  # Only here: Windows has none, and needs none without a GPU.
+    import fcntl  # Windows has no such module.
 
     folder = Path(tempfile.gettempdir())
     waiting = False
     while True:
-        for position, name in enumerate(names):
+        for index, name in enumerate(names):
             lock = folder / f"trak-{os.getuid()}-gpu-{name}.lock"
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
@@ -80,13 +80,13 @@ def hold_one(names: tuple[str, ...]) -> int:
             except OSError as error:
                 os.close(descriptor)
                 raise InputError(
-                    f"{folder}: the folder of temporary files must lie on a disk that knows locks, "
-                    f"by which jobs share GPUs. Found {error.strerror}. Name a folder on a disk of "
-                    "this machine: TMPDIR=/dev/shm before the command.",
+                    f"{folder}: the folder of temporary files must be on a disk with file locks, "
+                    f"by which jobs share GPUs. Found {error.strerror}. Set another folder on this "
+                    "machine, such as TMPDIR=/dev/shm before the command.",
                     code="model.gpu_locks",
                 ) from error
             else:
-                return position  # The descriptor stays open, and the lock with it.
+                return index  # The open descriptor keeps the lock.
         if not waiting:
             print(f"Waiting: other jobs hold all GPUs ({len(names)}).", flush=True)
             waiting = True

@@ -1,4 +1,4 @@
-"""Score targets by what is known of the training samples under all checkpoints."""
+"""The part of an attributor that scores targets, given the files of the training samples."""
 
 import contextlib
 import weakref
@@ -23,12 +23,12 @@ from trak_core.attribution.checkpoint_scorers import (
     Scorer,
     stored_columns,
 )
-from trak_core.attribution.chosen_ways import Ways, chosen_way, ways_of_run
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
     self_influences,
 )
+from trak_core.attribution.gradient_method_record import Methods, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.scores import checkpoint_weights, powered
 from trak_core.attribution.target_scores import Scores
@@ -48,11 +48,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an attributor computes with.
+    """The settings of an attributor, and its training samples once it is fitted.
 
     Attributes:
-        spec: What decides the scores.
-        train: The training samples, and the folder of what was computed of them, once fitted.
+        spec: The settings that determine the scores.
+        compute: The device, and sizes that change numbers by rounding only.
+        train: The training samples. None before ``fit``.
+        folder: The folder of their features and normal matrices.
+        study: The study that provides the samples, if there is one.
     """
 
     spec: ScoresSpec
@@ -63,17 +66,16 @@ class Setup:
 
 
 class FittedAttributor(ABC):
-    """Scores for targets, once features of the training samples are there.
+    """The base of ``Attributor`` and of a finished run (``trak_core.open``).
 
-    An ``Attributor`` is one, and so is a finished run (``trak_core.open``).
+    It scores targets with the stored features or Gramians of the training samples.
     """
 
     _setup: Setup
 
     def __init__(self) -> None:
-        """Hold nothing in memory."""
         self._describe: Callable[[Any], str] | None = None
-        # Scorers that stay in memory, by checkpoint; whether with the training samples' features.
+        # Scorers in memory by checkpoint, and whether they hold the training samples' features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
 
@@ -102,7 +104,7 @@ class FittedAttributor(ABC):
 
     @property
     def settings(self) -> ScoresSpec:
-        """All settings that decide the scores, those that were left out among them."""
+        """All settings that determine the scores, including those that were left out."""
         return self._spec
 
     def score(
@@ -116,19 +118,20 @@ class FittedAttributor(ABC):
         """Return the scores of all training samples for targets.
 
         Args:
-            target_data: The samples whose predictions are explained, as ``fit`` takes data.
-            ids: An id a target; 0, 1, 2, ... if None.
-            keep: ``full`` for all n x m scores; ``top_k`` for the top influences alone: scores are
-                then formed a block at a time, and there is no ``Scores.frame``.
-            top: Top influences of either sign that are kept for each target.
+            target_data: The samples whose predictions are explained, in a form that ``fit`` takes.
+            ids: An id for each target. None for 0, 1, 2, ...
+            keep: ``"full"`` for all n x m scores. ``"top_k"`` for the top influences only, which
+                needs less memory; ``Scores.frame`` is then not available.
+            top: The number of positive and of negative top influences to keep for each target.
         """
         return self._score(split_of_data(target_data, ids), keep=keep, top=top)
 
     def self_influence(self) -> pd.DataFrame:
-        """Return how much each training sample explains itself: |A_c[i, i] Q_c[i]|, averaged.
+        """Return |A_c[i, i] Q_c[i]| of each training sample i, averaged over checkpoints.
 
-        Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by id. Large ones
-        are memorized, often mislabelled. Not with ``exact`` and ``gauss_newton``.
+        A large self-influence means that the model memorized the sample, whose label is often
+        wrong. Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by id. Not
+        available with ``exact`` and ``gauss_newton``.
         """
         self._check_projected("Self-influences")
         features, matrices = (
@@ -141,35 +144,35 @@ class FittedAttributor(ABC):
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Cut the scores of each target's ``top`` training samples of either sign by tokens.
+        """Split the scores of each target's top training samples into parts of tokens and layers.
 
-        A token's score is what its place adds to the sample's gradient where the model uses its
-        parameters; a layer's, what its parameters add. Samples must be texts.
+        A score is an inner product with the sample's gradient, which is a sum over the tokens at
+        which the model uses its parameters, and over parameters. The score of a token or a layer is
+        the part of that sum. Samples must be texts.
 
         Args:
-            scores: What ``score`` of this attributor returned.
-            top: Training samples of either sign, at most as many as were kept.
+            scores: A result of ``score`` of this attributor.
+            top: The number of positive and of negative top influences, at most as many as were
+                kept.
 
         Returns:
-            Tables ``target_id``, ``train_id``, ``side`` (whose tokens these are, ``train`` or
-            ``target``), ``token`` (from 0; -1 for what is no token's) and ``score``; and
-            ``target_id``, ``train_id``, ``layer`` and ``score``. Rows of a pair and a side add up
-            to its score.
+            A table with columns ``target_id``, ``train_id``, ``side`` (``train`` or ``target``, the
+            text to which the tokens belong), ``token`` (from 0; -1 for the part of no token) and
+            ``score``. A table with columns ``target_id``, ``train_id``, ``layer`` and ``score``.
+            The rows of a pair and a side sum to its score.
         """
         self._check_projected("Scores by tokens")
         if scores.samples is None:
             raise InputError(
-                "Scores must come from `score` of this process to be cut by tokens. Found some "
-                "without their targets' samples, as after unpickling.",
+                "Only the process that computed scores can split them by tokens. Found scores "
+                "without their targets' samples, as after unpickling. Call `score` again.",
                 code="attribution.no_tokens",
             )
-        both = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
-        both = both.rename(columns={"target": "target_id", "train": "train_id"})
-        train_ids = [*dict.fromkeys(both["train_id"].tolist())]
-        target_ids = [*dict.fromkeys(both["target_id"].tolist())]
-        targets = scores.samples.take(target_ids)
+        pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
+        pairs = pairs.rename(columns={"target": "target_id", "train": "train_id"})
+        targets = scores.samples.take([*dict.fromkeys(pairs["target_id"].tolist())])
         with self._at_work():
-            return self._with_memory(lambda: self._cut(both, train_ids, targets))
+            return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
     def _at_work(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which samples and checkpoints can be read."""
@@ -181,10 +184,9 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Refuse a file that is of other data, settings or checkpoints."""
-        raise NotImplementedError
+        """Refuse a file of other data, settings or checkpoints, which differs in ``keys``."""
 
-    # Files, in the layout of a run's results.
+    # The files have the layout of a run's results.
 
     def _features(self, name: str) -> Path:
         kind = "features" if self._is_projected else "gramian"
@@ -204,28 +206,28 @@ class FittedAttributor(ABC):
     def _check_projected(self, noun: str) -> None:
         if not self._is_projected:
             raise InputError(
-                f"{noun} need projected features. Found `projection: "
-                f"{self._spec.features.projection['kind']}`. Take a projection.",
+                f"{noun} need a random projection. Found `projection: "
+                f"{self._spec.features.projection['kind']}`.",
                 code="attribution.no_features",
             )
 
-    def _chosen(self, loaded: LoadedModel, few: Batch) -> GradientMethod:
-        """Return the way to gradients, chosen once for each form of samples, or by a run."""
-        method = chosen_way(loaded, few, self._ways)
-        for form, (name, _) in self._ways.items():  # a notice is printed once
-            self._ways[form] = name, None
+    def _method_for(
+        self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
+    ) -> GradientMethod:
+        """Return the gradient method, which is chosen once, or by the run that wrote the files."""
+        method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
+        for conditions, (name, _) in self._methods.items():  # each notice is printed once
+            self._methods[conditions] = name, None
         return method
 
     @cached_property
-    def _ways(self) -> Ways:
-        return ways_of_run(self._setup.folder, self._spec.features)
+    def _methods(self) -> Methods:
+        return recorded_methods(self._setup.folder, self._spec.features)
 
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
         return loaded.file_spec(own, projection)
-
-    # Scores.
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
         if keep not in {"full", "top_k"}:
@@ -236,7 +238,7 @@ class FittedAttributor(ABC):
         with ExitStack() as stack, self._at_work():
             bar = progress_bar("score", len(self.checkpoints) * n_steps)
             with bar as counted, counted.counting():
-                parts = self._with_memory(lambda: self._parts(targets, stack))
+                parts = self._retry_with_memory(lambda: self._parts(targets, stack))
             return Scores.of_parts(
                 parts,
                 [part.rows for part in parts],
@@ -244,12 +246,12 @@ class FittedAttributor(ABC):
                 keep=keep,
                 top=top,
                 memory_mb=self._compute.memory_mb,
-                show=self._shows(targets),
+                show=self._show_function(targets),
                 samples=targets,
             )
 
-    def _with_memory(self, compute: Callable[[], _T]) -> _T:
-        """Return what ``compute`` returns; gradients get the memory of what was held, if needed."""
+    def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
+        """Return ``compute()``; free the scorers in memory if gradients need their memory."""
         try:
             return compute()
         except InputError as error:
@@ -258,8 +260,8 @@ class FittedAttributor(ABC):
             self._held, self._holds = {}, False
             return compute()
 
-    def _beside(self, name: str) -> Compute:
-        """Return what a checkpoint's gradients may take; half of the memory is for what is held."""
+    def _compute_beside_held(self, name: str) -> Compute:
+        """Return the limits of a checkpoint's gradients: half the memory if scorers are held."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
@@ -267,15 +269,16 @@ class FittedAttributor(ABC):
         parts = []
         for name in self.checkpoints:
             scorer = self._scorer(name, stack)
-            parts.append(scorer.score(targets, self._beside(name)))
-            del scorer  # before the next is read
+            parts.append(scorer.score(targets, self._compute_beside_held(name)))
+            del scorer  # to free its memory before the next is read
         return parts
 
     def _scorer(self, name: str, stack: ExitStack) -> Scorer:
-        """Return a checkpoint's scorer, which stays in memory if all of them fit into half of it.
+        """Return a checkpoint's scorer.
 
-        A single checkpoint stays without its features, if these don't fit. ``stack`` keeps the
-        files of others open.
+        Scorers stay in memory if those of all checkpoints fit into half of it. If that of a single
+        checkpoint does not fit, it stays without its features, which are read from the file.
+        ``stack`` closes the files of scorers that do not stay.
         """
         if name in self._held:
             return self._held[name]
@@ -301,7 +304,7 @@ class FittedAttributor(ABC):
                     except ArtifactError:
                         self._refuse(matrix.path, ["scoring"])
                 scorer = ProjectedScorer(
-                    loaded, own, damped, file.matrix("features"), train, self._chosen
+                    loaded, own, damped, file.matrix("features"), train, self._method_for
                 )
             else:
                 scorer = ExactScorer(loaded, DampedGradients.read(file, own), train)
@@ -314,13 +317,13 @@ class FittedAttributor(ABC):
                 self._held[name] = scorer
             if not self._holds:
                 kept = files.pop_all()
-                if name in self._held:  # its features are read for each call
+                if name in self._held:  # its features are read in later calls too
                     weakref.finalize(self, kept.close)
                 else:
                     stack.enter_context(kept)
         return scorer
 
-    def _shows(self, targets: Split) -> Callable[[bool, Any], str]:
+    def _show_function(self, targets: Split) -> Callable[[bool, Any], str]:
         train, study, describe = self._train, self._setup.study, self._describe
         rows = [{sample_id: i for i, sample_id in enumerate(s.ids)} for s in (train, targets)]
 
@@ -331,16 +334,17 @@ class FittedAttributor(ABC):
 
         return show
 
-    def _cut(
-        self, both: pd.DataFrame, train_ids: list[Any], targets: Split
+    def _split_by_tokens(
+        self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        row_of = {sample_id: i for i, sample_id in enumerate(self._train.ids)}
-        rows = [row_of[train_id] for train_id in train_ids]
-        places = [
-            {sample_id: i for i, sample_id in enumerate(ids)} for ids in (train_ids, targets.ids)
-        ]
-        names = both["train_id"].tolist(), both["target_id"].tolist()
-        pairs = [(places[0][a], places[1][b]) for a, b in zip(*names, strict=True)]
+        train_ids = [*dict.fromkeys(pairs["train_id"].tolist())]
+        train_rows = {sample_id: i for i, sample_id in enumerate(self._train.ids)}
+        rows = [train_rows[train_id] for train_id in train_ids]
+        columns = []
+        for key, ids in (("train_id", train_ids), ("target_id", targets.ids)):
+            position_of = {sample_id: i for i, sample_id in enumerate(ids)}
+            columns.append([position_of[sample_id] for sample_id in pairs[key].tolist()])
+        positions = list(zip(*columns, strict=True))
         cuts: list[tuple[Cut, Cut]] = []
         powers, norms = [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
@@ -349,10 +353,12 @@ class FittedAttributor(ABC):
                 with ExitStack() as stack:
                     scorer = self._scorer(name, stack)
                     assert isinstance(scorer, ProjectedScorer)
-                    cuts.append(scorer.cut(rows, targets, pairs, self._beside(name)))
-                    weights = scorer.train[1]["loss_weights"][rows]
-                    powers.append(powered(weights, self._spec.loss_weight_power or 1.0))
+                    cuts.append(
+                        scorer.cut(rows, targets, positions, self._compute_beside_held(name))
+                    )
+                    loss_weights = scorer.train[1]["loss_weights"][rows]
+                    powers.append(powered(loss_weights, self._spec.loss_weight_power or 1.0))
                     norms.append(scorer.damped.norm or 1.0)
         combine = Combine(self._spec.combine)
-        counts = checkpoint_weights(np.stack(powers), np.array(norms), combine)
-        return token_tables(both, cuts, counts[:, [row for row, _ in pairs]])
+        weights = checkpoint_weights(np.stack(powers), np.array(norms), combine)
+        return token_tables(pairs, cuts, weights[:, columns[0]])

@@ -1,4 +1,4 @@
-"""Solve for targets under one checkpoint: its damped normal matrix or Gramian, from files."""
+"""Solve for targets under one checkpoint, from stored features or a stored Gramian."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
-import scipy.linalg
 
 from trak_core.artifacts import (
     FEATURES,
@@ -23,9 +22,8 @@ from trak_core.artifacts import (
 from trak_core.attribution.scores import combined, most_frequent, powered, similarities, unit_rows
 from trak_core.attribution.solve import (
     DampedGramian,
+    DampedMatrix,
     Spectrum,
-    damped_factor,
-    damped_squares,
     divide_by_lengths,
     extreme_eigenvalues,
     mean_squared_norm,
@@ -37,41 +35,44 @@ from trak_core.errors import InputError
 from trak_core.spec import Combine, NormalSpec, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 
-# Rows of a matrix from start to stop.
+# Reads the rows of a matrix from start to stop.
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 class Part(Protocol):
-    """One checkpoint's scores before they are combined: a file, or the same in memory.
+    """What the combination over checkpoints reads of one checkpoint, from a file or in memory.
 
-    Vectors are ``loss_weights``, and ``labels``, ``outputs`` and ``predictions`` of either side,
-    such as ``train_labels``; the scalar ``train_norm`` is ||B||, there where scores are divided by
-    it.
+    Vectors are ``loss_weights`` (n,), and ``ids``, ``labels``, ``outputs`` and ``predictions`` of
+    the training samples and of the targets, such as ``train_labels``. The scalar ``train_norm`` is
+    ||B||. It exists only if scores are divided by it.
     """
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return one value a sample."""
+        """Return a value for each sample from ``start`` to ``stop``."""
         ...
 
     def scalar(self, key: str) -> float:
-        """Return one number."""
+        """Return a number."""
         ...
 
 
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a reader of rows, of ``first`` columns; ``normalize`` makes lengths 1, in float64."""
+    """Return a reader of rows of features (n, k), of their ``first`` columns if given.
+
+    With ``normalize`` rows are divided by their lengths, which makes them float64.
+    """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
     return lambda start, stop: unit_rows(values[start:stop, :first])
 
 
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
-    """Return a reader of rows of A_c = Phi_c X, X = (N + ridge I)^-1 T_c^T of shape (k, m).
+    """Return a reader of rows of A_c = Phi_c X, with X = (N + ridge I)^-1 T_c^T of shape (k, m).
 
-    Products are of a chunk's rows, so that larger blocks give the same to the last bit. X is read
-    again for every block if it is stored.
+    Products are computed for ``CHUNK_ROWS`` rows at a time. Therefore results are equal to the last
+    bit for all blocks that start at a chunk. A stored X is read for every block.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
@@ -85,7 +86,7 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return how to get rows of the scores of all checkpoints, from rows of each A_c."""
+    """Return a reader of rows of the scores, combined over checkpoints from rows of each A_c."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -98,14 +99,13 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
-    """Return W's diagonal (n,), float64: ones, or a power of the curvature of the samples' loss."""
+    """Return W's diagonal, shape (n,), float64: ones, or the losses' curvature to a power."""
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
     if not train.has("curvature"):
         raise InputError(
-            f"{train.path}: training samples weighted by `curvature` must come with the curvature "
-            f"of their loss. The model output {train.spec['model_output']} has none; set "
-            "scoring.weighting to plain.",
+            f"{train.path}: `weighting: curvature` needs the curvature of the training loss. The "
+            f"model output {train.spec['model_output']} has none. Set scoring.weighting to plain.",
             code="stages.no_curvature",
         )
     return train.vector("curvature").astype(np.float64) ** curvature_power
@@ -114,10 +114,11 @@ def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray
 def write_normal_matrix(
     path: Path, train: Artifact, spec: NormalSpec, *, code: str, memory_mb: int
 ) -> None:
-    """Stream training features once; write N = Phi^T W Phi, its mean squared norm and spectrum.
+    """Write N = Phi^T W Phi, its mean squared norm and its extreme eigenvalues.
 
-    With ``norm_power`` also its eigenvalues, and the k x k products that ||B|| of any damping comes
-    from: nothing else needs all training features again for it.
+    Training features are read once, block by block. If ``spec.norm_power`` is set, all eigenvalues
+    and the k x k products of ``Spectrum.norm_products`` are written too. They give ||B|| for any
+    damping without another pass over the features.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -139,8 +140,8 @@ def write_normal_matrix(
     matrix, *others = weighted_gramians(blocks())
     own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
     file_spec = {**train.spec, **own, "features": train.content_hash}
-    provenance, way = software(code, "cpu", "numpy", "scipy"), spec.weighting
-    with create(path, NORMAL_MATRIX, file_spec, provenance, weighting=way) as writer:
+    provenance = software(code, "cpu", "numpy", "scipy")
+    with create(path, NORMAL_MATRIX, file_spec, provenance, weighting=spec.weighting) as writer:
         names = range(proj_dim)
         writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix
         writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))
@@ -149,35 +150,33 @@ def write_normal_matrix(
             spectrum = Spectrum.decompose(matrix)
             smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
             writer.vector("eigenvalues", spectrum.eigenvalues)
-            # Where all rows weigh 1 Phi^T Phi is N itself.
+            # If all weights are 1, Phi^T Phi is N itself.
             products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
             writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
         else:
             smallest, largest = extreme_eigenvalues(matrix)
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
-        # At most what float64 can tell: an exactly singular matrix has one as well.
+        # Limited to 1 / eps, so that a singular matrix has a finite number too.
         floor = largest * np.finfo(np.float64).eps
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class DampedNormalMatrix:
-    """Cholesky's factor L of a checkpoint's damped normal matrix, L L^T = N + ridge I.
+    """The damped normal matrix N + ridge I of one checkpoint, factorized.
 
     Attributes:
-        factor: L in the lower triangle, shape (k, k), float64.
-        ridge: damping * mean_i w_i |phi_i|^2.
-        norm: ||B||, None where scores are not divided by it.
+        damped: The factorization, with ridge = damping * mean_i w_i |phi_i|^2.
+        norm: ||B||. None if scores are not divided by it.
     """
 
-    factor: np.ndarray
-    ridge: float
+    damped: DampedMatrix
     norm: float | None
 
     @classmethod
     def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Factorize a stored normal matrix, which must be made of the training features given."""
+        """Factorize a stored normal matrix, which must be that of these training features."""
         own = spec.of_normal_matrix()
         expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
         expected |= {"features": train.content_hash}
@@ -189,17 +188,17 @@ class DampedNormalMatrix:
             products = file.matrix("norm_products")[:]
             norm = train_norm(file.vector("eigenvalues"), products, ridge)
         ends = file.scalar("smallest_eigenvalue"), file.scalar("largest_eigenvalue")
-        return cls(damped_factor(file.matrix("normal_matrix")[:], ridge, ends), ridge, norm)
+        return cls(DampedMatrix.factorize(file.matrix("normal_matrix")[:], ridge, ends), norm)
 
     def solve(self, features: np.ndarray) -> np.ndarray:
-        """Return (N + ridge I)^-1 T^T, shape (k, m), of features T, shape (m, k), float64."""
-        return scipy.linalg.cho_solve((self.factor, True), features.astype(np.float64).T)
+        """Return (N + ridge I)^-1 T^T, shape (k, m), float64, of features T, shape (m, k)."""
+        return self.damped.solve(features.astype(np.float64).T)
 
     def self_similarities(self, rows: np.ndarray, *, normalize: bool) -> np.ndarray:
-        """Return A_c[i, i] of training samples with these features, shape (rows,)."""
-        diagonal = damped_squares(self.factor, rows)
+        """Return A_c[i, i] of the training samples with these features, shape (rows,)."""
+        diagonal = self.damped.squares(rows)
         if normalize:
-            # As a training sample it has length 1; as its own target it is as it is.
+            # Training features are normalized to length 1. Target features are not normalized.
             lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
             diagonal /= np.where(lengths > 0, lengths, 1)
         return diagonal
@@ -207,46 +206,46 @@ class DampedNormalMatrix:
 
 @dataclass(frozen=True, slots=True)
 class DampedGradients:
-    """The same without a projection: K W + ridge I of the n training samples.
+    """The damped Gramian of one checkpoint's n training samples, factorized: no projection.
 
     Attributes:
-        damped: The damped Gramian, factorized.
-        shares: What rows of inner products are multiplied by, shape (n, 1): 1, or with
-            ``normalize`` 1 over the lengths of the training samples' gradients.
-        norm: ||B||, None where scores are not divided by it.
+        damped: The factorized Gramian.
+        inverse_lengths: Factors of the rows of K_t, shape (n, 1). They are ones, or with
+            ``normalize`` 1 / |g_i| of the training gradients g_i.
+        norm: ||B||. None if scores are not divided by it.
     """
 
     damped: DampedGramian
-    shares: np.ndarray
+    inverse_lengths: np.ndarray
     norm: float | None
 
     @classmethod
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
         """Factorize a stored Gramian of the training samples."""
         weights, gramian = normal_weights(train, spec.curvature_power), train.matrix("gramian")[:]
-        shares = np.ones((len(gramian), 1))
+        inverse_lengths = np.ones((len(gramian), 1))
         if spec.normalize:
-            divide_by_lengths(gramian, shares)
+            divide_by_lengths(gramian, inverse_lengths)
         damped = DampedGramian.factorize(gramian, weights, spec.damping)
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
-        return cls(damped, shares, norm)
+        return cls(damped, inverse_lengths, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A_c (n, m), float64, of inner products of training samples with targets."""
-        return self.damped.similarities(cross * self.shares)
+        """Return A_c from the inner products K_t of training samples with targets, both (n, m)."""
+        return self.damped.similarities(cross * self.inverse_lengths)
 
 
 def self_influences(
     features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the size of A_c[i, i] Q_c[i] of every training sample i, averaged like a score.
+    """Return |A_c[i, i] Q_c[i]^power| of every training sample i, combined like a score.
 
-    The sign is left out, because it is that of Q: no training sample harms itself. Predictions and
-    outputs are those of the last checkpoint of every run. There are features and a normal matrix
-    for each checkpoint. Returns columns id, label, prediction, output and self_influence, and a
-    file's spec.
+    The absolute value is taken because the sign is that of Q. Predictions and outputs are those of
+    the last checkpoint of every run. There is a file of features and of a normal matrix for each
+    checkpoint of ``spec``. Returns the columns ``id``, ``label``, ``prediction``, ``output`` and
+    ``self_influence``, shape (n,) each; and the spec of a file of them.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".

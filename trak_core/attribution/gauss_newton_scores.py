@@ -1,4 +1,4 @@
-"""Score by the Gauss-Newton matrix of the training loss itself, without forming it."""
+"""Score with the Gauss-Newton matrix of the training loss, which is never formed."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples, subset
+from trak_core.attribution.batch_by_length import StoredSamples, subset
 from trak_core.attribution.inner_products import columns_in_order
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.config.memory_needs import newton_targets
@@ -21,7 +21,6 @@ from trak_core.gradients import (
     Room,
     check_finite,
     check_finite_gramian,
-    check_labels,
     formed_gradients,
     gradients_one_by_one,
     in_chunks,
@@ -29,16 +28,15 @@ from trak_core.gradients import (
     memory_by_length,
     n_params,
     refuse_hooks,
-    refuse_not_finite,
 )
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import blocks_with_progress, log
 
-# Steps of conjugate gradients, and the training samples that make the matrix: all, or a quarter if
-# that is more (docs/explanation/choosing.md measures both).
+# Steps of conjugate gradients. G is summed over n / CURVED_SHARE training samples, at least over
+# LEAST_CURVED (docs/explanation/choosing.md has measurements of both).
 STEPS, LEAST_CURVED, CURVED_SHARE = 12, 256, 4
-# Random vectors that give the trace, and vectors that go through the model together.
+# Random vectors that estimate the trace, and vectors that go through the model together.
 _SIGNS, _TOGETHER = 16, 8
 
 
@@ -48,10 +46,10 @@ class NewtonScores:
 
     Attributes:
         values: A = J (G + ridge I)^-1 J_t^T, shape (n, m), float64.
-        ridge: What was added to the diagonal of G.
-        curved: How many training samples made G.
+        ridge: The number that was added to the diagonal of G.
+        curved: Number of training samples over which G was summed.
         train: Label numbers and ``PerSample.columns`` of the training samples.
-        targets: The same of the targets.
+        targets: The same for the targets.
     """
 
     values: np.ndarray
@@ -70,14 +68,15 @@ def newton_scores(
     memory_mb: int,
     steps: int = STEPS,
 ) -> NewtonScores:
-    """Return A = J (G + ridge I)^-1 J_t^T, the solve by ``steps`` of conjugate gradients.
+    """Return A = J (G + ridge I)^-1 J_t^T, solved by ``steps`` of conjugate gradients from 0.
 
-    J and J_t are the gradients of the model output, G = sum_i B_i^T H_i B_i the Gauss-Newton matrix
-    of the training loss: B_i are derivatives of the logits by the parameters, H_i is the Hessian of
-    the loss in the logits. ridge = damping tr(G) / n. G is summed over some training samples, the
-    same for all targets, and scaled to all; its trace is estimated from random signs. With few
-    steps the answer is smoother than the inverse. It is the same for any batch and memory, to
-    rounding.
+    J and J_t are the gradients of the model output, and G = sum_i B_i^T H_i B_i with derivatives
+    B_i of the logits by the parameters and Hessians H_i of the loss in the logits.
+    ridge = damping tr(G) / n. With few steps the solution is smoother than that of the inverse.
+
+    This differs from the definition in: 1. G is summed over a random part of the training samples,
+    the same for all targets, and multiplied by n over their number. 2. tr(G) is the mean of s^T G s
+    over random sign vectors s (Hutchinson). Batch size and memory change scores by rounding only.
 
     Sources: Martens, "Deep learning via Hessian-free optimization", ICML 2010; Koh and Liang,
         "Understanding Black-box Predictions via Influence Functions", ICML 2017, section 3.
@@ -85,25 +84,28 @@ def newton_scores(
     hessian = loaded.output.loss_hessian
     if hessian is None:
         raise InputError(
-            "projection: gauss_newton needs a model output whose training loss has a known Hessian "
-            "in the logits. Found one without. Take `exact`, or a projection.",
+            "projection: gauss_newton needs the Hessian of the training loss in the logits, which "
+            "this model output does not have. Use `exact` or a random projection.",
             code="model.no_loss_hessian",
         )
     n, m = len(train.ids), len(targets.ids)
     block, held_bytes = newton_targets(n_params(loaded.parameters), n, m, memory_mb)
     chosen = np.random.default_rng(0).permutation(n)[: max(LEAST_CURVED, n // CURVED_SHARE)]
     splits = [targets, train, subset(train, np.sort(chosen).tolist())]
-    stored = [_Stored(samples, loaded.stored(samples)) for samples in loaded.ordered(*splits)]
-    left_mb = memory_mb - (held_bytes + sum(each.kept.n_bytes for each in stored)) // 2**20
-    room = _room(loaded, stored, left_mb)
-    for each in stored:
-        each.at_once = each.samples.batches_of(batch_size, room)
-    own, rows, curved = stored
-    columns = [columns_in_order(loaded, e.samples, e.kept, e.at_once) for e in (own, rows)]
-    for split, column in zip((targets, train), columns, strict=True):
-        bad = (~column[1].isfinite()).nonzero().flatten().tolist()
-        if bad:
-            refuse_not_finite([split.ids[i] for i in bad], "Model outputs")
+    stored = [loaded.stored(samples) for samples in loaded.ordered(*splits)]
+    left_mb = memory_mb - (held_bytes + sum(samples.n_bytes for samples in stored)) // 2**20
+    room = _room(loaded, stored[:2], left_mb)
+    of_targets, of_train, curved = stored
+
+    def batches(
+        samples: StoredSamples, compute: Callable[[Batch], Tensor]
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        at_once = samples.samples.batches_of(batch_size, room)
+        return in_chunks(lambda i, j: compute(samples.rows(i, j)), len(samples), at_once)
+
+    given = batch_size, room
+    target_columns = columns_in_order(loaded, of_targets, targets.ids, *given)
+    train_columns = columns_in_order(loaded, of_train, train.ids, *given)
     values = np.empty((n, m))
     with _differentiating_forward(loaded.model):
         tangents = _Tangents(loaded)
@@ -111,44 +113,28 @@ def newton_scores(
         def matrix(vectors: Tensor) -> Tensor:
             """Return G times each of the vectors, shape (m, p)."""
             total = torch.zeros_like(vectors)
-            for *_, part in curved.blocks(lambda batch: tangents.product(batch, vectors)):
+            for *_, part in batches(curved, lambda batch: tangents.product(batch, vectors)):
                 total += part
-            return total * (n / len(curved.kept))
+            return total * (n / len(curved))
 
         ridge = damping * _trace(matrix, tangents) / n
-        log(f"{len(curved.kept)} of {n} training samples make the matrix")
+        log(f"{len(curved)} of {n} training samples make the matrix")
         for start, stop in blocks_with_progress(m, block, "targets"):
-            solved = _solved(matrix, _gradients(loaded, own.kept, start, stop), ridge, steps)
-            places = own.kept.places[start:stop]
-            for first, last, part in rows.blocks(partial(tangents.of_values, vectors=solved)):
-                of_rows = part.double().cpu().numpy().T
-                values[np.ix_(rows.kept.places[first:last], places)] = of_rows
+            solved = _solved(matrix, _gradients(loaded, of_targets, start, stop), ridge, steps)
+            columns = of_targets.samples.rows[start:stop]
+            for first, last, part in batches(of_train, partial(tangents.of_values, vectors=solved)):
+                rows = of_train.samples.rows[first:last]
+                values[np.ix_(rows, columns)] = part.double().cpu().numpy().T
     check_finite_gramian(values, train.ids, targets.ids)
-    return NewtonScores(values, ridge, len(curved.kept), columns[1], columns[0])
+    return NewtonScores(values, ridge, len(curved), train_columns, target_columns)
 
 
-@dataclass(slots=True)
-class _Stored:
-    """Samples in the order in which they are taken, and in memory; how many are taken at once."""
-
-    samples: OrderedSamples
-    kept: StoredSamples
-    at_once: Callable[[int], int] = lambda _: 1
-
-    def blocks(self, compute: Callable[[Batch], Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield start, stop and what is computed of each batch."""
-        rows = self.kept.rows
-        return in_chunks(lambda i, j: compute(rows(slice(i, j))), len(self.kept), self.at_once)
-
-
-def _room(loaded: LoadedModel, stored: Sequence["_Stored"], left_mb: int) -> Room:
-    """Check all labels, and return how many samples fit with derivatives along some vectors."""
+def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> Room:
+    """Check all labels, and return how many samples fit with their derivatives along vectors."""
     needs = []
-    for each in stored[:2]:
-        few, n_classes = loaded.few(each.samples)
-        for part, sample_id in zip(each.kept.parts, each.kept.ids, strict=True):
-            check_labels(part.labels, loaded.output, n_classes, [sample_id])
-        # Without blocks that run twice, which forward mode can't differentiate.
+    for samples in stored:
+        few = loaded.few_checked(samples)
+        # Without recomputed blocks, which forward mode cannot differentiate.
         needs.append(memory_by_length(loaded.model, loaded.parameters, loaded.output, few))
         loaded.check_apart(few, len(few))
     needed = max(needs, key=lambda need: (need.longest, need.of_longest.of(1)))
@@ -165,7 +151,7 @@ def _room(loaded: LoadedModel, stored: Sequence["_Stored"], left_mb: int) -> Roo
 
 @contextmanager
 def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
-    """Run in evaluation mode with attention that forward mode takes; explain what it doesn't."""
+    """Evaluate with attention that has a forward mode; explain errors of models without one."""
     try:
         with (
             torch.no_grad(),
@@ -173,22 +159,22 @@ def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
             sdpa_kernel(SDPBackend.MATH),
             warnings.catch_warnings(),
         ):
-            # torch scripts some derivatives when forward mode first runs, which it says is old.
+            # torch warns of its own use of torch.jit.script in the first forward mode.
             warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
             yield
-    except RuntimeError as error:  # also what forward mode has no rule for
+    except RuntimeError as error:  # includes NotImplementedError of missing derivatives
         if isinstance(error, InputError) or is_out_of_memory(error):
             raise
         raise InputError(
             "projection: gauss_newton needs a model that torch.func.jvp and vmap differentiate. "
-            f"Found {type(error).__name__}: {(str(error).splitlines() or [''])[0]} Take `exact`, "
-            "or a projection.",
+            f"Found {type(error).__name__}: {(str(error).splitlines() or [''])[0]} Use `exact` or "
+            "a random projection.",
             code="model.forward_mode",
         ) from error
 
 
 class _Called(nn.Module):
-    """A model as a module that takes batches."""
+    """Wrap a model as a module that takes batches."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -199,7 +185,7 @@ class _Called(nn.Module):
 
 
 class _Tangents:
-    """Derivatives of a model along vectors of all parameters, shape (p,), in their order."""
+    """Derivatives of a model along vectors of shape (p,), which concatenate all parameters."""
 
     def __init__(self, loaded: LoadedModel):
         refuse_hooks(
@@ -213,7 +199,7 @@ class _Tangents:
 
     @property
     def n_params(self) -> int:
-        """P."""
+        """Number p of differentiated entries."""
         return sum(self._sizes)
 
     def _named(self, vector: Tensor) -> dict[str, Tensor]:
@@ -235,7 +221,7 @@ class _Tangents:
         return torch.vmap(along, chunk_size=_TOGETHER)(vectors)
 
     def product(self, batch: Batch, vectors: Tensor) -> Tensor:
-        """Return the sum over a batch of B^T H B times each of the vectors, shape (m, p)."""
+        """Return sum_i B_i^T H_i B_i v over a batch for each vector v, shape (m, p)."""
 
         def outputs(theta: dict[str, Tensor]) -> Tensor:
             return self._read(theta, batch)
@@ -245,16 +231,16 @@ class _Tangents:
         assert hessian is not None
 
         def times(vector: Tensor) -> Tensor:
-            moved = torch.func.jvp(outputs, (self._theta,), (self._named(vector),))[1]
-            bent = torch.vmap(hessian)(read, batch.labels, moved)
-            (products,) = back(bent.to(read.dtype))
+            b_v = torch.func.jvp(outputs, (self._theta,), (self._named(vector),))[1]
+            h_b_v = torch.vmap(hessian)(read, batch.labels, b_v)
+            (products,) = back(h_b_v.to(read.dtype))
             return torch.cat([products[name].flatten().float() for name in self._theta])
 
         return torch.vmap(times, chunk_size=_TOGETHER)(vectors)
 
 
 def _trace(matrix: Callable[[Tensor], Tensor], tangents: _Tangents) -> float:
-    """Return the trace of G, estimated without bias from random signs."""
+    """Return the mean of s^T G s over random sign vectors s, an unbiased estimate of tr(G)."""
     generator = torch.Generator().manual_seed(0)
     total = 0.0
     for _ in range(_SIGNS // _TOGETHER):
@@ -265,9 +251,10 @@ def _trace(matrix: Callable[[Tensor], Tensor], tangents: _Tangents) -> float:
 
 
 def _gradients(loaded: LoadedModel, samples: StoredSamples, start: int, stop: int) -> Tensor:
-    """Return whole gradients of f of some samples, shape (m, p)."""
+    """Return the gradients of f of the samples from ``start`` to ``stop``, shape (m, p)."""
     rows = []
-    for part, sample_id in zip(samples.parts[start:stop], samples.ids[start:stop], strict=True):
+    ids = samples.samples.split.ids[start:stop]
+    for part, sample_id in zip(samples.parts[start:stop], ids, strict=True):
         formed = formed_gradients(
             gradients_one_by_one, loaded.model, loaded.parameters, loaded.output, part
         )
@@ -279,22 +266,26 @@ def _gradients(loaded: LoadedModel, samples: StoredSamples, start: int, stop: in
 def _solved(
     matrix: Callable[[Tensor], Tensor], gradients: Tensor, ridge: float, steps: int
 ) -> Tensor:
-    """Return (G + ridge I)^-1 times each gradient (m, p), by conjugate gradients from 0."""
-    solved, left, along = torch.zeros_like(gradients), gradients.clone(), gradients.clone()
-    squares = _dot(left, left)
-    seen: list[Tensor] = []
+    """Return (G + ridge I)^-1 g for each gradient g, shape (m, p), by conjugate gradients from 0.
+
+    This differs from the textbook's conjugate gradients in: each residual is made orthogonal to
+    all earlier ones, twice, because rounding errors would otherwise grow.
+    """
+    solution, residual = torch.zeros_like(gradients), gradients.clone()
+    direction, squares = gradients.clone(), _dot(gradients, gradients)
+    earlier: list[Tensor] = []
     for _ in range(steps):
-        seen.append(left * _ratio(torch.ones_like(squares), squares.sqrt()))
-        product = matrix(along) + ridge * along
-        # Where nothing is left, nothing moves.
-        share = _ratio(squares, _dot(along, product))
-        solved += share * along
-        left = left - share * product
-        for direction in (*seen, *seen):  # against rounding, which conjugate gradients amplify
-            left -= _dot(direction, left).float() * direction
-        before, squares = squares, _dot(left, left)
-        along = left + _ratio(squares, before) * along
-    return solved
+        earlier.append(residual * _ratio(torch.ones_like(squares), squares.sqrt()))
+        product = matrix(direction) + ridge * direction
+        # A step of 0 if the residual is 0.
+        step = _ratio(squares, _dot(direction, product))
+        solution += step * direction
+        residual = residual - step * product
+        for unit in (*earlier, *earlier):
+            residual -= _dot(unit, residual).float() * unit
+        before, squares = squares, _dot(residual, residual)
+        direction = residual + _ratio(squares, before) * direction
+    return solution
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -302,5 +293,5 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Return a / b, and 0 where that is 0, in float32."""
+    """Return a / b in float32, and 0 where b is 0."""
     return torch.where(b == 0, 0, a / b.where(b != 0, 1)).float()

@@ -1,4 +1,4 @@
-"""Compute inner products of gradients under one checkpoint, block by block."""
+"""Compute inner products of gradients under one checkpoint, block of samples by block."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import GRAMIAN, create, software
-from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples
+from trak_core.attribution.batch_by_length import StoredSamples
 from trak_core.attribution.device import device_name
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
@@ -18,7 +18,6 @@ from trak_core.gradients import (
     Room,
     Variety,
     check_finite_gramian,
-    check_labels,
     columns_of,
     in_chunks,
     in_evaluation_mode,
@@ -58,56 +57,45 @@ def write_gramian(
 def inner_products(
     loaded: LoadedModel, data: Split, targets: Split | None, batch_size: int, memory_mb: int
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return K = J J^T of the training samples, or K_t = J J_t^T between them and targets, float64.
+    """Return K = J J^T of the training samples, or K_t = J J_t^T with targets, float64.
 
-    J are the gradients of the model output, which are never formed as a whole. Two blocks of
-    ``batch_size`` samples are in the model at once, at most; ``memory_mb`` must hold the Gramian.
-    With it are label numbers and ``PerSample.columns`` of the columns' samples.
+    J are the gradients of the model output, which are never formed as a whole. At most two blocks
+    of ``batch_size`` samples are in the model at once. ``memory_mb`` must hold the Gramian. The
+    second result are label numbers and ``PerSample.columns`` of the samples of the columns.
     """
-    own = data if targets is None else targets
-    need = gramian_need(len(data.ids), len(own.ids))
+    need = gramian_need(len(data.ids), len((targets or data).ids))
     need.check(memory_mb)
-    ordered = loaded.ordered(*([data] if targets is None else [own, data]))
-    splits = [(samples, loaded.stored(samples)) for samples in ordered]
-    (samples, kept), (train, rows) = splits[0], splits[-1]
-    room = _room(loaded, splits, memory_mb - need.fixed_bytes // 2**20)
-    longest = 0 if targets is None else samples.length(0)
+    splits = [data] if targets is None else [targets, data]
+    stored = [loaded.stored(samples) for samples in loaded.ordered(*splits)]
+    others, train = stored[0], stored[-1]
+    room = _room(loaded, stored, memory_mb - need.fixed_bytes // 2**20)
+    longest = 0 if targets is None else others.samples.length(0)
 
     def at_once(first: int) -> int:
-        """Return how many training samples from one on may be beside as many of the others."""
-        fit = room.most(max(longest, train.length(first)))
-        # Two blocks are in the model at a time.
+        """Return the number of training samples in a block, of which two are in the model."""
+        fit = room.most(max(longest, train.samples.length(first)))
         return max(1, min(batch_size, fit // 2))
 
     log(f"two times {at_once(0)} samples at once")
-    columns = columns_in_order(loaded, samples, kept, samples.batches_of(batch_size, room))
-    bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
-    if bad:
-        refuse_not_finite([own.ids[i] for i in bad], "Model outputs")
+    columns = columns_in_order(loaded, others, (targets or data).ids, batch_size, room)
     with in_evaluation_mode(loaded.model):
-        values = _gramian(loaded, rows, None if targets is None else kept, at_once)
-    check_finite_gramian(values, data.ids, own.ids)
+        values = _gramian(loaded, train, None if targets is None else others, at_once)
+    check_finite_gramian(values, data.ids, (targets or data).ids)
     return values, columns
 
 
-def _room(
-    loaded: LoadedModel, splits: Sequence[tuple[OrderedSamples, StoredSamples]], left_mb: int
-) -> Room:
-    """Check all labels, and return how many samples fit beside what is held."""
-    needs = []
-    left_mb -= sum(kept.n_bytes for _, kept in splits) // 2**20
-    for samples, kept in splits:
-        few, n_classes = loaded.few(samples)
-        for part, sample_id in zip(kept.parts, kept.ids, strict=True):
-            check_labels(part.labels, loaded.output, n_classes, [sample_id])
-        needs.append((loaded.memory(few, max(0, left_mb)), samples, few))
-    needed, samples, _ = max(needs, key=lambda need: (need[0].longest, need[0].of_longest.of(1)))
-    # The engine never holds a sample's whole gradient, but that of one parameter at a time.
-    largest = max(p.nbytes for p in loaded.parameters.values())
-    needed = needed.mapped(lambda memory: replace(memory, gradient_bytes=largest))
-    with samples.naming_longest():
+def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> Room:
+    """Check all labels, and return how many samples fit into the memory that is left."""
+    left_mb -= sum(samples.n_bytes for samples in stored) // 2**20
+    fews = [loaded.few_checked(samples) for samples in stored]
+    needs = [loaded.memory(few, max(0, left_mb)) for few in fews]
+    largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
+    # The engine holds a sample's gradient of one parameter at a time.
+    gradient_bytes = max(p.nbytes for p in loaded.parameters.values())
+    needed = needs[largest].mapped(lambda memory: replace(memory, gradient_bytes=gradient_bytes))
+    with stored[largest].samples.naming_longest():
         room = needed.room(loaded.device, left_mb)
-    for _, _, few in needs:
+    for few in fews:
         loaded.check_apart(few, room.most(needed.longest))
     return room
 
@@ -118,21 +106,22 @@ def _gramian(
     targets: StoredSamples | None,
     at_once: Callable[[int], int],
 ) -> np.ndarray:
-    """Return the Gramian, block of rows by block of rows; without targets, of train with itself."""
+    """Return K_t, or without targets K, block by block, in the study's order."""
     model = loaded.model, loaded.parameters, loaded.output
-    columns = train if targets is None else targets
-    gramian = np.empty((len(train), len(columns)))
+    others = train if targets is None else targets
+    gramian = np.empty((len(train), len(others)))
 
     def fill(first: int, last: int) -> None:
-        rows, places = train.rows(slice(first, last)), train.places[first:last]
+        block, rows = train.rows(first, last), train.samples.rows[first:last]
         if targets is None:
-            gramian[np.ix_(places, places)] = train_gramian(*model, [rows])
-        for numbers, block in columns.blocks(last if targets is None else 0, last - first):
-            beside = columns.places[numbers]
-            part = cross_gramian(*model, [rows], [block])
-            gramian[np.ix_(places, beside)] = part
+            gramian[np.ix_(rows, rows)] = train_gramian(*model, [block])
+        for start in range(last if targets is None else 0, len(others), last - first):
+            stop = start + last - first
+            columns = others.samples.rows[start:stop]
+            part = cross_gramian(*model, [block], [others.rows(start, stop)])
+            gramian[np.ix_(rows, columns)] = part
             if targets is None:
-                gramian[np.ix_(beside, places)] = part.T
+                gramian[np.ix_(columns, rows)] = part.T
 
     n = len(train)
     for _ in with_progress(in_chunks(fill, n, at_once), n, "training samples"):
@@ -141,14 +130,23 @@ def _gramian(
 
 
 def columns_in_order(
-    loaded: LoadedModel, samples: OrderedSamples, kept: StoredSamples, at_once: Callable[[int], int]
+    loaded: LoadedModel, stored: StoredSamples, ids: Sequence[object], batch_size: int, room: Room
 ) -> list[Tensor]:
-    """Return label numbers, model outputs and what goes with them, in the study's order."""
+    """Return label numbers and ``PerSample.columns`` in the study's order, which ``ids`` have.
+
+    Model outputs must be finite.
+    """
 
     def of(first: int, last: int) -> list[Tensor]:
-        block = kept.rows(slice(first, last))
+        block = stored.rows(first, last)
         numbers = torch.vmap(loaded.output.label_number)(block.labels)
         return [numbers, *columns_of(loaded.model, loaded.output, block)]
 
-    parts = [part for *_, part in samples.in_order(in_chunks(of, len(kept), at_once))]
-    return [torch.cat(column) for column in zip(*parts, strict=True)]
+    samples = stored.samples
+    chunks = in_chunks(of, len(stored), samples.batches_of(batch_size, room))
+    parts = [part for *_, part in samples.in_order(chunks)]
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
+    if bad:
+        refuse_not_finite([ids[i] for i in bad], "Model outputs")
+    return columns

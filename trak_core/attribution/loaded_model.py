@@ -1,4 +1,4 @@
-"""Load a model under one checkpoint, with its parameters and model output."""
+"""Load a model with the weights of one checkpoint, its parameters and model output."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -46,12 +46,12 @@ from trak_core.study.study import Study
 from trak_core.system.job import return_freed
 
 _FEW = 8  # samples that are checked before the expensive work
-_COMPARED = 8  # samples whose outputs tell whether a file is of today's code
-# Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.
+_COMPARED = 8  # samples whose outputs are compared with stored ones
+# Bytes for each logit if all are computed at once. Measured for GPT-2 and Llama: 11 to 16.
 _LOGIT_BYTES = 16
-# The logits of a text may have this part of the memory; more are computed in pieces.
+# If the logits of a text need more than this fraction of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
-# Copies of such a piece that are there together.
+# Copies of such a piece that are held together.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 
@@ -60,12 +60,14 @@ class LoadedModel:
     """A model with a checkpoint's weights, on its device.
 
     Attributes:
-        parameters: Those to differentiate.
+        model: The model.
+        parameters: The parameters to differentiate, by name.
         output: The model output f.
-        checkpoint_digests: SHA-256 of what was read from the checkpoint: ``sha256`` of the weights'
-            files, and what else decides numbers.
-        blocks: The model's repeated blocks, which run twice where a sample needs much memory.
-        scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
+        device: The model's device.
+        checkpoint_digests: SHA-256 of the weights' files (``sha256``), and of other files that
+            determine numbers.
+        blocks: The model's repeated blocks, which are recomputed if a sample needs much memory.
+        scales: Factors of the gradients' entries, by the parameter's name. None for no factors.
     """
 
     model: nn.Module
@@ -97,12 +99,12 @@ class LoadedModel:
         output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
     ) -> Self:
-        """Return the model with weights of a file, a folder or a state dict; None for its own.
+        """Return the model with weights of a file, a folder or a state dict. None for its own.
 
-        ``output_of`` returns the model output, which may depend on the loaded weights.
+        ``output_of`` returns the model output of the model with its weights.
         """
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
-        # Before its weights come, which are never beside it then.
+        # Before reading the weights, so that they are never in memory together with a copy.
         _move(model, device)
         if isinstance(weights, Path):
             part = (spec.state_dicts or {}).get(spec.checkpoint or "")
@@ -118,8 +120,8 @@ class LoadedModel:
         if spec.preconditioner is not None:
             if not isinstance(weights, Path):
                 raise InputError(
-                    "preconditioner: adam reads the optimizer's state that lies with a checkpoint, "
-                    f"which must be a path. Found weights in memory for {spec.checkpoint}.",
+                    "preconditioner: adam reads the optimizer's state from the checkpoint's path. "
+                    f"Found weights in memory for {spec.checkpoint}.",
                     code="model.no_optimizer_path",
                 )
             on_cpu, digests["optimizer_sha256"] = adam_scales(model, parameters, trained, weights)
@@ -129,7 +131,7 @@ class LoadedModel:
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
-        """Return the samples of splits in a job's order; see ``order_samples``."""
+        """Return the samples of splits in the order of ``order_samples``."""
         return order_samples(splits, self.model, self.output, window)
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
@@ -139,14 +141,14 @@ class LoadedModel:
         return replace(batch, gives_labels=True) if needs_labels else batch
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
-        """Return the model with its logits in pieces, if the longest text's take much memory.
+        """Return a model that computes logits in pieces, if those of the longest text need much.
 
-        Its outputs are the same up to rounding. ``few`` says so on standard output.
+        Its outputs are the same, to rounding. ``few`` prints a notice about it.
         """
         if not self.output.joins_tokens or self.output.takes_labels:
             return self
-        (place,) = samples.few(1)
-        n_tokens = self.batch(samples, place, place + 1).labels.shape[-1]
+        (longest,) = samples.few(1)
+        n_tokens = self.batch(samples, longest, longest + 1).labels.shape[-1]
         most_bytes = budget_bytes(self.device, memory_mb) // _LOGITS_SHARE
         if _LOGIT_BYTES * n_tokens * vocabulary_size(self.model) <= most_bytes:
             return self
@@ -155,46 +157,50 @@ class LoadedModel:
 
     def stored(self, samples: OrderedSamples) -> StoredSamples:
         """Read all samples into memory on the model's device."""
-        parts = [self.batch(samples, i, i + 1) for i in range(len(samples))]
-        return StoredSamples(parts, samples.split.ids, samples.rows)
+        return StoredSamples(samples, [self.batch(samples, i, i + 1) for i in range(len(samples))])
+
+    def few_checked(self, stored: StoredSamples) -> Batch:
+        """Return the samples of ``few``, after checking the labels of all samples."""
+        few, n_classes = self.few(stored.samples)
+        for part, sample_id in zip(stored.parts, stored.samples.split.ids, strict=True):
+            check_labels(part.labels, self.output, n_classes, [sample_id])
+        return few
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
         """Return a few samples, the longest text first, and the result of ``count_classes``.
 
-        The model must take them, and their labels must be such as it can have been trained with.
+        Raises:
+            InputError: If the model does not take them, or their labels do not suit the model.
         """
-        places = samples.few(_FEW)
-        few = joined([self.batch(samples, i, i + 1) for i in places])
+        positions = samples.few(_FEW)
+        few = joined([self.batch(samples, i, i + 1) for i in positions])
         with samples.naming_longest():
             n_classes = count_classes(self.model, self.output, few, self.device)
         if isinstance(self.model, MarginsOfTokens):
             print(f"Notice: {self.model.told(few.labels.shape[1])}", flush=True)
-        check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in places])
+        check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in positions])
         return few, n_classes
 
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
-        """Return the memory that differentiating a sample takes, measured.
+        """Return the memory that differentiating a sample needs, measured.
 
-        If the longest text's is more than ``memory_mb``, the model's repeated blocks run twice from
-        then on, which standard output says.
+        If that of the longest text is more than ``memory_mb``, the model's repeated blocks are
+        recomputed in backward passes from then on, with a notice on standard output.
         """
         try:
-            return self._measured(few, memory_mb)
+            if not self.blocks.is_on and self.blocks.found:
+                budget = budget_bytes(self.device, memory_mb)
+                with suppress(TooMuchMemoryError):
+                    needed = self._memory(few, budget)
+                    if needed.of_longest.of(1) <= budget:
+                        return needed
+                self.blocks.start()
+                needed = self._memory(few, None)
+                print(f"Notice: {self.blocks.told()}", flush=True)
+                return needed
+            return self._memory(few, None)
         finally:
             return_freed()
-
-    def _measured(self, few: Batch, memory_mb: int) -> MemoryByLength:
-        if self.blocks.is_on or not self.blocks.found:
-            return self._memory(few, None)
-        budget = budget_bytes(self.device, memory_mb)
-        with suppress(TooMuchMemoryError):
-            needed = self._memory(few, budget)
-            if needed.of_longest.of(1) <= budget:
-                return needed
-        self.blocks.start()
-        needed = self._memory(few, None)
-        print(f"Notice: {self.blocks.told()}", flush=True)
-        return needed
 
     def _memory(self, few: Batch, most_bytes: int | None) -> MemoryByLength:
         given = self.model, self.parameters, self.output, few
@@ -204,40 +210,37 @@ class LoadedModel:
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether samples still have the model outputs and loss weights that were stored.
+        """Return whether samples have the stored ``outputs`` and ``loss_weights``, to rounding.
 
-        Eight samples, spread over the split, are compared up to rounding. So changes of the model's
-        code, of the output function and of the data are noticed, if outputs depend on them.
-
-        Args:
-            data: The split.
-            columns: Stored ``outputs`` and ``loss_weights`` of all its samples, shape (n,) each.
+        Eight samples, spread over the split, are compared. This detects changes of the model's
+        code, of the output function and of the data that change these outputs. ``columns`` are the
+        stored values of all samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
         functions = self.output.value, self.output.loss_weight
-        ours = []
+        current = []
         with torch.no_grad(), in_evaluation_mode(self.model):
             for row in rows.tolist():
                 batch = as_batch(data.batch(row, row + 1), self.output)
                 batch = batch.mapped(lambda tensor: tensor.to(self.device))
                 read = self.output.read(call(self.model, batch))
-                own = [over_samples(function, read, batch.labels) for function in functions]
-                ours.append([value.double().item() for value in own])
+                values = [over_samples(function, read, batch.labels) for function in functions]
+                current.append([value.double().item() for value in values])
         stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
-        # Batches of other sizes round otherwise, and CUDA may multiply in TF32.
+        # Rounding depends on the batch size, and CUDA may multiply in TF32.
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
         rounding = max(1e-4 if self.device.type == "cpu" else 1e-3, 4 * eps)
         most = rounding * np.abs(stored).max(axis=0)
-        return bool((np.abs(stored[rows] - np.array(ours)) <= most).all())
+        return bool((np.abs(stored[rows] - np.array(current)) <= most).all())
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Refuse a model in which samples of a batch of ``at_once`` influence each other."""
+        """Refuse a model in which samples of a batch influence each other."""
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all that decides a file's numbers, which it stores.
+        """Return all that determines a file's numbers, to be stored in it.
 
-        ``projection`` is the spec of a projection, or of another use of the gradients.
+        ``projection`` is the spec of the projection, or of another use of the gradients.
         """
         file_spec = spec.as_dict() | {
             "projection": dict(projection),
@@ -259,8 +262,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
             raise
         n_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         raise InputError(
-            f"The memory of {device} must hold the model: {-(-n_bytes // 2**20)} MiB. It ran out. "
-            "A job splits samples over devices, never a model. Use a larger GPU, a dtype of fewer "
-            "bytes in make_model(), or `compute: {device: cpu}`.",
+            f"The model of {-(-n_bytes // 2**20)} MiB must fit into the memory of {device}, which "
+            "ran out. Use a larger GPU, a dtype of fewer bytes in make_model(), or "
+            "`compute: {device: cpu}`.",
             code="study.model_size",
         ) from error

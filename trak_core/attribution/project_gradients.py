@@ -1,4 +1,4 @@
-"""Compute features by projecting per-sample gradients piece by piece, as they come."""
+"""Compute features by projecting per-sample gradients in parts, during the backward pass."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -18,28 +18,27 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, prefers_factors
 from trak_core.spec import ProjectionSpec, matrix_shape
 
-# The part of a sample's features, by their norm, that may be lost where they are stored. Rounding
-# to float16 costs 5e-4 at most, more is lost where entries fall below 6e-5 or overflow. Rounding
-# entries alike in size to int8 costs 1e-2; one far larger than the others leaves them few steps.
+# The largest relative error, by norm, of a sample's features in a stored dtype. float16 rounds by
+# at most 5e-4, and loses more of entries below 6e-5 or above 65504. int8 rounds entries of similar
+# size by 1e-2, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
-# Up to this number of entries, parts are copied into one tensor, which is projected at once.
+# Up to this number of entries, parts are copied into one tensor, which one call projects.
 _JOINED = 2**18
 
 
 class Features:
-    """A consumer of gradients that adds up x R over the parameters.
+    """A consumer of gradients that sums x R over the parameters.
 
-    A gradient method goes backwards through the model and hands each parameter's gradients, of all
-    samples of a batch, to ``take``. After it ``finish`` projects what still waits.
-
-    The parameters lie side by side in the order they are given, each row-major. Gradients are
-    formed a part at a time, and small parts wait, so that one call projects many. A tensor sketch
-    takes factors of gradients instead, where that is cheaper and entries aren't scaled.
+    A gradient method passes each parameter's gradients, of all samples of a batch, to ``take``. It
+    calls ``finish`` at the end. The coordinates of x are the entries of the parameters in their
+    order, row-major. Gradients are formed in parts, and small parts are collected so that one call
+    projects many. A tensor sketch uses the factors of gradients, if that is cheaper and entries
+    have no scales.
 
     Attributes:
-        rows: Shape (batch, proj_dim), float32, unscaled; without ``products``.
-        products: The sum of what was sketched by factors; None for other kinds.
+        rows: x R, shape (batch, proj_dim), float32, unscaled, without ``products``.
+        products: The sum of sketches of factors. None for kinds other than tensor sketches.
     """
 
     in_order: ClassVar[bool] = True
@@ -54,25 +53,25 @@ class Features:
         scales: Mapping[str, Tensor] | None = None,
     ):
         self._projection, self._threads = projection, threads
-        # First coordinate, and the number among the parameters with entries.
-        self._places: dict[int, tuple[int, int]] = {}
+        # A parameter's first coordinate, and its number among those with entries.
+        self._numbers: dict[int, tuple[int, int]] = {}
         self._scale_of = {
             id(parameters[name]): scale.flatten() for name, scale in (scales or {}).items()
         }
         offset = 0
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
-            self._places[id(parameter)] = offset, number
+            self._numbers[id(parameter)] = offset, number
             offset += parameter.numel()
         self._begin(rows)
 
     def _begin(self, rows: Tensor) -> None:
-        """Add to these rows from now on."""
+        """Set the rows to which gradients are added."""
         of_matrices = self._projection.kind.about.of_matrices
         self.rows = rows
         self.products = (
             OuterProducts(self._projection, len(rows), rows.device) if of_matrices else None
         )
-        # Parts that wait, by their first coordinate, and their entries.
+        # Collected parts by their first coordinate, and their total number of entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
 
@@ -85,10 +84,7 @@ class Features:
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ) -> Self:
-        """Return zeros for ``n_samples`` samples, on the parameters' device.
-
-        ``scales`` are factors of the gradients' entries, by the parameter's name.
-        """
+        """Return zeros on the parameters' device. ``scales`` are factors of gradients, by name."""
         device = next(iter(parameters.values())).device
         rows = torch.zeros(n_samples, projection.proj_dim, device=device)
         return cls(parameters, projection, rows, threads, scales)
@@ -96,7 +92,7 @@ class Features:
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
             return
-        offset, number = self._places[id(parameter)]
+        offset, number = self._numbers[id(parameter)]
         scale = self._scale_of.get(id(parameter))
         if self.products is not None and scale is None:
             shape = matrix_shape(parameter.shape)
@@ -115,7 +111,7 @@ class Features:
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Sketch a use by its factors if that is cheaper; return whether it was."""
+        """Add the sketch of a use's factors and return True, or return False if not cheaper."""
         if use.matrix != shape:
             return False
         if isinstance(use, Lookup):
@@ -135,7 +131,7 @@ class Features:
         return True
 
     def _project_held(self) -> None:
-        """Project the parts that wait, in few runs of consecutive coordinates."""
+        """Project the collected parts, one call for each run of consecutive coordinates."""
         run: list[Tensor] = []
         start = stop = 0
         for first in sorted(self._held):
@@ -177,7 +173,7 @@ class Features:
         self.rows += other.rows
 
     def scaled(self) -> Tensor:
-        """Return the features, so that E<Rx, Ry> = <x, y>."""
+        """Return the features x R * scale, for which E<phi_x, phi_y> = <x, y>."""
         return self.rows * self._projection.scale
 
 
@@ -196,18 +192,20 @@ def batch_features(
 ) -> tuple[np.ndarray, list[Tensor]]:
     """Return features, shape (batch, proj_dim), float32; label numbers and ``PerSample.columns``.
 
-    Features are x R of gradients x, times the projection's scale unless ``is_scaled`` is False. If
-    something is not finite, the ``InputError`` names the samples, by ``ids``, and parameters.
+    Features are x R of gradients x, times the projection's scale if ``is_scaled``.
+
+    Raises:
+        InputError: If a gradient, feature or output is not finite, with the samples' ``ids``.
     """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
-    # A GPU is waited for from here on, and nowhere before.
+    # The first synchronization with a GPU.
     rows = (sums.scaled() if is_scaled else sums.rows).cpu().numpy()
     if not (np.isfinite(rows).all() and columns[0].isfinite().all()):
         explain_not_finite(model, parameters, output, batch, ids)
         raise InputError(
-            "Features must be finite. Found NaN or infinity where gradients are finite: their sums "
-            "overflow float32.",
+            "Features must be finite. Found NaN or infinity although gradients are finite, because "
+            "their sums overflow float32.",
             code="projection.not_finite",
         )
     numbers = torch.vmap(output.label_number)(batch.labels)
@@ -215,7 +213,7 @@ def batch_features(
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
-    """Return the rows as they are read when they were stored in a dtype, which must hold them."""
+    """Return the rows rounded to a stored dtype, which must represent them well enough."""
     if dtype == "float32":
         return rows
     exact = rows.astype(np.float64)
@@ -230,28 +228,26 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
     named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
     if named and dtype == "int8":
         raise InputError(
-            "Features stored as int8 must keep a sample's features to 2e-2 of their norm: no entry "
-            "may be far larger than the others. Found a loss of up to "
-            f"{(losses[lost] / norms[lost]).max():.2g} in the samples {named}. "
-            "Set features_dtype to float16 or float32.",
+            "int8 must represent a sample's features to 2e-2 of their norm. Found a loss of up to "
+            f"{(losses[lost] / norms[lost]).max():.2g} in the samples {named}, where an entry is "
+            "far larger than the others. Set features_dtype to float16 or float32.",
             code="stages.int8",
         )
     if named:
         size = np.abs(rows[lost])
         raise InputError(
-            "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
-            "entries of 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {named}. "
-            "Set features_dtype to float32.",
+            "float16 must represent a sample's features to 1e-3 of their norm, which needs entries "
+            f"of 6e-5 to 65504. Found entries from {size[size > 0].min():.2g} to {size.max():.2g} "
+            f"in the samples {named}. Set features_dtype to float32.",
             code="stages.float16",
         )
     return stored
 
 
 def projecting_device(name: str) -> torch.device:
-    """Return the device that a config names, after a check that projection works on it."""
+    """Return the device of a config, after checking that the projection can run on it."""
     if takes_cuda(name):
-        # Imported here because only CUDA needs it; checked before the wait for a GPU.
+        # Only CUDA needs this import. The check comes before waiting for a GPU.
         from trak_core.projection.cuda.project import require_numba_cuda
 
         require_numba_cuda()
@@ -259,5 +255,5 @@ def projecting_device(name: str) -> torch.device:
 
 
 def compilers(device: torch.device) -> tuple[str, ...]:
-    """Return the packages that compile the projection's kernels, for an artifact's provenance."""
+    """Return the packages that compile the projection's kernels, for a file's provenance."""
     return ("numba", "numba-cuda") if device.type == "cuda" else ("numba",)

@@ -1,4 +1,4 @@
-"""Make the model output that a config names, and write outputs, predictions and embeddings."""
+"""Find the model output of a name, and compute outputs, predictions and embeddings of samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,36 +28,36 @@ from trak_core.spec import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
-# Number of contrast pairs for CLIP (TRAK uses 300), and the seed of their draw.
+# Number of contrast pairs for CLIP, which is that of TRAK, and the seed of their draw.
 N_OTHERS = 300
 OTHERS_SEED = 0
-# Reads pairs, which have no labels, before their embeddings are known.
+# Reads pairs, which have no labels, before the contrast pairs are embedded.
 _UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
-def _found_at(file: str, name: str, study: Study | None) -> object:
-    """Return what a Python file, which may be the study's, has by a name."""
+def _object_in(file: str, name: str, study: Study | None) -> object:
+    """Return the object with a name in a Python file, which may be the study's."""
     path = Path(file)
     if study is None or path.resolve() != study.path.resolve():
         study = Study.load(path)
     module = study.module
     if not hasattr(module, name):
-        own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == path.stem]
+        names = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == path.stem]
         raise InputError(
             f"model_output must name a function or a ModelOutput in {file}. Found no {name} among "
-            f"{', '.join(own) or 'no functions'}.",
+            f"{', '.join(names) or 'no functions'}.",
             code="model_outputs.no_function",
         )
     return getattr(module, name)
 
 
 def _scale(model: nn.Module) -> float:
-    """Return the factor of a CLIP model's inner products."""
+    """Return the factor exp(logit_scale) of a CLIP model's inner products."""
     scales = [p for name, p in model.named_parameters() if name.split(".")[-1] == "logit_scale"]
     if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
             "model_output clip needs a model with one parameter `logit_scale`, the logarithm of "
-            f"the factor of its inner products. Found {len(scales)}."
+            f"the inner products' factor. Found {len(scales)}."
         )
     return scales[0].detach().exp().item()
 
@@ -70,16 +70,15 @@ def model_output(
     study: Study | None = None,
     n_others: int = N_OTHERS,
 ) -> ModelOutput:
-    """Return the model output with a name of ``TABLE``, or in a Python file, ``file.py:name``.
+    """Return the model output with a name of ``TABLE``, or that of ``file.py:name``.
 
-    The file may be that of the ``study``, which isn't run again then. For an output that
+    The file may be that of the loaded ``study``, which is not run again. For an output with
     ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``,
-    the same for every checkpoint, and embedded under this checkpoint. The model must have a
-    ``logit_scale``.
+    the same for every checkpoint, and embedded by ``model``, which must have a ``logit_scale``.
     """
     place = place_of(name)
     if place is not None:
-        return own_output(_found_at(*place, study), name)
+        return own_output(_object_in(*place, study), name)
     about = TABLE[name]
     if not about.needs_pairs:
         output = about.load()
@@ -104,7 +103,7 @@ def outputs_and_predictions(
     batch_size: int,
     study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return f and prediction of every sample of the pool under one model, shape (n,) each."""
+    """Return f and the prediction of every sample of the pool, shape (n,) each."""
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)
@@ -128,17 +127,19 @@ def outputs_and_predictions(
 def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
-    Dimensions between the first and the last, such as the tokens of a text, are averaged over,
-    without padding, to shape (batch, width), float32. The model is used in evaluation mode, on the
-    batch's device, and left as it was. It must call such a layer, with a row a sample.
+    Inputs are averaged over all dimensions between the first and the last, such as the tokens of a
+    text without padding, to shape (batch, width), float32. The model runs in evaluation mode.
+
+    Raises:
+        InputError: If the model calls no such layer with a row for each sample.
     """
     last_inputs: list[Tensor] = []
 
-    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def store(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         last_inputs[:] = [inputs[0].detach()]
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(store) for layer in layers]
     try:
         with torch.no_grad(), in_evaluation_mode(model):
             call(model, batch)
@@ -151,10 +152,9 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     if not fits or (lengths is not None and shape[1:-1] not in {(), batch.labels.shape[1:]}):
         layer = f"one with inputs of shape {tuple(shape)}" if last_inputs else "none"
         raise InputError(
-            "Embeddings are what enters the last torch.nn.Linear that the model calls, one row a "
-            "sample, or a token of texts that differ in length. "
-            f"Found {layer} for {len(batch)} samples. Leave embedding_cosine out of the baselines "
-            "of `evaluation`."
+            "Embeddings need a last torch.nn.Linear whose inputs have a row for each sample or "
+            f"token. Found {layer} for {len(batch)} samples. Remove embedding_cosine from the "
+            "baselines of `evaluation`."
         )
     rows = last_inputs[0].float()
     if lengths is not None and rows.ndim > 2:
@@ -166,7 +166,7 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
 def write_columns(
     writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
 ) -> None:
-    """Write ids, label numbers and ``PerSample.columns``; targets have no loss weights."""
+    """Write ids, label numbers and ``PerSample.columns``. Targets have no loss weights."""
     labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
     writer.vector("sample_ids", list(ids))
     writer.vector("labels", labels.numpy())
@@ -180,14 +180,14 @@ def write_columns(
 
 
 def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
-    """Warn if most training samples are fitted so well that their scores are near 0."""
+    """Warn if most training samples have loss weights, and therefore scores, near 0."""
     if not about_output(model_output).weight_is_probability:
         return
     saturated = (loss_weights.abs() < 1e-3).float().mean().item()
     if saturated > 0.5:
         print(
-            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
-            "are fitted almost exactly and get scores near 0. A smaller loss_weight_power, or an "
-            "earlier checkpoint, ranks them better.",
+            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3, and "
+            "scores near 0, because they are fitted almost exactly. A smaller loss_weight_power, "
+            "or an earlier checkpoint, ranks them better.",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Turn features into scores, block by block; NumPy only."""
+"""Compute scores from features and solved targets, block of rows by block of rows, in NumPy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ import numpy as np
 
 from trak_core.spec import Combine, ScoresSpec
 
-# So many rows of a thousand targets, and what is made of them, stay in the processor's cache.
+# Rows of scores of a thousand targets that fit into the processor's cache with their copies.
 _CACHED_ROWS = 256
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows of any float dtype divided by their lengths, float64; a row of zeros stays one.
+    """Return rows of any float dtype divided by their lengths, float64. Rows of zeros stay zero.
 
     Equivalent to ``sklearn.preprocessing.normalize(rows)``.
     """
@@ -29,10 +29,9 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
 
 
 def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
-    """Return rows of A_c = Phi_c (N + ridge I)^-1 T_c^T, shape (rows, m), float64.
+    """Return rows of A_c = Phi_c X, shape (rows, m), float64, with X = (N + ridge I)^-1 T_c^T.
 
-    Features, rows of Phi_c, have shape (rows, k); solved targets, what they are multiplied with,
-    (k, m), float64.
+    ``features`` are rows of Phi_c, shape (rows, k). ``solved_targets`` is X, shape (k, m), float64.
 
     Source: Park et al., "TRAK", ICML 2023, equation 16; docs/explanation/scores.md, "The formula".
     """
@@ -40,12 +39,12 @@ def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray
 
 
 def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
-    """Average one block of rows over the checkpoints, of which one is held at a time.
+    """Average one block of rows of scores over checkpoints. One checkpoint is held at a time.
 
     Args:
-        parts: For each checkpoint, rows of A_c, shape (rows, m), their Q_c^power, shape (rows,),
-            and ||B||, which counts for ``unit_average`` alone; at least one.
-        combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), TRAK's own;
+        parts: For each of one or more checkpoints, rows of A_c, shape (rows, m); their Q_c^power,
+            shape (rows,); and ||B||, which is used for ``unit_average`` only.
+        combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), as in the paper;
             ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
             mean_c(A_c * Q_c^power / ||B||).
 
@@ -70,10 +69,10 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
 
 def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) -> np.ndarray:
-    """Return how much each checkpoint's A_c[i, j] counts in the score of sample i, (C, n), float64.
+    """Return weights v such that scores[i, j] = sum_c v[c, i] A_c[i, j], shape (C, n), float64.
 
-    The sum over checkpoints of weights times A_c is what ``combined`` gives. ``powers`` are
-    Q_c^power, shape (C, n), and ``norms`` ||B||, shape (C,).
+    The sum is the result of ``combined``. ``powers`` are Q_c^power, shape (C, n), and ``norms`` are
+    ||B||, shape (C,).
     """
     n_checkpoints = len(powers)
     if combine is Combine.PRODUCT_OF_AVERAGES:
@@ -86,29 +85,34 @@ def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) 
 
 
 def unit_of(spec: ScoresSpec) -> str:
-    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
-    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
-    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
+    """Return the unit of scores, as text (docs/explanation/scores.md, "What a score says")."""
+    is_newton_step = spec.weighting == "curvature" and spec.loss_weight_power == 1
+    if is_newton_step and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
         return f"that of the model output ({spec.features.model_output})"
     return "relative: order and ratios within a target mean something, the absolute size does not"
 
 
 def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) -> np.ndarray:
-    """Return the class that most checkpoints predict, shape (rows,).
+    """Return the class that most checkpoints predict for each row, shape (rows,).
 
-    Two runs that disagree are a tie: it goes to the row's label if ``outputs``, its log-odds, are
-    above 0 on average, else to the smallest of the other classes that are as frequent. Classes,
-    integers, and outputs have shape (checkpoints, rows), labels (rows,). Memory doesn't grow with
+    A tie goes to the row's label if the mean of ``outputs``, its log-odds, is above 0. Otherwise it
+    goes to the smallest of the other classes that are equally frequent. Memory does not grow with
     the number of classes.
+
+    Args:
+        classes: Predicted classes, integers, shape (checkpoints, rows).
+        labels: Labels, shape (rows,).
+        outputs: Model outputs, shape (checkpoints, rows).
     """
     ordered = np.sort(classes, axis=0)
-    # The length so far of each run of equal classes.
+    # run[i] counts the rows up to i that are equal to row i, in a sorted column.
     run = np.ones(ordered.shape, dtype=np.int32)
     for i in range(1, len(ordered)):
         run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
     is_frequent, is_label = run == run.max(axis=0), ordered == labels
     is_other = is_frequent & ~is_label
-    # The first is the smallest; where there is none, that of row 0 isn't taken.
+    # argmax returns the first, which is the smallest. If no other class is frequent, the label is
+    # taken below.
     others = np.take_along_axis(ordered, is_other.argmax(axis=0)[None], axis=0)[0]
     likely = outputs.mean(axis=0, dtype=np.float64) > 0
     takes_label = (is_frequent & is_label).any(axis=0) & (likely | ~is_other.any(axis=0))
@@ -116,10 +120,10 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
 
 
 def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    """Return the sign of -dl/df of each target, l its loss: whether a larger f improves it.
+    """Return the sign of -dl/df of each target, with l its loss, shape (m,), int64.
 
-    Those are 1 where ``better`` is ``larger``, and else, for ``closer``, the signs of labels less
-    predictions. All of shape (m,), the result int64.
+    It is 1 if a larger f improves the target. If ``better`` is ``larger`` it is always 1. If it is
+    ``closer`` it is the sign of label - prediction, both of shape (m,).
     """
     if better == "larger":
         return np.ones(len(labels), dtype=np.int64)
@@ -127,11 +131,11 @@ def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) ->
 
 
 def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
-    """Return how much each training sample improves targets, and how much it worsens them.
+    """Return how much each training sample improves targets and worsens them, on average.
 
-    Both are means over all targets, of rows of scores (rows, m) times signs (m,): of
-    ``max(scores * improves, 0)`` and of ``max(-scores * improves, 0)``, shape (rows, 2), float64.
-    How rows are cut into blocks changes nothing.
+    The two columns are the means over targets of ``max(scores * improves, 0)`` and of
+    ``max(-scores * improves, 0)``. Scores have shape (rows, m), signs ``improves`` (m,). The result
+    has shape (rows, 2), float64, and does not depend on how rows are divided into blocks.
     """
     moved = scores * improves.astype(scores.dtype)
     up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
@@ -140,9 +144,9 @@ def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
 
 
 def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the class whose targets each training sample pushes down most, shape (rows,).
+    """Return the class whose targets each training sample harms most, shape (rows,).
 
-    That is the largest mean over a class's targets of ``max(-scores, 0)``; of equal ones the
+    The harm of a class is the mean of ``max(-scores, 0)`` over its targets. A tie goes to the
     smallest class. Scores have shape (rows, m), the targets' labels (m,), integers.
     """
     order = np.argsort(labels, kind="stable")
@@ -157,9 +161,9 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """The largest scores of each target seen so far, with the numbers of their rows.
+    """The largest scores of each target so far, and their rows.
 
-    Both are of shape (kept, m), largest score first; ties go to the earlier row.
+    Both have shape (kept, m). The largest score is first, and of equal scores the earlier row.
     """
 
     rows: np.ndarray
@@ -167,16 +171,20 @@ class Extremes:
 
 
 def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column so far, from one more block of rows.
+    """Return the ``keep`` largest entries of every column, after one more block of rows.
 
-    Equivalent to sorting whole columns: ``np.argsort(-scores, axis=0, kind="stable")[:keep]``. How
-    rows are cut into blocks changes nothing, as long as they come from the top down. ``seen`` holds
-    the entries that the blocks before gave, None at the first; the block of scores, shape (rows,
-    m), begins at row ``start``. Fewer rows give fewer entries.
+    Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
+    blocks in the order of rows. Only entries above the smallest one kept are sorted, which are few
+    unless scores increase with the row.
 
-    Only what is above the last entry kept is sorted, which is little unless scores rise with rows.
+    Args:
+        seen: The result for the blocks before. None for the first block.
+        start: The first row of the block.
+        block: Scores, shape (rows, m).
+        keep: The number of entries to keep. With fewer rows there are fewer.
     """
-    # The first block is cut: some `keep` of its first half's are among the largest of all of it.
+    # The first block is taken in parts of doubling size, so that later parts are filtered by the
+    # entries of earlier ones.
     size = keep if seen is None else len(block)
     if seen is None:
         seen = Extremes(np.empty((0, block.shape[1]), np.int64), block[:0])
@@ -195,23 +203,23 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
 
 def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
-    """Return the ``keep`` largest of every column, of rows and of those that come after them."""
+    """Return the ``keep`` largest of every column, from earlier and later rows."""
     rows = np.vstack([earlier.rows, later.rows])
     scores = np.vstack([earlier.scores, later.scores])
-    # Stable, so that of equal scores the earlier row stays.
+    # A stable sort keeps the earlier of equal scores.
     order = np.argsort(-scores, axis=0, kind="stable")[:keep]
     return Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and scores of each column's chosen entries, from the top; -inf fills columns."""
-    # A tenth of the time of `np.nonzero` where few are chosen.
+    """Return rows and scores of each column's chosen entries, moved to the top; -inf below them."""
+    # Ten times as fast as `np.nonzero` if few are chosen.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")
     rows, columns = rows[order], columns[order]
     counts = np.bincount(columns, minlength=scores.shape[1])
-    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ranks = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     shape = int(counts.max(initial=0)), scores.shape[1]
     packed_rows, packed = np.zeros(shape, np.int64), np.full(shape, -np.inf, scores.dtype)
-    packed_rows[places, columns], packed[places, columns] = rows, scores[rows, columns]
+    packed_rows[ranks, columns], packed[ranks, columns] = rows, scores[rows, columns]
     return packed_rows, packed

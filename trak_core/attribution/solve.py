@@ -1,4 +1,4 @@
-"""Solve TRAK's formula, damped, from normal matrices or from Gramians of n x n; NumPy and SciPy."""
+"""Solve TRAK's damped linear systems, k x k or n x n, with NumPy and SciPy."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -11,22 +11,22 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 
 from trak_core.errors import InputError
 
-# Features are float32: below about the inverse of this condition number, directions of the normal
-# matrix are rounding noise.
+# Features are float32. Directions whose eigenvalue is below about 1e-7 of the largest are noise.
 MAX_CONDITION = 1e7
 
 
 def weighted_gramians(
     blocks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]],
 ) -> list[np.ndarray]:
-    """Sum normal matrices sum_i w_i phi_i phi_i^T over blocks of rows, one for each way to weigh.
+    """Sum normal matrices Phi^T W Phi = sum_i w_i phi_i phi_i^T over blocks of rows, in float64.
 
-    Equivalent to ``phi.T @ np.diag(w) @ phi``, whose trace is sum_i w_i |phi_i|^2. How rows are cut
-    into blocks changes the rounding of float64 sums alone. Blocks are features (rows, k), any float
-    dtype, and any number of sets of weights (rows,), non-negative. There must be a row.
+    Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights w, in one pass over the rows.
+    A block has features, shape (rows, k), any float dtype, and sets of non-negative weights, shape
+    (rows,) each. The sizes of the blocks change only the rounding. There must be a row.
 
     Returns:
-        A matrix for each set of weights, shape (k, k), float64, exactly symmetric.
+        A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
+        sum_i w_i |phi_i|^2.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -35,7 +35,8 @@ def weighted_gramians(
     for features, weights in blocks:
         n_rows += len(features)
         for i, row_weights in enumerate(weights):
-            # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
+            # syrk computes one triangle, which is half the work of a product. A row-major array is
+            # the transpose of a column-major one.
             rows = features * np.sqrt(row_weights, dtype=np.float64)[:, None]
             part = dsyrk(1.0, rows.T, lower=1)
             if i < len(totals):
@@ -43,10 +44,10 @@ def weighted_gramians(
             else:
                 totals.append(part)
     if not n_rows:
-        words = "The normal matrix needs at least one training sample. Found none."
-        raise InputError(words, code="scoring.no_rows")
+        message = "The normal matrix needs at least one training sample. Found none."
+        raise InputError(message, code="scoring.no_rows")
     for total in totals:
-        # dsyrk leaves zeros above; one other matrix is there at a time.
+        # dsyrk leaves zeros above the diagonal. In place, so that only one transpose is held.
         diagonal = np.diagonal(total).copy()
         total += total.T
         total.flat[:: len(total) + 1] = diagonal
@@ -54,15 +55,102 @@ def weighted_gramians(
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
-    """Return mean_i w_i |phi_i|^2 of the rows that a normal matrix sums, from its trace."""
+    """Return mean_i w_i |phi_i|^2 over the ``n_rows`` rows of a normal matrix, from its trace."""
     return float(np.trace(normal_matrix)) / n_rows
+
+
+def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest eigenvalue of a symmetric matrix, float64."""
+    eigenvalues = scipy.linalg.eigvalsh(matrix)
+    return float(eigenvalues[0]), float(eigenvalues[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class DampedMatrix:
+    """Cholesky factorization L L^T = M + ridge I of a normal matrix or a weighted Gramian M.
+
+    Attributes:
+        factor: L in the lower triangle, shape (k, k), float64. The upper triangle is not used.
+        ridge: The number that was added to the diagonal.
+
+    Example:
+        >>> import numpy as np
+        >>> from trak_core.attribution.solve import mean_squared_norm, weighted_gramians
+        >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])
+        >>> (matrix,) = weighted_gramians([(phi, [np.ones(2)])])
+        >>> ridge = 2 * mean_squared_norm(matrix, n_rows=2)
+        >>> DampedMatrix.factorize(matrix, ridge).solve(phi.T)
+        array([[0.16666667, 0.        ],
+               [0.        , 0.22222222]])
+    """
+
+    factor: np.ndarray
+    ridge: float
+
+    @classmethod
+    def factorize(
+        cls,
+        matrix: np.ndarray,
+        ridge: float,
+        eigenvalues: tuple[float, float] | None = None,
+        *,
+        is_gramian: bool = False,
+    ) -> Self:
+        """Return the factorization of M + ridge I, with a ridge of at least 0.
+
+        This differs from ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)`` in: a
+        matrix with a condition number of ``MAX_CONDITION`` or more is refused, because its solution
+        would be noise.
+
+        M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
+        smallest and largest ones, if they are known. ``is_gramian`` changes only the error.
+        """
+        ends = extreme_eigenvalues(matrix) if eigenvalues is None else eigenvalues
+        smallest, largest = (value + ridge for value in ends)
+        if not smallest * MAX_CONDITION > largest:
+            condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
+            name, size, code = "normal matrix", "k", "scoring.singular"
+            remedy = (
+                "A proj_dim above the number of training samples always needs damping. Raise "
+                "`scoring.damping`, or lower `projection.proj_dim`"
+            )
+            if is_gramian:
+                name, size, code = "Gramian", "n", "scoring.singular_gramian"
+                remedy = (
+                    "Equal gradients, weights of 0, and more samples than parameters always need "
+                    "damping. Raise `scoring.damping`"
+                )
+            raise InputError(
+                f"The condition number of the damped {name} must be below {MAX_CONDITION:.0e}. "
+                f"Found {condition} (eigenvalues {smallest:.3g} to {largest:.3g}, with ridge = "
+                f"{ridge:.3g}, {size} = {len(matrix)}). {remedy}.",
+                code=code,
+            )
+        damped = matrix.copy()
+        damped.flat[:: len(matrix) + 1] += ridge
+        # The transpose is the same matrix in column-major order, which LAPACK factorizes in place.
+        return cls(scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0], ridge)
+
+    def solve(self, right_side: np.ndarray) -> np.ndarray:
+        """Return X of (M + ridge I) X = right_side, both of shape (k, m), float64."""
+        return scipy.linalg.cho_solve((self.factor, True), right_side)
+
+    def squares(self, rows: np.ndarray) -> np.ndarray:
+        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 of each row phi, shape (rows,), float64.
+
+        The rows have shape (rows, k), any float dtype.
+        """
+        solved = scipy.linalg.solve_triangular(self.factor, rows.astype(np.float64).T, lower=True)
+        return np.einsum("ij,ij->j", solved, solved)
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigenvalues D and eigenvectors V of a normal matrix V D V^T, for many dampings at once.
+    """Eigendecomposition V D V^T of a normal matrix, which serves any number of dampings.
 
-    D is ascending, not negative, of shape (k,); V's columns are of shape (k, k); both are float64.
+    Attributes:
+        eigenvalues: D, ascending and non-negative, shape (k,), float64.
+        vectors: V, an eigenvector in each column, shape (k, k), float64.
     """
 
     eigenvalues: np.ndarray
@@ -72,13 +160,14 @@ class Spectrum:
     def decompose(cls, matrix: np.ndarray) -> Self:
         """Decompose a symmetric, positive semi-definite matrix of shape (k, k), float64."""
         eigenvalues, vectors = scipy.linalg.eigh(matrix)
-        # Rounding leaves negative ones of a singular matrix.
+        # Rounding makes some eigenvalues of a singular matrix negative.
         return cls(np.maximum(eigenvalues, 0), vectors)
 
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
-        """Return what ||B|| of every damping comes from: (V^T Y^T Y V) * (V^T Phi^T Phi V).
+        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` takes ||B||.
 
-        Y^T Y of the rows times |Q|^power, and Phi^T Phi, have shape (k, k), float64.
+        ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi. Both and the
+        result have shape (k, k), float64. The product * is entrywise.
         """
         products = self.vectors.T @ (weighted @ self.vectors)
         products *= self.vectors.T @ (gramian @ self.vectors)
@@ -86,117 +175,42 @@ class Spectrum:
 
 
 def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> float:
-    """Return ||B|| = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + ridge I.
+    """Return ||B||_F of B = diag(|Q|^power) Phi M^-1 Phi^T, with M = Phi^T W Phi + ridge I.
 
-    Its square is tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi, and where M's
-    eigenvectors are the axes sum_ij products_ij / ((D_i + ridge) (D_j + ridge)). Eigenvalues D of
-    Phi^T W Phi have shape (k,), float64; products are those of ``Spectrum.norm_products``. ||B||
-    must be above 0, which loss weights or features that are all 0 don't allow.
+    ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis of M's
+    eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), with eigenvalues D of
+    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``. ||B|| must be above 0,
+    which excludes loss weights or features that are all 0.
 
     Source: docs/explanation/scores.md, "The formula".
     """
-    shares = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
-    return positive_root(float(shares @ products @ shares))
+    inverse = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
+    return _positive_root(float(inverse @ products @ inverse))
 
 
-def positive_root(squared: float) -> float:
-    """Return the norm with this square, by which scores can be divided: it must be above 0."""
-    if not squared > 0:
+def _positive_root(squared_norm: float) -> float:
+    """Return ||B||, by which scores are divided. It must be above 0."""
+    if not squared_norm > 0:
         raise InputError(
-            "With `combine: unit_average` a checkpoint's scores are divided by their norm over the "
-            f"training samples, which must be above 0. Found {squared:.3g}: the loss weights are "
-            "all 0, or the gradients. Leave this checkpoint out, or set scoring.combine.",
+            "With `combine: unit_average` the norm of a checkpoint's scores over the training "
+            f"samples must be above 0. Found {squared_norm:.3g}: all loss weights or all gradients "
+            "are 0. Leave this checkpoint out, or set scoring.combine.",
             code="scoring.norm",
         )
-    return squared**0.5
+    return squared_norm**0.5
 
 
-def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and largest eigenvalue of a symmetric matrix, float64.
-
-    Equivalent to the ends of ``np.linalg.eigvalsh(matrix)``.
-    """
-    eigenvalues = scipy.linalg.eigvalsh(matrix)
-    return float(eigenvalues[0]), float(eigenvalues[-1])
-
-
-def _condition(smallest: float, largest: float, ridge: float, size: str) -> str:
-    """Return a condition number in words, and what it comes from."""
-    condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
-    ends = f"eigenvalues {smallest:.3g} to {largest:.3g}"
-    return f"{condition} ({ends}, with ridge = {ridge:.3g}, {size})"
-
-
-def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float]) -> np.ndarray:
-    """Return Cholesky's factor L with L L^T = matrix + ridge I.
-
-    Equivalent to ``scipy.linalg.cho_factor(matrix + ridge * np.eye(k), lower=True)[0]``, which
-    answers for nearly singular matrices too. Here they are refused, because an answer would be
-    noise. The matrix is symmetric, positive semi-definite, shape (k, k), float64; the ridge at
-    least 0; eigenvalues are the smallest and largest of the matrix.
-
-    Returns:
-        L in the lower triangle, shape (k, k), float64; what is above it doesn't count.
-    """
-    smallest, largest = (value + ridge for value in eigenvalues)
-    if not smallest * MAX_CONDITION > largest:
-        raise InputError(
-            "The damped normal matrix must be well-conditioned: its condition number has to stay "
-            f"below {MAX_CONDITION:.0e}, since features have seven digits. Found "
-            f"{_condition(smallest, largest, ridge, f'k = {len(matrix)}')}. A proj_dim above the "
-            "number of training samples always needs damping. Raise `scoring.damping` or "
-            "lower `projection.proj_dim`.",
-            code="scoring.singular",
-        )
-    damped = matrix.copy()
-    damped.flat[:: len(matrix) + 1] += ridge
-    # Transposed it is the same matrix, in Fortran's order: LAPACK works in place.
-    return scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0]
-
-
-def damped_solve(
-    matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float], right_side: np.ndarray
-) -> np.ndarray:
-    """Return X of (matrix + ridge I) X = right_side by ``damped_factor``; all are float64.
-
-    Equivalent to ``np.linalg.solve(matrix + ridge * np.eye(k), right_side)`` with a right side of
-    shape (k, m). The ridge is the damping times the rows' mean squared length.
-
-    Example:
-        >>> import numpy as np
-        >>> from trak_core.attribution.solve import (
-        ...     extreme_eigenvalues, mean_squared_norm, weighted_gramians
-        ... )
-        >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])
-        >>> (matrix,) = weighted_gramians([(phi, [np.ones(2)])])
-        >>> ridge = 2 * mean_squared_norm(matrix, n_rows=2)
-        >>> damped_solve(matrix, ridge, extreme_eigenvalues(matrix), phi.T)
-        array([[0.16666667, 0.        ],
-               [0.        , 0.22222222]])
-    """
-    factor = damped_factor(matrix, ridge, eigenvalues)
-    return scipy.linalg.cho_solve((factor, True), right_side)
-
-
-def damped_squares(factor: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return phi^T (matrix + ridge I)^-1 phi of every row, |L^-1 phi|^2, float64.
-
-    ``factor`` is L from ``damped_factor``; the rows are of shape (rows, k), any float dtype.
-    """
-    solved = scipy.linalg.solve_triangular(factor, rows.astype(np.float64).T, lower=True)
-    return np.einsum("ij,ij->j", solved, solved)
-
-
-# Rows of float32 leave eigenvalues of about 1e-14 of the largest where there should be none.
+# Rounding of float32 rows leaves eigenvalues of about 1e-14 of the largest in place of zeros.
 _SINGULAR = 1e13
 
 
 def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.ndarray, int]:
-    """Return the inverse of a matrix and its rank, or the pseudo-inverse where there is no inverse.
+    """Return the inverse of a matrix and its rank, or the pseudo-inverse if there is no inverse.
 
-    The matrix is symmetric, positive semi-definite, (k, k), float64. A direction counts if its
-    eigenvalue is above 1e-13 of the largest, and at most ``max_rank`` do. For G^T G, G times the
-    pseudo-inverse is the limit of G inv(G^T G + lambda I) for lambda to 0.
+    The pseudo-inverse uses the directions whose eigenvalue is above 1e-13 of the largest, at most
+    ``max_rank`` of them. For G^T G, G times the pseudo-inverse is the limit of
+    G (G^T G + lambda I)^-1 for lambda to 0. The matrix is symmetric, positive semi-definite, of
+    shape (k, k), float64.
     """
     k = len(matrix)
     if max_rank >= k:
@@ -205,43 +219,39 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
             if np.linalg.norm(matrix) * np.linalg.norm(inverse) < _SINGULAR:
                 return inverse, k
     spectrum = Spectrum.decompose(matrix)
-    first = max(
-        k - max_rank, int((spectrum.eigenvalues <= spectrum.eigenvalues[-1] / _SINGULAR).sum())
-    )
+    n_small = int((spectrum.eigenvalues <= spectrum.eigenvalues[-1] / _SINGULAR).sum())
+    first = max(k - max_rank, n_small)
     directions = spectrum.vectors[:, first:]
     return (directions / spectrum.eigenvalues[first:]) @ directions.T, k - first
 
 
-# Columns of the Gramian that are solved for at once.
-_COLUMNS = 256
-
-
 def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
-    """Make inner products those of training gradients of length 1, in place.
+    """Scale inner products, in place, to those of training gradients of length 1.
 
-    A gradient of zeros stays zeros, and what rounding has left of one becomes zeros.
-
-    Args:
-        gramian: K = J J^T, shape (n, n), float64.
-        cross: K_t = J J_t^T, shape (n, m), float64; the targets' gradients stay as they are.
+    K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The targets'
+    gradients J_t are not scaled. A training gradient of length 0, or with a squared length below
+    the rounding error of the largest, keeps inner products of 0.
     """
     squares = np.diagonal(gramian)
-    there = squares > np.finfo(np.float32).eps ** 2 * squares.max()
-    shares = (there / np.sqrt(np.where(there, squares, 1)))[:, None]
-    gramian *= shares
-    gramian *= shares.T
-    cross *= shares
+    is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
+    inverse_lengths = (is_nonzero / np.sqrt(np.where(is_nonzero, squares, 1)))[:, None]
+    gramian *= inverse_lengths
+    gramian *= inverse_lengths.T
+    cross *= inverse_lengths
+
+
+# Columns of the Gramian for which one call solves.
+_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DampedGramian:
-    """S K S + ridge I of a Gramian K and S = W^(1/2), factorized.
+    """The n x n form of the damped solve: S K S + ridge I, factorized, with S = W^(1/2).
 
     Attributes:
-        gramian: K, shape (n, n), float64, symmetric, positive semi-definite.
+        gramian: K = J J^T, shape (n, n), float64, symmetric, positive semi-definite.
         root: The diagonal of S, shape (n,), float64.
-        ridge: damping * mean_i w_i K_ii, which is added to the diagonal.
-        factor: Cholesky's, in the lower triangle, shape (n, n).
+        damped: The factorization of S K S + ridge I.
 
     Example:
         >>> import numpy as np
@@ -254,66 +264,51 @@ class DampedGramian:
 
     gramian: np.ndarray
     root: np.ndarray
-    ridge: float
-    factor: np.ndarray
+    damped: DampedMatrix
+
+    @property
+    def ridge(self) -> float:
+        """The number that was added to the diagonal, damping * mean_i w_i K_ii."""
+        return self.damped.ridge
 
     @classmethod
     def factorize(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
-        """Return the factorized matrix, which solves for any targets.
+        """Return the factorized damped Gramian, which serves any targets.
 
-        K = J J^T has shape (n, n), float64. Weights, the diagonal of W, shape (n,), are not
-        negative; ones stand for the plain normal matrix. The damping, at least 0, is relative to
-        the mean squared length of the weighted gradients. A damped Gramian that is numerically
-        singular is refused, as are weights of 0 without damping, because an answer would be noise.
+        K = J J^T has shape (n, n), float64. ``weights`` are the diagonal of W, non-negative, shape
+        (n,). The damping, at least 0, is relative to the mean squared length of the weighted
+        gradients. A numerically singular matrix is refused, as with weights of 0 without damping.
         """
         if damping < 0:
             raise InputError(f"The damping must be at least 0. Found {damping}.")
         weights = weights.astype(np.float64)
         ridge = damping * float(np.mean(weights * np.diagonal(gramian)))
         root = np.sqrt(weights)
-        damped = gramian * root[:, None] * root
-        damped.flat[:: len(damped) + 1] += ridge
-        _check_condition(damped, ridge)
-        # Symmetric matrices are their own transposes: LAPACK works in place, in Fortran's order.
-        factor = scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0]
-        return cls(gramian, root, ridge, factor)
+        weighted = gramian * root[:, None] * root
+        return cls(gramian, root, DampedMatrix.factorize(weighted, ridge, is_gramian=True))
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A_c of the scores without a projection.
+        """Return A = J (J^T W J + ridge I)^-1 J_t^T without J, from K_t = J J_t^T.
 
-        Computes A = (K W + ridge I)^-1 K_t, which equals J (J^T W J + ridge I)^-1 J_t^T for
-        gradients J and J_t with K = J J^T and K_t = J J_t^T. With S = W^(1/2) it is
-        [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge: symmetric, and defined where a weight is
-        0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse. Both K_t and the
-        result have shape (n, m), float64.
+        By Woodbury's identity A = (K W + ridge I)^-1 K_t
+        = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
+        and is defined where a weight is 0. Without damping A = W^-1 K^-1 K_t, if K has an inverse.
+        K_t and A have shape (n, m), float64.
 
-        Source: Woodbury's identity; docs/explanation/scores.md, "Exact scores".
+        Source: docs/explanation/scores.md, "Exact scores".
         """
-        solved = scipy.linalg.cho_solve((self.factor, True), self.root[:, None] * cross)
+        solved = self.damped.solve(self.root[:, None] * cross)
         if self.ridge == 0:
             return solved / self.root[:, None]
         return (cross - self.gramian @ (self.root[:, None] * solved)) / self.ridge
 
     def train_norm(self, row_weights: np.ndarray) -> float:
-        """Return ||B|| = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + ridge I, without J.
+        """Return ||B||_F of B = diag(|Q|^power) J M^-1 J^T, with M = J^T W J + ridge I, without J.
 
-        Row weights are |Q|^power, shape (n,), float64. ||B|| must be above 0.
+        ``row_weights`` are |Q|^power, shape (n,), float64. The norm must be above 0.
         """
         squared = 0.0
         for start in range(0, len(self.gramian), _COLUMNS):
             rows = self.similarities(self.gramian[:, start : start + _COLUMNS])
             squared += float(np.sum((row_weights[:, None] * rows) ** 2))
-        return positive_root(squared)
-
-
-def _check_condition(damped: np.ndarray, ridge: float) -> None:
-    smallest, largest = extreme_eigenvalues(damped)
-    if not smallest * MAX_CONDITION > largest:
-        raise InputError(
-            "The damped Gramian must be well-conditioned: its condition number has to stay below "
-            f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found "
-            f"{_condition(smallest, largest, ridge, f'n = {len(damped)}')}. More samples than "
-            "parameters, equal gradients, or weights of 0 always need damping. Raise "
-            "`scoring.damping`.",
-            code="scoring.singular_gramian",
-        )
+        return _positive_root(squared)

@@ -1,4 +1,4 @@
-"""Hold the scores of training samples for targets: as tables, and as HTML in notebooks."""
+"""The class ``Scores``: scores as tables, and as HTML in notebooks."""
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,24 +28,24 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.spec import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# Targets that a notebook shows, and training samples of either sign for each.
+# Targets that a notebook shows, and for each the training samples of either sign.
 _SHOWN, _EACH = 5, 3
-# Returns one sample as HTML, by its id: a target where the first argument is true.
+# Returns a sample as HTML, from whether it is a target and its id.
 ShowSample = Callable[[bool, Any], str]
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of all training samples for some targets.
+    """Scores of all training samples for some targets, the result of ``Attributor.score``.
 
-    A positive score says that the training sample pushes the target's model output up.
+    A positive score means that the training sample raised the target's model output.
 
     Attributes:
-        targets: What checkpoints make of each target, by id: ``label``, ``prediction``, ``output``
-            (the model output, mean over checkpoints), ``output_sd``; and columns of the study's.
-        train: The same of the training samples, with ``loss_weight``; ``help`` and ``harm`` where
-            it is known which sign of a score improves a target.
-        unit: The unit of a score.
+        targets: A table of the targets by id, with columns ``label``, ``prediction``, ``output``
+            (the model output, averaged over checkpoints), ``output_sd``, and those of the study.
+        train: The same for the training samples, with ``loss_weight``; and with ``help`` and
+            ``harm`` if it is known which sign of a score improves a target.
+        unit: The unit of a score, as text.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ class Scores:
         >>> scores = attributor.score((train[0][:2], train[1][:2]))
         >>> scores.frame.shape
         (50, 2)
-        >>> scores.top(1)["train"].tolist()  # these targets are training samples
+        >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
         [0, 1]
     """
 
@@ -68,9 +68,9 @@ class Scores:
     n_kept: int
     read_matrix: Callable[[], np.ndarray] | None
     show: ShowSample | None = None
-    # The samples themselves; None where they are not at hand.
+    # The targets' samples. None for scores from a file or after unpickling.
     samples: Split | None = None
-    # What a notebook calls a target's label and its prediction.
+    # Names of a target's label and prediction in notebooks.
     words: tuple[str, str] = ("label", "predicted")
 
     @classmethod
@@ -85,13 +85,10 @@ class Scores:
         memory_mb: int,
         **more: Any,
     ) -> Self:
-        """Combine checkpoints, a block of training samples at a time.
+        """Return the combined scores of checkpoints, a block of training samples at a time.
 
-        There is a part for each of ``spec.checkpoints``, and rows of its A_c. ``keep`` is ``full``
-        or ``top_k``.
-
-        Returns:
-            The scores of all checkpoints.
+        There is a part for each of ``spec.checkpoints``, and a reader of rows of its A_c. ``keep``
+        is ``full`` or ``top_k``. ``more`` are further attributes of the result.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -129,9 +126,9 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores that a run has written; a whole matrix is read when it is asked for.
+        """Return the scores of a file of a run, whose matrix is read on first use.
 
-        ``texts`` are more columns of the tables ``targets`` and ``train``, by id.
+        ``texts`` are columns by id that are added to the tables ``targets`` and ``train``.
         """
         with open_artifact(path, SCORES) as file:
             targets, train = (
@@ -145,7 +142,7 @@ class Scores:
         return cls(targets, train, unit, top, max(top["rank"].tolist()), reads, words=words)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but the samples, for pickle."""
+        """Return the state without the samples, for pickle."""
         return {**vars(self), "show": None, "samples": None}
 
     @property
@@ -153,32 +150,30 @@ class Scores:
         """All scores, shape (n_train, n_targets), float32.
 
         Raises:
-            InputError: If the top influences alone were kept (``keep="top_k"``).
+            InputError: If only the top influences were kept (``keep="top_k"``).
         """
         if self.read_matrix is None:
             raise InputError(
-                "All scores must have been kept to be shown as a whole. Found the top influences "
-                f"alone, {self.n_kept} of either sign a target, as with `keep: top_k`. Take "
-                "top() and bottom(), or score with `keep: full`.",
+                "The matrix needs `keep: full`. Found `keep: top_k`, which kept the top "
+                f"{self.n_kept} influences of either sign for each target. Use top() and bottom().",
                 code="artifacts.no_matrix",
             )
         return self.read_matrix()
 
     @property
     def frame(self) -> pd.DataFrame:
-        """All scores, float32: a row a training sample, a column a target, both by id."""
+        """All scores, float32, with a row for each training sample and a column for each target."""
         return pd.DataFrame(self.matrix, self.train.index, self.targets.index)
 
     def top(self, k: int = 10) -> pd.DataFrame:
-        """Return the ``k`` training samples that push each target's model output up most.
+        """Return the ``k`` training samples that raised each target's model output most.
 
-        Columns are ``target``, ``rank`` (from 1), ``train`` and ``score``. Scores of 0 are left
-        out.
+        Columns are ``target``, ``rank`` (from 1), ``train`` and ``score``. Scores of 0 are omitted.
         """
         return self._strongest(k, 1)
 
     def bottom(self, k: int = 10) -> pd.DataFrame:
-        """Return the ``k`` training samples that push each target's model output down most."""
+        """Return the ``k`` training samples that lowered each target's model output most."""
         return self._strongest(k, -1)
 
     def _strongest(self, k: int, sign: int) -> pd.DataFrame:
@@ -200,14 +195,14 @@ class Scores:
         return own.reset_index(drop=True)
 
     def of_train(self, train_id: Any) -> pd.DataFrame:
-        """Return the targets that a training sample pushes, up most first: ``target``, ``score``.
+        """Return the scores of a training sample, largest first: ``target`` and ``score``.
 
-        All targets, or those that have it among their top influences where no others were kept.
+        With ``keep="top_k"`` only targets that have the sample among their top influences.
         """
         if train_id not in self.train.index:
             raise InputError(
-                f"A training sample must be given by its id. Found none {train_id!r} among "
-                f"{len(self.train)}, such as {self.train.index[0]!r}.",
+                f"`train_id` must be the id of a training sample. Found {train_id!r}, and "
+                f"{len(self.train)} ids such as {self.train.index[0]!r}.",
                 code="artifacts.no_sample",
             )
         if self.read_matrix is None:
@@ -231,8 +226,8 @@ class Scores:
         known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
         for target in known:
             pairs = zip(self.words, (target["label"], target["prediction"]), strict=True)
-            said = ", ".join(f"{word} {_short(value)}" for word, value in pairs if word)
-            cells = [self._shown(True, target["id"], said)]
+            caption = ", ".join(f"{word} {_short(value)}" for word, value in pairs if word)
+            cells = [self._shown(True, target["id"], caption)]
             for table in tables:
                 own = table.loc[table["target"] == target["id"], :]
                 pairs = zip(own["train"], own["score"], strict=True)
@@ -245,10 +240,10 @@ class Scores:
             f"<table>{''.join(rows)}</table>"
         )
 
-    def _shown(self, is_target: bool, sample_id: Any, said: str) -> str:
-        """Return a sample with its id, and what is said of it."""
+    def _shown(self, is_target: bool, sample_id: Any, caption: str) -> str:
+        """Return a sample with its id and caption, as HTML."""
         sample = "" if self.show is None else f"{self.show(is_target, sample_id)}<br>"
-        about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(said)}"
+        about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(caption)}"
         return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{about}</div>'
 
 

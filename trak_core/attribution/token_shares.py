@@ -1,4 +1,4 @@
-"""Add up inner products of gradients with given vectors, by token and parameter, as they come."""
+"""Compute inner products of gradients with given vectors, split by token and by parameter."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from trak_core.spec import ProjectionSpec, matrix_shape
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Which samples of a batch meet which vectors, in the order of samples.
+    """Pairs of a sample of a batch and a vector, in the order of samples.
 
     Attributes:
-        samples: Places in the batch, shape (pairs,).
+        samples: Positions in the batch, ascending, shape (pairs,).
         vectors: Rows of the vectors, shape (pairs,).
     """
 
@@ -34,28 +34,32 @@ class Pairs:
     vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
-        """Return each sample with its place among the pairs, or among some of them, in order."""
+        """Return each sample with the slice of its pairs, among all pairs or the given ones."""
         samples = self.samples if pairs is None else self.samples[pairs]
-        own, sizes = samples.unique_consecutive(return_counts=True)
+        distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
         return [
             (sample, slice(end - size, end))
-            for sample, size, end in zip(own.tolist(), sizes.tolist(), ends.tolist(), strict=True)
+            for sample, size, end in zip(
+                distinct.tolist(), sizes.tolist(), ends.tolist(), strict=True
+            )
         ]
 
 
-# Inner products of a sample's places with directions (n, entries): shape (n, places).
+# Takes a sample and directions (n, entries). Returns the inner products of the directions with the
+# gradient's terms at the sample's positions, shape (n, positions).
 _Inner = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one use of a parameter says of some tokens, from ``first`` on; None for no tokens.
+    """The gradient of one use of a parameter, as terms at positions, such as tokens.
 
     Attributes:
-        inner: Takes a sample and directions; returns their inner products at each place.
-        terms: The gradient's terms by place if they were formed, shape (batch, places, entries);
-            they begin at the parameter's entry ``entry``.
+        first: The token at the first position. None if positions are not tokens.
+        inner: Computes inner products of a sample's terms with directions.
+        terms: The terms, shape (batch, positions, entries), if they were formed.
+        entry: The parameter's entry with which ``terms`` begin.
     """
 
     first: int | None
@@ -70,14 +74,20 @@ def _of_terms(first: int | None, terms: Tensor, entry: int = 0) -> _Part:
 
 
 class Directions:
-    """Vectors v that gradients meet, as directions R v of each parameter, for all batches.
+    """Projected vectors v, and their directions R v in each parameter's entries.
 
-    Those of small parameters are made once, of at most ``PIECE`` entries together. Entries of
-    gradients are multiplied with ``scales``, by the parameter's name, if there are some.
+    The directions of small parameters are computed once, of at most ``PIECE`` entries together.
+
+    Args:
+        parameters: The parameters that are differentiated.
+        projection: The projection R.
+        vectors: Shape (m, k), float32.
+        scales: Factors of the gradients' entries, by the parameter's name.
 
     Attributes:
-        vectors: Shape (m, k), float32.
-        contractions: For a tensor sketch, what takes factors of gradients instead.
+        vectors: The same vectors.
+        contractions: For a tensor sketch, computes inner products from factors of gradients. None
+            for other kinds.
     """
 
     def __init__(
@@ -115,23 +125,23 @@ class Directions:
 
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the directions of some vectors, shape (vectors, entries)."""
-        place = self._offsets[id(parameter)], parameter.numel()
-        directions = back_project(self.vectors[rows], self._projection, *place)
+        offset, n_entries = self._offsets[id(parameter)], parameter.numel()
+        directions = back_project(self.vectors[rows], self._projection, offset, n_entries)
         scale = self._scales.get(id(parameter))
         return directions if scale is None else directions * scale.flatten()
 
 
 class Shares:
-    """A consumer of gradients that adds up <x, R v> for pairs of a gradient x and a vector v.
+    """A consumer of gradients that sums <x, R v> for pairs of a gradient x and a vector v.
 
-    No gradient of a weight is formed: its factors, sum_t a_t b_t^T, give the share a_t^T D b_t of
-    the token t, D the direction of v. For a tensor sketch no direction is made where it is cheaper
-    to sketch each token's factors, once for all vectors.
+    The gradient of a weight is never formed. With factors sum_t a_t b_t^T and the direction D of v
+    the share of token t is a_t^T D b_t. A tensor sketch needs no direction if it is cheaper to
+    sketch each token's factors once for all vectors.
 
     Attributes:
-        by_token: Shape (pairs, tokens + 1), float64; at the end what belongs to no single token,
-            such as the part of a table of positions.
-        by_parameter: Shape (pairs, parameters), float64. Both have the same sums.
+        by_token: Shape (pairs, tokens + 1), float64. The last column is the part of no single
+            token, such as that of a table of positions.
+        by_parameter: Shape (pairs, parameters), float64. Its rows have the same sums.
     """
 
     in_order: ClassVar[bool] = True
@@ -148,11 +158,11 @@ class Shares:
         self._parameters, self._directions, self._pairs = parameters, directions, pairs
         self.by_token, self.by_parameter = by_token, by_parameter
         self._groups = pairs.groups()
-        # Number among all, and among those with entries.
-        self._places: dict[int, tuple[int, int]] = {}
+        # A parameter's number among all, and among those with entries.
+        self._numbers: dict[int, tuple[int, int]] = {}
         matrix = 0
         for number, parameter in enumerate(parameters.values()):
-            self._places[id(parameter)] = number, matrix
+            self._numbers[id(parameter)] = number, matrix
             matrix += parameter.numel() > 0
 
     @classmethod
@@ -163,7 +173,7 @@ class Shares:
         pairs: Pairs,
         n_tokens: int,
     ) -> Self:
-        """Return zeros for texts of ``n_tokens``; 0 for samples without tokens."""
+        """Return zeros for texts of ``n_tokens``, which is 0 for samples that are not texts."""
         by_token, by_parameter = (
             torch.zeros(len(pairs.samples), n, dtype=torch.float64, device=pairs.samples.device)
             for n in (n_tokens + 1, len(parameters))
@@ -177,7 +187,7 @@ class Shares:
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel() or not self._groups:
             return
-        number, matrix = self._places[id(parameter)]
+        number, matrix = self._numbers[id(parameter)]
         shape = matrix_shape(parameter.shape)
         contractions = self._directions.contractions
         if contractions is not None and not self._directions.are_scaled(parameter):
@@ -189,32 +199,32 @@ class Shares:
             for part in self._parts_of(uses, shape):
                 self._add_shares(part.first, self._products(part, held), number)
             return
-        used, places = self._pairs.vectors.unique(return_inverse=True)
+        used, indices = self._pairs.vectors.unique(return_inverse=True)
         step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
-            (pairs,) = torch.where((places >= start) & (places < start + step))
-            groups, own = self._pairs.groups(pairs), places[pairs] - start
+            (pairs,) = torch.where((indices >= start) & (indices < start + step))
+            groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
             for part in self._parts_of(uses, shape):
-                shares = [part.inner(b, chunk[own[rows]]) for b, rows in groups]
+                shares = [part.inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
                 self._add_shares(part.first, torch.cat(shares), number, pairs)
 
     def _products(self, part: _Part, directions: Tensor) -> Tensor:
-        """Return inner products of a part with directions of all vectors, shape (pairs, places)."""
-        asked, terms = self._pairs.vectors, part.terms
+        """Return the pairs' inner products from directions of all vectors, (pairs, positions)."""
+        vectors, terms = self._pairs.vectors, part.terms
         most = max(rows.stop - rows.start for _, rows in self._groups)
         if terms is not None and terms.shape[1] == 1:
             directions = directions[:, part.entry : part.entry + terms.shape[2]]
-            return (terms[:, 0] @ directions.T)[self._pairs.samples, asked].unsqueeze(1)
+            return (terms[:, 0] @ directions.T)[self._pairs.samples, vectors].unsqueeze(1)
         if terms is None or len(terms) * most * terms.shape[2] > PIECE:
-            return torch.cat([part.inner(b, directions[asked[rows]]) for b, rows in self._groups])
+            return torch.cat([part.inner(b, directions[vectors[rows]]) for b, rows in self._groups])
         directions = directions[:, part.entry : part.entry + terms.shape[2]]
-        # Samples of fewer pairs than others get more, which don't count.
-        padded = asked.new_zeros(len(terms), most)
+        # One product for all samples. Samples with fewer pairs than others are padded.
+        padded = vectors.new_zeros(len(terms), most)
         ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
-        places = self._pairs.samples, ranks.to(asked.device)
-        padded[places] = asked
-        return torch.bmm(directions[padded], terms.mT)[places]
+        positions = self._pairs.samples, ranks.to(vectors.device)
+        padded[positions] = vectors
+        return torch.bmm(directions[padded], terms.mT)[positions]
 
     def _contract(
         self,
@@ -224,7 +234,7 @@ class Shares:
         number: int,
         matrix: int,
     ) -> bool:
-        """Add what a use's factors say, if it has some and they are cheaper to sketch."""
+        """Add the shares of a use by sketching its factors; return False if that is not cheaper."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -253,7 +263,7 @@ class Shares:
     def _add_shares(
         self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None
     ) -> None:
-        """Add shares of places from ``first`` on, or of no tokens; of some pairs, or of all."""
+        """Add the shares of tokens from ``first`` on, or of no token, for some or all pairs."""
         rows = slice(None) if pairs is None else pairs
         shares = shares.double()
         sums = shares.sum(1)
@@ -267,7 +277,7 @@ class Shares:
         return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
 
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield what a use says of its places; of tokens, if there are as many."""
+        """Yield the gradient of a use in parts. Its positions are tokens if there are as many."""
         if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
             of_weight = use.of_weight if isinstance(use, BiasFactors) else use
             first = 0
@@ -281,19 +291,19 @@ class Shares:
             yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
         elif isinstance(use, Dense) and use.terms is not None:
             terms = use.terms()[0]
-            # A parameter without dimensions has terms without any.
+            # The terms of a parameter without dimensions have none either.
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
             yield _of_terms(self._first(use, terms), terms)
         else:
             for first, rows in summed_parts([use]):
                 yield _of_terms(None, rows.float().unsqueeze(1), first)
 
-    def _first(self, use: Contribution, places: Tensor) -> int | None:
-        return 0 if self._are_tokens(use, places) else None
+    def _first(self, use: Contribution, positions: Tensor) -> int | None:
+        return 0 if self._are_tokens(use, positions) else None
 
-    def _are_tokens(self, use: Contribution, places: Tensor) -> bool:
-        """Whether the places (batch, places, ...) of a use are tokens: if there are as many."""
-        return 0 < places.shape[1] == self._n_tokens and not use.has_ranks
+    def _are_tokens(self, use: Contribution, positions: Tensor) -> bool:
+        """Return whether the positions (batch, positions, ...) are tokens, by their number."""
+        return 0 < positions.shape[1] == self._n_tokens and not use.has_ranks
 
     def of(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
@@ -313,7 +323,7 @@ class Shares:
         self.by_parameter += other.by_parameter
 
     def finish(self) -> None:
-        return  # nothing is held back
+        """Do nothing, because ``take`` adds at once."""
 
 
 def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:

@@ -1,4 +1,4 @@
-"""Compute the features of a split's samples under one checkpoint, in memory or into a file."""
+"""Compute the features of samples under one checkpoint, in memory or into a file."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,27 +14,16 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import batch_features, compilers, stored_rows
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.dependency_digests import content_digest
-from trak_core.gradients import (
-    Batch,
-    GradientMethod,
-    Variety,
-    check_labels,
-    gradient_method,
-    in_chunks,
-)
+from trak_core.gradients import GradientMethod, Variety, check_labels, in_chunks
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 from trak_core.system.progress import log, with_progress
 
-# Texts are ordered by length within a window: its size in bytes of features, and in texts at least.
+# The size of the window in which texts are sorted by length: bytes of features, and least texts.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
-MethodOf = Callable[[LoadedModel, Batch], GradientMethod]
-
-
-def compare_ways(loaded: LoadedModel, few: Batch) -> GradientMethod:
-    """Return the way to gradients that a few samples show; see ``gradient_method``."""
-    return gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+# Returns the gradient method for a model, by a few samples.
+MethodOf = Callable[..., GradientMethod]
 
 
 def projection_for(loaded: LoadedModel, spec: FeaturesSpec) -> ProjectionSpec:
@@ -47,35 +36,34 @@ def feature_blocks(
     data: Split,
     spec: FeaturesSpec,
     *,
-    method_of: MethodOf = compare_ways,
+    method_of: MethodOf,
     batch_size: int,
     memory_mb: int,
     threads: int,
     must_differ: bool,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
-    """Yield features of samples in their order, a block at a time.
+    """Yield features phi = R^T g / scale of samples in their order, a block at a time.
 
-    A sample's features are phi = R^T g / scale: g is its gradient of the model output, of shape
-    (p,), and R the projection of ``projection_for``.
+    g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
 
     Args:
         loaded: The model under a checkpoint.
         data: The samples.
-        spec: What decides the numbers; ``spec.dtype`` is how features are stored.
-        method_of: Chooses the way to gradients by a few samples.
-        batch_size: Samples in the model at once, at most.
-        memory_mb: MiB for gradients and activations; fewer samples at once if they don't fit.
+        spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
+        method_of: Returns the gradient method for a few samples.
+        batch_size: The largest number of samples in the model at once.
+        memory_mb: Memory in MiB for gradients and activations, which may reduce the batch size.
         threads: CPU threads of the projection.
-        must_differ: Whether features that are all alike are refused.
+        must_differ: Whether features that are all equal are refused.
 
     Yields:
-        Start and stop of the block; features as they read after they were stored, shape (rows, k);
-        label numbers and ``PerSample.columns``, shape (rows,) each.
+        Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
+        numbers and ``PerSample.columns``, shape (rows,) each.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2.
     """
     projection = projection_for(loaded, spec)
-    # Features of one window are in memory before they come in the study's order.
+    # The features of a window are in memory until they are yielded in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(data, window=window)
     loaded = loaded.in_pieces(samples, memory_mb)
@@ -86,8 +74,8 @@ def feature_blocks(
     chunk = min(batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
     method = method_of(loaded, few)
-    taken = needed.of_longest.of(chunk) / 2**20
-    log(f"{chunk} samples at once, about {taken:.3g} MiB together")
+    chunk_mb = needed.of_longest.of(chunk) / 2**20
+    log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
     if samples.lengths is not None:
         most = min(batch_size, room.most(needed.shortest))
         lengths = f"{needed.shortest} to {needed.longest} tokens"
@@ -114,7 +102,7 @@ def write_features(
     data: Split,
     spec: FeaturesSpec,
     *,
-    method_of: MethodOf = compare_ways,
+    method_of: MethodOf,
     shard: int = 1,
     n_shards: int = 1,
     code: str,
@@ -127,9 +115,12 @@ def write_features(
     projection = projection_for(loaded, spec)
     file_spec = loaded.file_spec(spec, projection.scaled())
     if n_shards > 1:
-        made_of = {"samples": len(data.ids), "ids": content_digest(data.ids)}
-        own = {"rows": [start, stop], "number": shard, "of": n_shards}
-        file_spec["shard"] = own | {"made_of": made_of}
+        file_spec["shard"] = {
+            "rows": [start, stop],
+            "number": shard,
+            "of": n_shards,
+            "made_of": {"samples": len(data.ids), "ids": content_digest(data.ids)},
+        }
     where = device_name(loaded.device)
     log(
         f"{spec.split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} "
@@ -145,7 +136,7 @@ def write_features(
         batch_size=batch_size,
         memory_mb=memory_mb,
         threads=threads,
-        # A few training samples that are alike may share a shard.
+        # A shard may have a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -156,7 +147,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # Not a list of parts: small tensors that stay between large ones that go waste memory.
+            # Not a list of parts, because small tensors between freed large ones fragment memory.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

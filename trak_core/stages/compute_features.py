@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.chosen_ways import kept_way
+from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.write_features import write_features
@@ -49,7 +49,7 @@ def compute_features(
         loaded,
         data,
         spec,
-        method_of=partial(kept_way, artifact=features, spec=spec, code=code),
+        method_of=partial(recorded_method_for, artifact=features, spec=spec, code=code),
         shard=shard,
         n_shards=n_shards,
         code=code,

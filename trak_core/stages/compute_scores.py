@@ -87,7 +87,7 @@ def compute_scores(
         file_spec = {
             **spec.as_dict(),
             **shared,
-            "lambda": damped.ridge,
+            "lambda": damped.damped.ridge,
             "train_features": scored.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]

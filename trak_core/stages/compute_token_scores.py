@@ -20,9 +20,9 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.chosen_ways import kept_way
 from trak_core.attribution.device import device_name
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
+from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers, projecting_device
 from trak_core.attribution.scores import checkpoint_weights, powered
@@ -105,7 +105,7 @@ def compute_token_scores(
         )
         pairs = list(zip(rows, columns, strict=True))
         known = {"artifact": token_scores, "spec": own.of_train(), "code": code}
-        method_of = partial(kept_way, reads_terms=Shares.reads_terms, **known)
+        method_of = partial(recorded_method_for, reads_terms=Shares.reads_terms, **known)
         features = phi, target_phi
         given = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
         cuts.append(cut_pairs(*given, method_of))

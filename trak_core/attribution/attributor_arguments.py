@@ -1,4 +1,4 @@
-"""Read the settings that a Python program gives an ``Attributor``."""
+"""Read the arguments of an ``Attributor``."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,13 +24,12 @@ def without_none(**settings: Any) -> dict[str, Any]:
 
 
 def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints by id, sorted, and each one's path, state dict or None."""
+    """Return the checkpoints by id, sorted, and the path, state dict or None of each."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
-    is_mapping = isinstance(given, Mapping)
-    if isinstance(given, str | Path) or (is_mapping and _is_state_dict(given)):
-        given, is_mapping = [given], False
-    if not is_mapping:
+    if isinstance(given, str | Path) or _is_state_dict(given):
+        given = [given]
+    if not isinstance(given, Mapping):
         stems = [Path(w).stem if isinstance(w, str | Path) else "" for w in given]
         are_names = all(stems) and len({*stems}) == len(stems)
         given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
@@ -41,30 +40,31 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
         entry = dict(weights) if is_entry else {"path": weights}
         if isinstance(entry.get("path"), Mapping):
             in_memory[str(name)] = entry["path"]
-            entry["path"] = ""  # a folder of no Trainer's
+            entry["path"] = ""  # no folder of a Trainer, so that no step is read from its name
         entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
     table = checkpoint_table(entries, None)
     paths = {name: Path(c.path) for name, c in table.items() if c.path}
     missing = [path for path in paths.values() if not path.exists()]
     if missing:
         raise InputError(
-            f"Checkpoints must be files or folders that are there. Found nothing at {missing[0]}.",
+            f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}.",
             code="attribution.no_checkpoint",
         )
     return table, paths | in_memory
 
 
-def _is_state_dict(given: Mapping[Any, Any]) -> bool:
-    return bool(given) and all(isinstance(value, Tensor) for value in given.values())
+def _is_state_dict(given: Any) -> bool:
+    is_filled = isinstance(given, Mapping) and bool(given)
+    return is_filled and all(isinstance(value, Tensor) for value in given.values())
 
 
 def name_of_output(output: Output) -> str:
-    """Return the name by which files know a model output."""
+    """Return the name of a model output that is stored in files."""
     if isinstance(output, str):
         if output not in TABLE and place_of(output) is None:
             raise InputError(
-                f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; or a function or "
-                f"a ModelOutput. Found {output!r}.",
+                f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; a function; or a "
+                f"ModelOutput. Found {output!r}.",
                 code="attribution.output",
             )
         return output
@@ -90,7 +90,7 @@ def check_scoring(scoring: Mapping[str, Any]) -> None:
 
 
 def device_named(given: str | torch.device, *, is_projected: bool) -> torch.device:
-    """Return a device, after a check that it is there and that projection works on it."""
+    """Return a device, after checking that it exists and that the projection can run on it."""
     name = "cuda" if given == "auto" and torch.cuda.is_available() else given
     device = torch.device("cpu" if name == "auto" else name)
     if device.type != "cuda":

@@ -1,6 +1,5 @@
-"""A run's first job chooses the way to gradients; others of the same form take it from there."""
+"""A run's first job chooses the gradient method. Other jobs under the same conditions use it."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,11 +8,11 @@ import pytest
 import torch
 from pipeline import ON_CPU, features_spec, run_stages, scores_spec
 
-from trak_core.attribution import chosen_ways
-from trak_core.attribution.chosen_ways import RECORD, chosen_way, ways_of_run
+from trak_core.attribution import gradient_method_record
 from trak_core.attribution.deferred_logits import MarginsOfTokens
+from trak_core.attribution.gradient_method_record import RECORD, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.gradients import gradients_at_once, gradients_in_turn, gradients_one_by_one
+from trak_core.gradients import gradients_at_once, gradients_in_turn
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
@@ -60,28 +59,30 @@ SETTINGS = {"model_output": "language_modelling", "damping": 0.5}
 
 
 class Jobs:
-    """Jobs of one study, and the number of texts in each comparison of ways."""
+    """Jobs of one study, and of each comparison of methods the number of texts and the choice."""
 
     def __init__(self, folder, monkeypatch, recurrent=""):
-        self.folder, self.compared = folder, []
-        self.study, self.file = folder / "study_of_ways.py", folder / RECORD
+        self.folder, self.compared, self.chosen = folder, [], []
+        self.study, self.file = folder / "study_of_methods.py", folder / RECORD
         write_record(folder / CONFIG_RECORD, {"config": {}})
         self.study.write_text(STUDY.replace("RECURRENT", recurrent))
         torch.manual_seed(0)
         names: dict[str, Any] = {"__name__": "study"}
         exec(self.study.read_text(), names)
         torch.save(names["make_model"]().state_dict(), folder / "c0.pt")
-        choose = chosen_ways.choose_method
+        choose = gradient_method_record.choose_method
 
         def noted(model, parameters, output, samples, **more):
             self.compared.append(len(samples))
-            return choose(model, parameters, output, samples, **more)
+            method, notice = choose(model, parameters, output, samples, **more)
+            self.chosen.append(method)
+            return method, notice
 
-        monkeypatch.setattr(chosen_ways, "choose_method", noted)
+        monkeypatch.setattr(gradient_method_record, "choose_method", noted)
         self.common = {"study_file": self.study, "checkpoint": folder / "c0.pt"}
 
     def features(self, targets=None, **changes):
-        """Return the bytes of the features, and what was compared."""
+        """Return the bytes of the features, and the comparisons."""
         more = {"split": "asked" if targets else "train", "targets": targets}
         job = ON_CPU | {"code": changes.pop("code", "code")}
         spec = replace(features_spec("language_modelling", 6, **more), **changes)
@@ -93,7 +94,7 @@ class Jobs:
         return file.read_bytes(), compared
 
     def token_scores(self):
-        """Run the jobs before the one of scores of tokens, which is returned."""
+        """Run the jobs before the one of token scores, and return that one."""
         checkpoints, targets = {"c0": self.common["checkpoint"]}, ["a", "b"]
         results = self.folder / "results"
         scores = run_stages(results, self.study, checkpoints, targets, **SETTINGS, proj_dim=6)
@@ -111,9 +112,9 @@ class Jobs:
             **ON_CPU,
         )
 
-    def ways(self):
+    def methods(self):
         spec = features_spec("language_modelling", 6)
-        return sorted(name for name, _ in ways_of_run(self.folder, spec).values())
+        return sorted(name for name, _ in recorded_methods(self.folder, spec).values())
 
 
 @pytest.fixture
@@ -121,17 +122,21 @@ def jobs(tmp_path, monkeypatch):
     return Jobs(tmp_path, monkeypatch)
 
 
-def test_jobs_take_what_was_chosen_and_write_the_same_bytes(jobs):
+def test_jobs_use_the_recorded_method_and_write_the_same_bytes(jobs):
     asked = None, ["a", "b", "c"], ["e"]
     first = [jobs.features(targets) for targets in asked]
     assert [compared for _, compared in first] == [[5], [], [1]]
-    assert jobs.ways() == ["gradients_at_once", "gradients_in_turn"]
+    assert jobs.methods() == ["gradients_at_once", "gradients_in_turn"]
     assert [jobs.features(targets) for targets in asked] == [(own, []) for own, _ in first]
+    compute = jobs.token_scores()
+    jobs.compared.clear()
+    compute()
+    assert jobs.compared == []
 
 
-def test_what_was_not_compared_is_compared_by_the_job(jobs, monkeypatch):
+def test_a_job_compares_under_new_conditions(jobs, monkeypatch):
     jobs.features()
-    # Different lengths bring a mask.
+    # Texts of different lengths get a mask.
     assert jobs.features(["a", "e"])[1] == [2]
     assert jobs.features(code="other")[1] == [5]
     assert jobs.features()[1] == []
@@ -141,69 +146,51 @@ def test_what_was_not_compared_is_compared_by_the_job(jobs, monkeypatch):
     assert jobs.features()[1] == [5]
 
 
-def test_logits_in_pieces_and_blocks_that_run_twice_are_compared(jobs, monkeypatch):
+def test_logits_in_pieces_and_recomputed_blocks_are_conditions(jobs, monkeypatch):
     jobs.features()
     spec = features_spec("language_modelling", 6)
     study = Study.load(jobs.study)
     loaded = LoadedModel.of_study(study, jobs.folder / "c0.pt", spec, torch.device("cpu"))
     (samples,) = loaded.ordered(study.split("train", None))
     few, _ = loaded.few(samples)
-    ways = ways_of_run(jobs.folder, spec)
-    assert chosen_way(loaded, few, ways) is gradients_at_once
+    methods = recorded_methods(jobs.folder, spec)
+    assert method_for(loaded, few, methods) is gradients_at_once
     assert jobs.compared == []
     margins = MarginsOfTokens(loaded.model, loaded.output)
     in_pieces = replace(loaded, model=margins, output=margins.output)
-    assert chosen_way(in_pieces, in_pieces.batch(samples, 0, 2), ways) is gradients_at_once
+    batch = in_pieces.batch(samples, 0, 2)
+    assert method_for(in_pieces, batch, methods) is gradients_at_once
     assert jobs.compared == [2]
     monkeypatch.setattr(loaded.blocks, "is_on", True)
-    assert chosen_way(loaded, few, ways) is gradients_at_once
-    assert chosen_way(loaded, few, ways) is gradients_at_once
+    for _ in range(2):
+        assert method_for(loaded, few, methods) is gradients_at_once
     assert jobs.compared == [2, 5]
 
 
-def test_a_damaged_file_is_as_good_as_none(jobs):
+def test_a_damaged_or_missing_record_is_not_used(jobs):
     jobs.features()
     text = jobs.file.read_text()
     for damaged in ("", "{}", text.replace("at_once", "in_turn")):
         jobs.file.write_text(damaged)
         assert jobs.features()[1] == [5]
-    assert {*json.loads(text)["known"]} == {"model", "ways"}
-
-
-def test_without_a_results_folder_nothing_is_kept(jobs):
+    # Outside of a results folder there is no record.
     (jobs.folder / CONFIG_RECORD).unlink()
+    jobs.file.unlink()
     assert [jobs.features()[1], jobs.features()[1]] == [[5], [5]]
     assert not jobs.file.exists()
-
-
-def test_other_jobs_take_it_too(jobs):
-    compute = jobs.token_scores()
-    jobs.compared.clear()
-    compute()
-    assert jobs.compared == []
 
 
 HIDDEN = "self.lstm = torch.nn.LSTM(8, 8, batch_first=True)"
 
 
-def test_a_notice_is_in_every_log_and_scores_of_tokens_need_factors(tmp_path, monkeypatch, capsys):
-    """An LSTM hides samples. Plain autograd, which is faster for it, tells no tokens apart."""
+def test_every_log_has_the_notice_and_token_scores_need_terms(tmp_path, monkeypatch, capsys):
+    """Plain autograd is chosen for an LSTM. It gives no terms."""
     jobs = Jobs(tmp_path, monkeypatch, HIDDEN)
-    reason = "cannot tell samples apart below: MkldnnRnnLayer"
-    assert jobs.features()[1] == [5]
-    assert reason in capsys.readouterr().out
-    assert jobs.ways() == ["gradients_one_by_one"]
-    assert jobs.features()[1] == []
-    assert reason in capsys.readouterr().out
-
-    compute, taken = jobs.token_scores(), []
-    choose = chosen_ways.choose_method
-
-    def noted(*given, **more):
-        taken.append(choose(*given, **more)[0])
-        return choose(*given, **more)
-
-    monkeypatch.setattr(chosen_ways, "choose_method", noted)
+    for compared in ([5], []):
+        assert jobs.features()[1] == compared
+        assert "cannot tell samples apart below: MkldnnRnnLayer" in capsys.readouterr().out
+    assert jobs.methods() == ["gradients_one_by_one"]
+    compute = jobs.token_scores()
+    jobs.chosen.clear()
     compute()
-    assert taken == [gradients_in_turn, gradients_in_turn]
-    assert gradients_one_by_one not in taken
+    assert jobs.chosen == [gradients_in_turn, gradients_in_turn]

@@ -1,0 +1,105 @@
+"""Record the gradient method that the first job of a run chose, for its other jobs."""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from trak_core import __version__
+from trak_core.attribution.deferred_logits import MarginsOfTokens
+from trak_core.attribution.device import device_name
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.errors import InputError
+from trak_core.gradients import METHODS, Batch, GradientMethod, choose_method
+from trak_core.spec import FeaturesSpec
+from trak_core.system.files import CONFIG_RECORD, read_record, write_record
+
+RECORD = "gradient_method.json"
+
+# The name of a gradient method and its notice, by the conditions under which it was chosen.
+Methods = dict[str, tuple[str, str | None]]
+
+
+def method_for(
+    loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
+) -> GradientMethod:
+    """Return the method that was chosen under the same conditions, or choose one; print its notice.
+
+    A new choice compares the gradients of the first two samples of ``few`` and is added to
+    ``methods``. Conditions are, for example, the device, the ranks and dtypes of the inputs, and
+    whether logits are computed in pieces. With ``reads_terms`` plain autograd is not accepted,
+    because it gives no terms; such a choice is not added.
+    """
+    conditions = _conditions(loaded, few)
+    name, notice = methods.get(conditions, (None, None))
+    method = METHODS.get(name or "")
+    if method is None or (reads_terms and name == "gradients_one_by_one"):
+        given = loaded.model, loaded.parameters, loaded.output, few
+        method, notice = choose_method(*given, reads_terms=reads_terms)
+        if not reads_terms:
+            methods[conditions] = method.__name__, notice
+    if notice is not None:
+        print(f"Notice: {notice}", flush=True)
+    return method
+
+
+def recorded_method_for(
+    loaded: LoadedModel,
+    few: Batch,
+    *,
+    artifact: Path,
+    spec: FeaturesSpec,
+    code: str,
+    reads_terms: bool = False,
+) -> GradientMethod:
+    """Return the result of ``method_for``, with the record of the run that writes ``artifact``.
+
+    The first job of a run under some conditions compares, and records its choice in the results
+    folder. A record of another model, of another ``code`` of jobs, or a damaged one is not used.
+    The choice changes numbers by rounding only. If no record can be written, every job compares.
+    """
+    folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
+    record = next((folder / RECORD for folder in folders), None)
+    by_code = {} if record is None else _read(record, spec)
+    methods = dict(by_code.get(code, {}))
+    method = method_for(loaded, few, methods, reads_terms=reads_terms)
+    if record is not None and methods != by_code.get(code, {}):
+        with suppress(InputError):
+            write_record(record, {"model": _model(spec), "methods": by_code | {code: methods}})
+    return method
+
+
+def recorded_methods(results: Path, spec: FeaturesSpec) -> Methods:
+    """Return the methods that the jobs of a run recorded for the model of ``spec``."""
+    by_code = _read(results / RECORD, spec)
+    return {key: method for methods in by_code.values() for key, method in methods.items()}
+
+
+def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
+    """Return the methods by the code of the jobs that recorded them. Empty for another model."""
+    known = read_record(record)
+    return known.get("methods", {}) if known.get("model") == _model(spec) else {}
+
+
+def _conditions(loaded: LoadedModel, few: Batch) -> str:
+    """Return all that may decide the method, except the numbers in weights and samples."""
+    names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
+    return json.dumps({
+        "torch": torch.__version__,
+        "device": device_name(loaded.device),
+        "inputs": [[name, tensor.ndim, str(tensor.dtype)] for name, tensor in few.tensors()],
+        "alone": len(few) == 1,
+        "in_pieces": isinstance(loaded.model, MarginsOfTokens),
+        "recomputes": loaded.blocks.is_on,
+        "packages": {
+            name: str(getattr(sys.modules.get(name), "__version__", "")) for name in sorted(names)
+        },
+    })
+
+
+def _model(spec: FeaturesSpec) -> dict[str, object]:
+    described = spec.as_dict()
+    keys = ("study_digest", "model_output", "parameter_patterns")
+    return {"trak-core": __version__, **{key: described[key] for key in keys}}
