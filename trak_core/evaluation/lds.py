@@ -117,12 +117,8 @@ def bootstrap(
     that differences between two predictions are paired, and the numbers of one do not depend on
     which others are given.
 
-    Args:
-        predictions: Subset sums, each of shape (subsets, targets).
-        outputs: Outputs of retrained models, shape (seeds, subsets, targets). Predictions are
-            compared with the mean over seeds.
-        n_draws: The number of resamples.
-        seed: The seed of the resampling.
+    Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
+    over seeds of ``outputs``, shape (seeds, subsets, targets).
 
     Returns:
         Shape (n_draws, predictions). With at least two seeds there is one more column, the noise
@@ -239,11 +235,8 @@ def lds_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``summary``, ``targets`` and ``checkpoints``.
 
-    Args:
-        methods: Subset sums for each row of the summary, shape (S, m). The scores are the first.
-        by_count: Subset sums of scores from the first few checkpoints, by their number.
-        truth: The retrained models.
-        target_ids: Ids of the m targets.
+    ``methods`` has subset sums, shape (S, m), for each row of the summary, the scores first.
+    ``by_count`` has those of scores from the first few checkpoints, by their number.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}

@@ -102,13 +102,8 @@ def setting_sums(
     """Return one checkpoint's term of the subset sums under each setting, shape (S, m).
 
     Phi_c is read once. The sum of these terms over checkpoints is the subset sum of scores times
-    the number of checkpoints, which does not change ranks.
-
-    Args:
-        masks: See ``subset_sums``.
-        settings: The settings of scoring.
-        averages: From ``average_weights``, over all checkpoints.
-        checkpoint: Features and weights of the checkpoint.
+    the number of checkpoints, which does not change ranks. See ``subset_sums`` for masks.
+    ``averages`` are from ``average_weights``, over all checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -167,14 +162,8 @@ def weighted_sums(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return weighted sums of each subset's features, and weighted products, in one pass.
 
-    Args:
-        masks: See ``subset_sums``.
-        weights: W vectors of weights of the training samples, shape (n,).
-        blocks: Blocks of Phi, with rows of shape (rows, k).
-        squared: Vectors w of weights of the products Phi^T diag(w) Phi, shape (n,).
-
-    Returns:
-        Sums of shape (W, S, k), and a product of shape (k, k) for each vector in ``squared``.
+    Sums have shape (len(weights), S, k). There is a product Phi^T diag(w) Phi, shape (k, k), for
+    each w in ``squared``. All weights have shape (n,). See ``subset_sums`` for masks.
     """
     sums = np.zeros(())
 
@@ -195,16 +184,9 @@ def damped_sums(
 ) -> np.ndarray:
     """Return subset sums of the columns of A_c for each ridge, by one eigendecomposition.
 
-    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T.
-
-    Args:
-        sums: From ``weighted_sums``, or its first k columns, shape (W, S, k).
-        spectrum: The eigendecomposition of N, or of its first k rows and columns.
-        ridges: Numbers above 0.
-        targets: T, shape (m, k), float64.
-
-    Returns:
-        Shape (len(ridges), W, S, m).
+    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T, of shape (len(ridges), W, S, m).
+    ``sums`` are from ``weighted_sums``, shape (W, S, k), ``spectrum`` is that of N (k, k), and
+    targets T have shape (m, k), float64. Ridges are positive.
 
     Source: docs/explanation/scores.md, "The formula".
     """

@@ -109,14 +109,10 @@ class GroupSums:
         norms: Sequence[float],
         groups: Sequence[np.ndarray],
     ) -> None:
-        """Add a block of samples.
+        """Add a block of samples: rows of A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        Args:
-            similarities: Rows of A_c of all checkpoints, shape (C, rows, m).
-            loss_weights: Q_c^power, shape (C, rows).
-            norms: ||B|| of each checkpoint, used only by ``unit_average``.
-            groups: For each column the samples' groups, shape (rows,). Groups are numbered
-                from 0, consecutively over all columns.
+        ``norms`` are ||B|| of the checkpoints, used only by ``unit_average``. ``groups`` has for
+        each column the samples' groups, shape (rows,), numbered consecutively over all columns.
         """
         times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
@@ -157,11 +153,8 @@ class GroupSums:
 def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
     """Return the variance of a group's mean that is due to its samples, shape (...).
 
-    It is the variance between draws with the same runs. A single sample has variance 0.
-
-    Args:
-        draws: Means of the group's samples, shape (..., N_DRAWS), NaN where a draw has none.
-        size: The number of samples in the group.
+    It is the variance between draws with the same runs. Draws are means over the group's ``size``
+    samples, shape (..., N_DRAWS), NaN where a draw has none. A single sample has variance 0.
     """
     variance = _within_runs(draws) * size / max(size - 1, 1)
     return Chance(variance, np.full(variance.shape, size - 1.0))

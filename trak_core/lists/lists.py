@@ -76,15 +76,8 @@ def best_in_turn(
     So samples for every kind of target are chosen. The samples with the largest help minus harm can
     be much alike. They follow after all top influences are chosen.
 
-    A positive score must improve its target.
-
-    Args:
-        train: The table of a scores file.
-        top_influences: The table of the same file.
-        fraction: The fraction of the training samples to return. Their number is rounded up.
-
-    Returns:
-        Columns as for ``most_harmful``.
+    A positive score must improve its target. The tables are those of a scores file. ``fraction`` is
+    that of the training samples to return, rounded up. Columns are those of ``most_harmful``.
     """
     score = _help_minus_harm(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
@@ -131,15 +124,10 @@ def nearest(
 ) -> Extremes:
     """Return the five rows whose features have the largest cosines with those of each sample.
 
-    The result has shape (5, m), float32, or fewer rows if ``n_rows`` is smaller.
-
-    Args:
-        read: Returns rows of features from start to stop, shape (rows, k).
-        n_rows: The number of all rows.
-        others: Features of the samples, shape (m, k).
-        block: The number of rows to read at once. It does not change the result.
-        first: If the samples are rows themselves, the row of the first one. Then a sample is not
-            its own neighbour.
+    The result has shape (5, m), float32, or fewer rows if ``n_rows`` is smaller. ``read`` returns
+    rows of features from start to stop, shape (rows, k), ``block`` at a time. ``others`` are
+    features of the samples, shape (m, k). If these are rows themselves, ``first`` is the number of
+    the first one, and a sample is not its own neighbour.
     """
     unit = unit_rows(others).T.astype(np.float32)
     extremes: Extremes | None = None

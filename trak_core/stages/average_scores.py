@@ -111,25 +111,13 @@ def average_scores(
     from 1 on. The stage then joins the files of all ``shards``, in order. The joined file is equal
     to the file computed at once, to the last bit.
 
-    Args:
-        scores: The file to write.
-        checkpoint_scores: A file for each checkpoint.
-        features: A file for each checkpoint if ``keep`` was ``top_k``. Scores are then computed
-            from the features and the solved targets.
-        shards: Files of all shards, to be joined.
-        spec: See ``trak_core.stages``.
-        defaults: The settings that the config left to defaults, in words.
-        columns: The meaning of labels and predictions, in words.
-        top: The number of largest scores of either sign to keep for each target.
-        output_words: The config's description of a user-defined model output.
-        study_file: A study with columns for the tables of samples.
-        question: A file with the experiment's targets and their columns.
-        mean_of: In words, of which targets the only target is the mean. None for other targets.
-        pool: The file of the samples that are scored, if they are not the training samples.
-        shard: The number of the shard to compute.
-        n_shards: The number of shards.
-        code: See ``trak_core.stages``.
-        memory_mb: See ``trak_core.stages``.
+    ``features`` has a file for each checkpoint if only solved targets were kept (``top_k``), and
+    scores are computed from both. ``top`` is the number of largest scores of either sign that are
+    kept for each target. ``question`` has the experiment's targets, and ``pool`` the scored samples
+    if they are not the training samples. Their columns, and those of the study, are added to the
+    tables. Texts for the file's attributes are ``columns`` (the meaning of labels and predictions),
+    ``defaults`` (the settings that the config left open), ``output_words`` (the description of a
+    user-defined model output) and ``mean_of`` (the targets that the only target is the mean of).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
