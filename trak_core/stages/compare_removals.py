@@ -189,7 +189,11 @@ def removal_tables(
     summary, targets = [], []
     for measure in dict.fromkeys(name for of_subset in values.values() for name in of_subset):
         # The mean over draws of random samples is one number for each training.
-        means = {s: of[measure].mean(axis=1) for s, of in values.items() if measure in of}
+        means = {
+            subset: of_subset[measure].mean(axis=1)
+            for subset, of_subset in values.items()
+            if measure in of_subset
+        }
         first, *others = [subset for subset in means if subset != EVERYTHING] or [EVERYTHING]
         less = {f"{first}{LESS}{other}": means[first] - means[other] for other in others}
         least, most = _BOUNDS.get(measure, (-np.inf, np.inf))
