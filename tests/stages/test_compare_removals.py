@@ -90,8 +90,8 @@ def test_removals_for_targets_agree_with_a_loop(run, tmp_path):
 def test_removals_by_baselines_are_compared_with_those_by_scores(run, tmp_path):
     """The texts of samples are their labels, so BM25 finds the first samples of the same digit."""
     study = tmp_path / "described.py"
-    says = "def describe(sample):\n    return f'a {int(sample[1])}'\n"
-    study.write_text(f"{STUDY.read_text()}\n\n{says}")
+    describe = "def describe(sample):\n    return f'a {int(sample[1])}'\n"
+    study.write_text(f"{STUDY.read_text()}\n\n{describe}")
     target_ids, size = run.targets[:2], 5
     jobs = {"study_file": study, "code": "code", "batch_size": 64, "threads": 1}
     spec = replace(RETRAINED, seeds=2, seed=1, n_removed=[size], draws=1)
@@ -118,10 +118,9 @@ def test_removals_by_baselines_are_compared_with_those_by_scores(run, tmp_path):
         assert removed == np.flatnonzero(labels == target)[:5].tolist()
     cosines = 0
     for path in embeddings:
-        own, asked = (pd.read_hdf(path, key).astype(float) for key in ("train", "targets"))
-        asked = asked.loc[target_ids]
-        own, asked = (x.div(np.sqrt((x**2).sum(axis=1)), axis=0) for x in (own, asked))
-        cosines = cosines + own.to_numpy() @ asked.to_numpy().T
+        frames = (pd.read_hdf(path, key).astype(float) for key in ("train", "targets"))
+        train, targets = (x.div(np.sqrt((x**2).sum(axis=1)), axis=0) for x in frames)
+        cosines = cosines + train.to_numpy() @ targets.loc[target_ids].to_numpy().T
     masks = pd.read_hdf(tmp_path / "embedding_cosine.h5", "masks").to_numpy()
     for row, column in enumerate(cosines.T):
         assert set(np.flatnonzero(masks[row] == 0)) == set(np.argsort(-column)[:5])

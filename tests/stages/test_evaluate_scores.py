@@ -250,9 +250,9 @@ def test_baselines_agree_with_plain_loops(run, evaluated):
 
 
 def test_bm25_is_a_baseline_of_studies_with_texts(run, tmp_path):
-    says = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
+    text = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
     study = tmp_path / "described.py"
-    study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {says}\n")
+    study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {text}\n")
     path = run.evaluate(tmp_path / "words.h5", study_file=study, baselines=["bm25"])
     words = [
         [f"digit {int(y)} {'ink ' * int(x.sum() / 5)}".split() for x, y in zip(*batch, strict=True)]

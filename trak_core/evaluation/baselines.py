@@ -70,11 +70,11 @@ class Bm25:
     def of(cls, texts: Iterable[Iterable[str]]) -> Self:
         """Build the index from the words of each text."""
         counts = [Counter(words) for words in texts]
-        lengths = np.array([own.total() for own in counts])
+        lengths = np.array([words.total() for words in counts])
         relative = lengths / max(lengths.mean(), 1)
         containing: dict[str, list[int]] = {}
-        for text, own in enumerate(counts):
-            for word in own:
+        for text, words in enumerate(counts):
+            for word in words:
                 containing.setdefault(word, []).append(text)
         entries = {}
         for number, (word, rows) in enumerate(containing.items()):

@@ -167,13 +167,9 @@ def order_models(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bring the subsets and retrained models of a file into the order of the study's samples.
 
-    Args:
-        masks: 0 and 1. Rows are subsets, columns are training samples.
-        outputs: The model output f. Rows are models, each named by its subset. Columns are samples,
-            among them the targets. All subsets must have the same number of models.
-        train_ids: Training samples, in the order of the result.
-        target_ids: Targets, in the order of the result.
-        name: The file, for error messages.
+    Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
+    ``outputs`` are models, each named by its subset, and columns are samples, among them the
+    targets. All subsets must have the same number of models. ``name`` is the file's, for errors.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
@@ -248,7 +244,7 @@ def lds_tables(
     low, high = interval(drawn, axis=0)
     # A difference from the scores, which are the first column, is taken within each draw.
     behind_low, behind_high = interval(drawn[:, :1] - drawn[:, rows], axis=0)
-    lds = np.array([own.mean() for own in correlations.values()])
+    lds = np.array([each.mean() for each in correlations.values()])
     summary = pd.DataFrame(list(correlations), columns=["method", "kind", "proj_dim"])
     summary["lds"], summary["low"], summary["high"] = lds, low[rows], high[rows]
     summary["behind"] = lds[0] - lds
@@ -256,8 +252,8 @@ def lds_tables(
     targets = pd.DataFrame(
         [
             (name, dim, target, correlation)
-            for (name, _, dim), own in correlations.items()
-            for target, correlation in zip(target_ids, own, strict=True)
+            for (name, _, dim), each in correlations.items()
+            for target, correlation in zip(target_ids, each, strict=True)
         ],
         columns=["method", "proj_dim", "target_id", "correlation"],
     )
@@ -272,12 +268,12 @@ def lds_tables(
 
 
 def sweep_tables(
-    swept: Mapping[Setting, np.ndarray], own: Setting, truth: GroundTruth
+    swept: Mapping[Setting, np.ndarray], configured: Setting, truth: GroundTruth
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables ``sweep`` and ``best``, from subset sums of each setting.
 
-    The best setting is chosen on every other target. Its LDS, and that of the config's setting
-    ``own``, are reported on the other targets. A single target is used for both.
+    The best setting is chosen on every other target. Its LDS, and that of the setting in the
+    config (``configured``), are reported on the other targets. A single target is used for both.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)
@@ -288,7 +284,7 @@ def sweep_tables(
     sweep["lds_reported"] = [each[reporting].mean() for each in correlations]
     sweep["lds"] = [each.mean() for each in correlations]
     settings = list(swept)
-    shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(own)]
+    shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(configured)]
     sums = [swept[settings[row]][:, reporting] for row in shown]
     low, high = interval(bootstrap(sums, truth.outputs[:, :, reporting]), axis=0)
     best = sweep.iloc[shown].drop(columns="lds")

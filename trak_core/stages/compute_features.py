@@ -1,4 +1,4 @@
-"""Project the per-sample gradients of one split under one checkpoint."""
+"""Project the per-sample gradients of one split with one checkpoint."""
 
 from collections.abc import Sequence
 from functools import partial

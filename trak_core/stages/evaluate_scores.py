@@ -71,18 +71,21 @@ from trak_core.stages._shared import read_embeddings
 
 
 def _passes(
-    settings: Sequence[Setting], own: Setting, spec: ScoresSpec, loss_weights: Mapping[str, Any]
+    settings: Sequence[Setting],
+    configured: Setting,
+    spec: ScoresSpec,
+    loss_weights: Mapping[str, Any],
 ) -> list[FeaturePass]:
     """Return the passes over the features that the settings need.
 
     If there are checkpoints along runs, the first pass has only the last checkpoint of each run,
     with the default settings for such checkpoints.
     """
-    unit_dim = own.proj_dim if spec.normalize else None
+    unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
     if len(spec.ends) < len(spec.checkpoints):
         output, combine = spec.features.model_output, usual_combine(along=False)
-        ends = replace(own, loss_weight_power=usual_power(combine, output), combine=combine)
+        ends = replace(configured, loss_weight_power=usual_power(combine, output), combine=combine)
         averages = average_weights([ends], [loss_weights[checkpoint] for checkpoint in spec.ends])
         weighting = usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, averages, weighting, unit_dim))
@@ -202,8 +205,8 @@ def evaluate_scores(
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
     proj_dim = projection.get("proj_dim", 0)
-    own = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
-    settings = settings_of(sweep, own)
+    configured = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
+    settings = settings_of(sweep, configured)
     with ExitStack() as stack:
         kind = checkpoint_scores_kind(projection)
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
@@ -238,7 +241,7 @@ def evaluate_scores(
         swept: dict[Setting, np.ndarray] = {}
         if train_paths:
             loss_weights = {key: part.vector("loss_weights") for key, part in by_id.items()}
-            passes = _passes(settings, own, spec, loss_weights)
+            passes = _passes(settings, configured, spec, loss_weights)
             paths = zip(train_paths, targets_paths, parts, strict=True)
             files = dict(zip(spec.checkpoints, paths, strict=True))
             needs_dots = "gradient_dot" in baselines
@@ -290,7 +293,9 @@ def evaluate_scores(
         writer.table("targets", targets, ["method", "target_id"])
         writer.table("checkpoints", checkpoints, ["n_checkpoints"])
         if swept:
-            for key, table in zip(("sweep", "best"), sweep_tables(swept, own, truth), strict=True):
+            for key, table in zip(
+                ("sweep", "best"), sweep_tables(swept, configured, truth), strict=True
+            ):
                 writer.table(key, table, [])
     print(summary.to_string(index=False))
 

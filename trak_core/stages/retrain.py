@@ -235,9 +235,9 @@ def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.nd
     moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
     if moved < left_out / 10:
         return
-    observed = "weights of 1 to change outputs by a tenth or more of what weight 0 does"
+    observed = "that weights of 1 change outputs by at least a tenth of the effect of weights of 0"
     if not left_out:
-        observed = "the same outputs with weight 0"
+        observed = "the same outputs with weights of 0"
     raise InputError(
         f"{study.path}: train() must multiply each sample's loss by its entry of `sample_weights`, "
         f"and draw the same random numbers with and without them. Found {observed}.",

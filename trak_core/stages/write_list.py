@@ -74,18 +74,28 @@ def write_list(
     else:
         rows = most_harmful(train)
         n_listed, words = len(rows), "harm targets more than they help"
-    if study_file is not None:
-        # Imported here, because it imports torch.
-        from trak_core.study.sample_columns import with_class_names
-
-        columns = ("label", "prediction", "suggested_label")
-        rows = with_class_names(rows, columns, study_file, model_output)
-    write_csv(listed, rows)
+    _write(listed, rows, ("label", "prediction", "suggested_label"), study_file, model_output)
     print(f"{n_listed} of {len(train)} samples {words}.")
     if kind == "suspects" and few_targets(targets):
         order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(f"Warning: suspects from {n}: mostly chance. Take more targets, or sort by {order}.")
+
+
+def _write(
+    listed: Path,
+    rows: pd.DataFrame,
+    labels: tuple[str, ...],
+    study_file: Path | None,
+    model_output: str,
+) -> None:
+    """Write rows as CSV, with the study's names of classes in the columns ``labels``."""
+    if study_file is not None:
+        # Imported here, because it imports torch.
+        from trak_core.study.sample_columns import with_class_names
+
+        rows = with_class_names(rows, labels, study_file, model_output)
+    write_csv(listed, rows)
 
 
 _COLUMNS = ("id", "rank", "other_id", "among", "closeness", "cosine", "label", "other_label")
@@ -114,14 +124,8 @@ def find_duplicates(
     pairs = pd.concat(parts, ignore_index=True)
     pairs = pairs.sort_values(["closeness", "cosine"], ascending=False, kind="stable")
     pairs["rank"] = np.arange(1, len(pairs) + 1)
-    pairs = pairs.loc[:, list(_COLUMNS)]
-    if study_file is not None:
-        # Imported here, because it imports torch.
-        from trak_core.study.sample_columns import with_class_names
-
-        columns, output = ("label", "other_label"), spec.features.model_output
-        pairs = with_class_names(pairs, columns, study_file, output)
-    write_csv(listed, pairs)
+    pairs, labels = pairs.loc[:, list(_COLUMNS)], ("label", "other_label")
+    _write(listed, pairs, labels, study_file, spec.features.model_output)
     print(
         f"{len(parts[0])} pairs of training samples are copies, and {len(parts[1])} with a target."
     )
