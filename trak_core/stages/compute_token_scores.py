@@ -142,10 +142,13 @@ def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
 
 def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
     """Print how closely the rows of each table add up to the scores."""
-    pair = ["target_id", "train_id"]
-    scores = top.set_index(pair)["score"]
-    sums = [
-        table.groupby(pair)["score"].sum().reindex(scores.index, fill_value=0) for table in tables
-    ]
-    error = max((own - scores).abs().max() for own in sums) / scores.abs().max()
+    names = ["target_id", "train_id", "score"]
+    scores = {(target, train): score for target, train, score in top[names].to_numpy().tolist()}
+    error = 0.0
+    for table in tables:
+        sums = dict.fromkeys(scores, 0.0)
+        for target, train, score in table[names].to_numpy().tolist():
+            sums[target, train] += score
+        error = max(error, *(abs(sums[pair] - score) for pair, score in scores.items()))
+    error /= max(map(abs, scores.values()))
     print(f"Rows add up to the scores within {error:.1g} of the largest")

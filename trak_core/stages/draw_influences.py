@@ -92,7 +92,8 @@ def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
     """Return the self-influence of training samples by id, or None without a file."""
     for path in files:
         with open_artifact(path, SELF_INFLUENCE) as file:
-            by_id = file.table("train").set_index("id")["self_influence"]
+            table = file.table("train")
+        by_id = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
         shown = scores.tables["train"]["id"].tolist()
         check_same("training samples", shown, [i for i in shown if i in by_id.index], file)
         return by_id

@@ -39,12 +39,13 @@ def select_targets(
     ``outputs`` are files of the last checkpoint of each run, made for ``spec``. The condition can
     use the columns of the table ``targets`` of scores, and those of the study in ``study_file``.
     """
-    ids, parts, hashes = None, [], []
+    ids: list[Any] = []
+    parts, hashes = [], []
     for path in outputs:
         with open_artifact(path, OUTPUTS) as file:
             check_made_for(file, spec.under(file.spec["checkpoint"]["id"]))
             parts.append([file.vector(name) for name in PER_SAMPLE])
-            ids = file.ids("sample_ids") if ids is None else ids
+            ids = ids or file.ids("sample_ids")
             check_same("targets", ids, file.ids("sample_ids"), file)
             hashes.append(file.content_hash)
     labels = parts[0][0]
