@@ -1,22 +1,21 @@
-"""Metrics against plain loops: scipy, pairs one by one, resampled rows written out."""
+"""Rank correlations, bootstrap and noise ceiling agree with SciPy and plain loops."""
 
 import numpy as np
 import pytest
-from refused import refused
 from scipy.stats import spearmanr
 
 from trak_core.evaluation.intervals import interval
-from trak_core.evaluation.lds import bootstrap, noise_ceiling, rank_correlations, reliability
+from trak_core.evaluation.lds import bootstrap, noise_ceiling, rank_correlations
 from trak_core.study.retraining_draws import random_removal, random_subset, training_seed
 
 
 def tied(rng, shape):
-    """Numbers of which many are equal."""
+    """Return random numbers, many of them equal."""
     return rng.integers(0, 12, shape).astype(float)
 
 
 @pytest.mark.parametrize("draw", [tied, lambda rng, shape: rng.standard_normal(shape)])
-@pytest.mark.parametrize("shape", [(2, 3), (37, 5), (100, 20)])
+@pytest.mark.parametrize("shape", [(2, 3), (37, 5)])
 def test_rank_correlations_are_scipys(draw, shape):
     rng = np.random.default_rng(1)
     a = draw(rng, shape)
@@ -33,25 +32,23 @@ def test_a_constant_column_orders_nothing():
     assert rank_correlations(a, -a).tolist() == [-1, 0]
 
 
-def resampled(prediction, truth, rows, targets):
-    """The mean over drawn targets of scipy's correlation over drawn rows."""
-    return np.mean([spearmanr(prediction[rows, j], truth[rows, j]).statistic for j in targets])
-
-
-def test_bootstrap_intervals_are_those_of_rows_written_out():
+def test_bootstrap_intervals_are_those_of_resampled_rows():
     rng = np.random.default_rng(3)
     outputs = tied(rng, (1, 25, 6))
     predictions = [outputs[0] + tied(rng, (25, 6)), rng.standard_normal((25, 6))]
-    found = interval(bootstrap(predictions, outputs, n_draws=40, seed=9), axis=0)
+    intervals = interval(bootstrap(predictions, outputs, n_draws=40, seed=9), axis=0)
     rng = np.random.default_rng(9)
     draws = [(rng.integers(25, size=25), rng.integers(6, size=6)) for _ in range(40)]
-    for prediction, *ends in zip(predictions, *found, strict=True):
-        means = [resampled(prediction, outputs[0], rows, targets) for rows, targets in draws]
+    for prediction, *ends in zip(predictions, *intervals, strict=True):
+        means = [
+            np.mean([spearmanr(prediction[rows, j], outputs[0, rows, j]).statistic for j in own])
+            for rows, own in draws
+        ]
         assert np.abs(ends - np.quantile(means, [0.025, 0.975])).max() < 1e-12
 
 
 @pytest.mark.parametrize("n_seeds", [2, 4])
-def test_the_noise_ceiling_is_what_the_truth_reaches(n_seeds):
+def test_the_noise_ceiling_is_the_correlation_of_expected_outputs(n_seeds):
     rng = np.random.default_rng(5)
     truth = rng.standard_normal((2000, 20))
     outputs = truth + 1.5 * rng.standard_normal((n_seeds, 2000, 20))
@@ -62,22 +59,20 @@ def test_the_noise_ceiling_is_what_the_truth_reaches(n_seeds):
     assert low < ceiling < high
 
 
-def test_reliability_of_two_seeds_is_spearman_and_browns():
+def test_the_noise_ceiling_of_two_seeds_is_spearman_and_browns():
     rng = np.random.default_rng(6)
     truth = rng.standard_normal((40, 3))
     outputs = truth + rng.standard_normal((2, 40, 3))
     rho = rank_correlations(*outputs)
-    assert np.abs(reliability(outputs) - 2 * rho / (1 + rho)).max() < 1e-12
+    assert np.abs(noise_ceiling(outputs) ** 2 - 2 * rho / (1 + rho)).max() < 1e-12
     assert noise_ceiling(np.stack([truth, -truth])).tolist() == [0, 0, 0]
-    with refused("evaluation.seeds", "Found 1"):
-        noise_ceiling(outputs[:1])
 
 
-def test_halves_are_of_one_size_and_their_own():
+def test_random_subsets_have_one_size_and_differ():
     halves = np.stack([random_subset(31, 15, i, seed=0) for i in range(300)])
     assert (halves.sum(axis=1) == 15).all()
     assert len({half.tobytes() for half in halves}) == 300
-    # Every sample is in about half of them: within 4 standard deviations.
+    # Each sample is in about half of them, within 4 standard deviations.
     assert (abs(halves.mean(axis=0) - 15 / 31) < 4 * 0.5 / np.sqrt(300)).all()
     assert not np.array_equal(halves[0], random_subset(31, 15, 0, seed=1))
     assert (~random_removal(31, 4, draw=0, seed=0)).sum() == 4

@@ -1,4 +1,4 @@
-"""Sums of scores by groups, beside plain loops, and what their intervals hold."""
+"""Sums of scores by groups agree with plain loops. Their intervals contain the true values."""
 
 import numpy as np
 import pandas as pd
@@ -45,9 +45,8 @@ def test_sums_and_draws_are_those_of_plain_loops(parts, combine, block):
         sums.add(similarities[:, rows], loss_weights[:, rows], norms, own)
     times = np.random.default_rng(1).poisson(1, (N, N_DRAWS))
     for draw in (0, 1, 17, 420):
-        # A run that is drawn twice is there twice.
-        often_run = weights[-(-draw // SAMPLE_DRAWS)].astype(int)
-        copies = np.repeat(np.arange(C), often_run)
+        # A run that is drawn twice is used twice.
+        copies = np.repeat(np.arange(C), weights[-(-draw // SAMPLE_DRAWS)].astype(int))
         terms = [(similarities[c], loss_weights[c], norms[c]) for c in copies]
         scores = combined(terms, combine)
         for group in range(5):
@@ -61,7 +60,7 @@ def test_sums_and_draws_are_those_of_plain_loops(parts, combine, block):
             assert sums.counts[group, draw - 1] == often.sum()
 
 
-def test_runs_are_drawn_whole_and_as_many_as_there_are():
+def test_a_draw_has_as_many_runs_as_there_are_with_all_their_checkpoints():
     weights = run_weights(RUNS)
     assert weights.shape == (RUN_DRAWS + 1, C)
     assert (weights[0] == 1).all()
@@ -73,14 +72,10 @@ def test_runs_are_drawn_whole_and_as_many_as_there_are():
 
 @pytest.mark.parametrize(
     ("n_runs", "n_samples", "size_of_runs"),
-    [(1, 40, 0), (1, 5, 0), (3, 40, 0.3), (5, 40, 0.3), (5, 40, 1), (10, 8, 0.3)],
+    [(1, 40, 0), (1, 5, 0), (3, 40, 0.3), (5, 40, 1), (10, 8, 0.3)],
 )
-def test_intervals_hold_the_truth_as_often_as_they_say(n_runs, n_samples, size_of_runs):
-    """Means of samples around 0.3, which runs shift, each run all of them: 300 experiments.
-
-    Each target is an experiment. Percentiles alone held the truth of five runs and much that runs
-    do in 84 of 100.
-    """
+def test_intervals_contain_the_true_mean(n_runs, n_samples, size_of_runs):
+    """The true mean is 0.3. Each run shifts all samples. Each of 300 targets is an experiment."""
     random = np.random.default_rng(3)
     values = 0.3 + random.standard_normal((1, n_samples, 300))
     values = values + size_of_runs * random.standard_normal((n_runs, 1, 300))
@@ -90,12 +85,12 @@ def test_intervals_hold_the_truth_as_often_as_they_say(n_runs, n_samples, size_o
     draws = sums.drawn_means()[0].T
     chance = chance_of_samples(draws, n_samples)
     low, high = group_interval(draws, sums.plain[0] / n_samples, chance, n_runs)
-    # A binomial of 300 and .95 lies within 272 and 296, except once in a thousand.
+    # A binomial number of 300 with p = .95 is in this range in 999 of 1,000 cases.
     assert 272 <= ((low <= 0.3) & (high >= 0.3)).sum() <= 296
 
 
 def test_differences_are_paired():
-    """What the runs do to all groups alike cancels."""
+    """A shift of all groups by a run cancels."""
     values = np.stack([np.full((60, 1), shift) for shift in (-5.0, 0.0, 5.0)])
     values[:, :30] += 1
     numbers = np.repeat([0, 1], 30)
@@ -119,7 +114,7 @@ def test_differences_are_paired():
     assert targets["mean"].tolist() == table["mean"].tolist()
 
 
-def test_a_sample_alone_is_its_own_mean():
+def test_the_interval_of_a_single_sample_has_no_width():
     sums = GroupSums(1, 1, Combine.AVERAGE_OF_PRODUCTS, run_weights([0]))
     sums.add(np.full((1, 1, 1), 2.0), np.ones((1, 1)), [1.0], [np.array([0])])
     draws = sums.drawn_means()[0].T
@@ -127,7 +122,7 @@ def test_a_sample_alone_is_its_own_mean():
     assert (low[0], high[0]) == (2, 2)
 
 
-def test_groups_are_in_order_and_few():
+def test_groups_are_sorted_and_few():
     grouping = Grouping.of("label", pd.Series([3, 10, 3]))
     assert list(grouping.names) == ["3", "10"]
     assert grouping.numbers.tolist() == [0, 1, 0]
@@ -153,19 +148,19 @@ def train_data():
 """
 
 
-def test_labels_that_make_too_many_groups_are_known_before_any_job(tmp_path):
-    """By the labels that are there, not by the classes that there could be."""
+def test_too_many_groups_of_labels_are_refused_before_any_job(tmp_path):
+    """The labels in the data decide, not the number of classes of the model."""
 
-    def look(n, output="image_classification", n_outputs=120):
-        study = tmp_path / f"study_{n}.py"
-        code = MANY_CLASSES.replace("N_OUTPUTS", f"{n_outputs}").replace("N_LABELS", f"{n}")
-        study.write_text(code)
+    def check(n_labels, output="image_classification", n_outputs=120):
+        study = tmp_path / f"study_{n_labels}.py"
+        code = MANY_CLASSES.replace("N_OUTPUTS", f"{n_outputs}")
+        study.write_text(code.replace("N_LABELS", f"{n_labels}"))
         about = {"model_output": output, "weighting": "plain", "training": None}
         given = {"splits": {"train": None}, "shards": {"train": 1}, "parameter_patterns": None}
         preflight_study(study_file=study, **about, **given, group_by=["label", "prediction"])
 
-    look(100)
+    check(100)
     with refused("scoring.many_groups", "101", tmp_path / "study_101.py"):
-        look(101)
+        check(101)
     with refused("stages.prediction_groups", "regression", tmp_path / "study_2.py"):
-        look(2, "regression", n_outputs=1)
+        check(2, "regression", n_outputs=1)

@@ -13,7 +13,7 @@ from trak_core.study.retraining_draws import sizes_of
 
 
 def tables(values, sizes):
-    """Return the tables of a list's models, whose values have shape (draws, 1 + 2 S, m)."""
+    """Return the tables of models of a list with S sizes. Values have shape (draws, 1 + 2 S, m)."""
     by_subset = {}
     for measure, numbers in values.items():
         whole, own, random = np.split(numbers.swapaxes(0, 1)[:, None], [1, 1 + len(sizes)])
@@ -26,32 +26,30 @@ def test_losses_are_those_of_torch():
     logits, labels = torch.randn(3, 7, 4, dtype=torch.float64), torch.arange(7) % 4
     p = logits.softmax(-1)[:, torch.arange(7), labels]
     f = torch.log(p) - torch.log1p(-p)
-    found = measures(
-        TABLE["image_classification"], f.numpy(), logits.argmax(-1).numpy(), labels.numpy()
-    )
+    predictions = logits.argmax(-1)
+    numbers = f.numpy(), predictions.numpy(), labels.numpy()
+    measured = measures(TABLE["image_classification"], *numbers)
     loss = torch.nn.functional.cross_entropy(
         logits.reshape(21, 4), labels.repeat(3), reduction="none"
     )
-    np.testing.assert_allclose(found["target_loss"], loss.reshape(3, 7), rtol=1e-10)
-    right = (logits.argmax(-1) == labels).double()
-    assert found["accuracy"].tolist() == right.tolist()
-    assert found["output"].tolist() == f.tolist()
+    np.testing.assert_allclose(measured["target_loss"], loss.reshape(3, 7), rtol=1e-10)
+    assert measured["accuracy"].tolist() == (predictions == labels).double().tolist()
+    assert measured["output"].tolist() == f.tolist()
     y = np.array([1.0, 2.0])
     regression = measures(TABLE["regression"], np.array([[1.5, 2.0]]), np.zeros((1, 2)), y)
     assert regression["target_loss"].tolist() == [[0.125, 0]]
-    for about in (TABLE["loss"], about_output("mine.py:cox")):
-        assert set(measures(about, f.numpy(), f.numpy(), labels.numpy())) == {"output"}
-    assert set(measures(TABLE["clip"], f.numpy(), f.numpy(), labels.numpy())) == {"output"}
+    for about in (TABLE["loss"], TABLE["clip"], about_output("mine.py:cox")):
+        assert set(measures(about, *numbers)) == {"output"}
 
 
-def test_sizes_are_parts_that_leave_one():
+def test_sizes_are_fractions_that_leave_a_sample():
     assert sizes_of([0.2, 0.05, 0.001], n_train=100, n_listed=100) == [1, 5, 20]
     assert sizes_of([0.05, 0.1, 0.2], n_train=100, n_listed=7) == [5, 7]
     assert sizes_of([0.99], n_train=10, n_listed=10) == [9]
     assert sizes_of([0.05, 0.1], n_train=10, n_listed=0) == []
 
 
-def test_a_list_that_is_a_part_is_taken_with_its_last_sample():
+def test_sizes_of_select_are_rounded_like_the_list():
     train = pd.DataFrame({"id": range(21), "help": 1.0, "harm": 0.0})
     top = pd.DataFrame({"target_id": [0], "rank": [1], "train_id": [3], "score": [1.0]})
     n_listed = len(best_in_turn(train, top, 0.2))
@@ -60,8 +58,8 @@ def test_a_list_that_is_a_part_is_taken_with_its_last_sample():
     assert sizes_of([0.1, 0.2], 21, 21) == [2, 4]
 
 
-def test_what_a_seed_does_cancels_in_the_difference():
-    """Three draws that differ by their seed alone, and a list that gains 1 at one size."""
+def test_the_effect_of_a_seed_cancels_in_the_difference():
+    """Three draws differ only by their seeds. The list increases the output by 1 at one size."""
     seeds = np.array([-4.0, 0.0, 7.0])[:, None, None]
     values = np.zeros((3, 5, 2)) + seeds
     values[:, 2] += 1  # the list's second size
@@ -80,7 +78,7 @@ def test_what_a_seed_does_cancels_in_the_difference():
 
 
 def test_models_that_agree_are_not_certain_of_other_targets():
-    """Of n targets none differs: with the part that the interval ends at, that is so in 5 %."""
+    """If the fraction at the interval's end were true, all targets would agree in 5 % of cases."""
     values = np.ones((3, 3, 40))
     values[:, 1, :] = 0  # the list
     summary, _ = tables({"accuracy": values, "output": values}, [5])
@@ -92,14 +90,10 @@ def test_models_that_agree_are_not_certain_of_other_targets():
     assert binom.pmf(0, 40, rows["list"].high) == pytest.approx(0.05)
     assert rows["list less random"].low == -1
     assert binom.pmf(40, 40, -rows["list less random"].high) == pytest.approx(0.05)
-    same, _ = tables({"accuracy": np.ones((3, 3, 40))}, [5])
-    (less,) = same.query("subset == 'list less random'").itertuples()
-    assert less.mean == 0
-    assert less.high == -less.low == pytest.approx(1 - rows["random"].low)
     assert set(summary.query("measure == 'output' and subset == 'list'")["high"]) == {0}
 
 
-def test_one_wrong_prediction_makes_no_interval_shorter():
+def test_a_wrong_prediction_does_not_shorten_an_interval():
     widths = []
     for n_wrong in (0, 1, 5):
         values = np.ones((5, 3, 50))
@@ -110,8 +104,7 @@ def test_one_wrong_prediction_makes_no_interval_shorter():
     assert widths == sorted(widths)
 
 
-def test_intervals_stay_where_a_measure_can_be():
-    """An accuracy above 1 or a loss below 0 would be nonsense; a difference may be below 0."""
+def test_intervals_stay_within_the_range_of_a_measure():
     accuracies = np.array([1.0, 0.99, 1.0, 0.9])[:, None, None] * np.ones((4, 3, 30))
     accuracies[:, 2] -= 0.01 * np.arange(4)[:, None]
     values = {"accuracy": accuracies, "target_loss": 1 - accuracies, "output": accuracies - 1}

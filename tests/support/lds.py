@@ -1,4 +1,4 @@
-"""The linear datamodeling score of an experiment called few, by NumPy and ranks of SciPy."""
+"""Compute the linear datamodeling score of the experiment `few` with SciPy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A finished run of the small study, its retrained models, and what they must be by plain loops."""
+"""Run the small study once, retrain its models, and compute their outputs by plain loops."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ class Run:
         )
 
     def features_of(self, dim):
-        """A run for its features, with as many dimensions; settings of scoring leave them be."""
+        """Return the folder of a run with ``dim`` dimensions. Scoring does not change features."""
         results = self.folder / ("run" if dim == PROJ_DIM else f"run-{dim}")
         if not results.exists():
             study = STUDY, self.checkpoints, self.targets
@@ -79,7 +79,7 @@ class Run:
         return results
 
     def with_checkpoints(self, *names):
-        """The same run, as if there were these checkpoints alone."""
+        """Return this run with only some of its checkpoints."""
         run = Run.__new__(Run)
         run.__dict__ |= {**vars(self), "checkpoints": {c: self.checkpoints[c] for c in names}}
         return run
@@ -135,7 +135,7 @@ class Run:
         return path
 
     def truth(self):
-        """Masks (S, n) and mean outputs (S, m), of models trained here, by hand."""
+        """Return masks (S, n) and outputs (S, seeds, m) of models trained by a plain loop."""
         if not hasattr(self, "_truth"):
             n = len(self.train.ids)
             masks = np.stack([random_subset(n, n // 2, i, seed=4) for i in range(SUBSETS)])
@@ -151,14 +151,13 @@ class Run:
                     ).eval()
                     with torch.no_grad():
                         logits = model(images)
-                    outputs[i, repeat] = [
-                        margin(x, y).item() for x, y in zip(logits, labels, strict=True)
-                    ]
+                    values = [margin(x, y) for x, y in zip(logits, labels, strict=True)]
+                    outputs[i, repeat] = torch.stack(values)
             self._truth = masks.astype(float), outputs
         return self._truth
 
     def lds(self, scores):
-        """Each target's correlation, by scipy in a loop."""
+        """Return the correlation of each target, by SciPy."""
         masks, outputs = self.truth()
         sums, mean = masks @ np.asarray(scores, dtype=float), outputs.mean(axis=1)
         return np.array([spearmanr(sums[:, j], mean[:, j]).statistic for j in range(N_TARGETS)])
@@ -179,5 +178,5 @@ def embeddings_spec(run):
 
 
 def influences_spec(run):
-    """What decides self-influences: no experiment."""
+    """Return the settings of self-influence, which have no experiment."""
     return changed(run.spec, experiment=None, targets_digest=None)

@@ -1,1 +1,1 @@
-"""How far to trust scores: LDS, correlations, baselines; arrays only."""
+"""Measure how far scores can be trusted: LDS, intervals, baselines. NumPy and SciPy only."""

@@ -1,8 +1,9 @@
-"""Sum what simpler rules say over subsets of training samples: baselines of an evaluation.
+"""Compute subset sums of simpler rules, the baselines of an evaluation.
 
-They are labels, noise, embeddings, gradients without a solve, and shared words. NumPy only.
+They are labels, noise, cosines of embeddings, inner products of gradients, and BM25 of words.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -20,7 +21,7 @@ from trak_core.evaluation.subset_sums import (
 
 # Seed of the random baseline.
 _SEED = 0
-# BM25's usual constants: how soon a word that comes again counts no more, and how much lengths do.
+# BM25's usual constants k1 (saturation of word counts) and b (correction for the text's length).
 _K1, _B = 1.2, 0.75
 
 
@@ -36,7 +37,7 @@ def label_sums(
 
 
 def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
-    """Return subset sums of scores drawn from a normal distribution, which mean nothing."""
+    """Return subset sums of random scores, drawn from a normal distribution."""
     rng = np.random.default_rng(_SEED)
 
     def draw(start: int, stop: int) -> np.ndarray:
@@ -46,7 +47,7 @@ def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
 
 
 def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray) -> np.ndarray:
-    """Return subset sums of cosines between embeddings, shape (rows, width) and (m, width).
+    """Return subset sums of cosines between embeddings, of shapes (rows, width) and (m, width).
 
     A zero embedding has cosine 0 with everything.
     """
@@ -56,54 +57,51 @@ def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class Bm25:
-    """Training texts by their words, to be searched.
+    """An index of training texts by their words.
 
-    Attributes:
-        n_texts: n.
-        numbers: The words' numbers.
-        ends: Where each word's entries end in what follows; an entry is a text that has the word.
-        texts: The entries' texts.
-        weights: What the word adds to the score of a question that has it, float64.
+    ``entries`` has for each word its number, the texts that contain it, and what it adds to their
+    scores (float64).
     """
 
     n_texts: int
-    numbers: Mapping[str, int]
-    ends: np.ndarray
-    texts: np.ndarray
-    weights: np.ndarray
+    entries: Mapping[str, tuple[int, np.ndarray, np.ndarray]]
 
     @classmethod
     def of(cls, texts: Iterable[Iterable[str]]) -> Self:
-        """Count the words of each text."""
-        numbers: dict[str, int] = {}
-        words = [np.array([numbers.setdefault(w, len(numbers)) for w in t], int) for t in texts]
-        lengths = np.array([len(own) for own in words])
-        pairs = np.concatenate([own * len(words) + i for i, own in enumerate(words)])
-        pairs, times = np.unique(pairs, return_counts=True)
-        word, text = np.divmod(pairs, len(words))
-        containing = np.bincount(word, minlength=len(numbers))
-        rare = np.log1p((len(words) - containing + 0.5) / (containing + 0.5))
-        relative = lengths[text] / max(lengths.mean(), 1)
-        weights = rare[word] * times * (_K1 + 1) / (times + _K1 * (1 - _B + _B * relative))
-        return cls(len(words), numbers, np.cumsum(containing), text, weights)
+        """Build the index from the words of each text."""
+        counts = [Counter(words) for words in texts]
+        lengths = np.array([words.total() for words in counts])
+        relative = lengths / max(lengths.mean(), 1)
+        containing: dict[str, list[int]] = {}
+        for text, words in enumerate(counts):
+            for word in words:
+                containing.setdefault(word, []).append(text)
+        entries = {}
+        for number, (word, rows) in enumerate(containing.items()):
+            times = np.array([counts[text][word] for text in rows])
+            rarity = np.log1p((len(counts) - len(rows) + 0.5) / (len(rows) + 0.5))
+            lengthened = times + _K1 * (1 - _B + _B * relative[rows])
+            entries[word] = number, np.array(rows), rarity * times * (_K1 + 1) / lengthened
+        return cls(len(counts), entries)
 
-    def scores(self, question: Iterable[str]) -> np.ndarray:
-        """Return the scores of all texts for one question, shape (n,), float64, none negative.
+    def scores(self, query: Iterable[str]) -> np.ndarray:
+        """Return the scores of all texts for the words of a query, shape (n,), float64, >= 0.
 
-        A word of the question counts once.
+        A word that the query repeats is used once.
 
         Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond",
             2009, section 3, with log(1 + (n - df + 0.5) / (df + 0.5)), which is never negative.
         """
         values = np.zeros(self.n_texts)
-        for number in sorted({self.numbers[w] for w in question if w in self.numbers}):
-            own = slice(self.ends[number - 1] if number else 0, self.ends[number])
-            values[self.texts[own]] += self.weights[own]
+        known = [self.entries[word] for word in set(query) if word in self.entries]
+        # In a fixed order, because float64 sums depend on it.
+        for _, rows, weights in sorted(known, key=lambda entry: entry[0]):
+            values[rows] += weights
         return values
 
 
 def gradient_dot_sums(masks: np.ndarray, checkpoint: CheckpointRows) -> np.ndarray:
-    """Return subset sums of Q_i <phi_i, t_j>, TracIn's scores without a learning rate.
+    """Return subset sums of Q_i <phi_i, t_j>, which are TracIn's scores without a learning rate.
 
     Source: Pruthi et al., "Estimating Training Data Influence by Tracing Gradient Descent",
         NeurIPS 2020.

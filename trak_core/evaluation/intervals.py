@@ -1,8 +1,8 @@
-"""95 % intervals of means and of draws, as wide as few trainings and samples make them.
+"""Compute 95 % confidence intervals of means and of bootstrap draws from few numbers.
 
-A percentile interval of a bootstrap takes the spread of n numbers for that of all there could be.
-With five trainings it holds the truth 83 times in a hundred where it says 95. So variances have the
-divisor n - 1, widths are Student's, and two kinds of chance are added up as Welch did.
+A percentile interval of a bootstrap is too short for few numbers: with five trainings it contains
+the true mean in 83 % of cases. So variances have the divisor n - 1, widths use Student's quantile,
+and independent variances are added by Welch's formula.
 
 Source: Welch, "The generalization of 'Student's' problem when several different population
     variances are involved", Biometrika 34, 1947; Hesterberg, "What Teachers Should Know About the
@@ -14,22 +14,22 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-# The part of cases in which an interval shall hold the truth.
+# The probability that an interval contains the true value.
 CONFIDENCE = 0.95
 _OUTSIDE = (1 - CONFIDENCE) / 2
 
 
 class Chance(NamedTuple):
-    """What chance adds to an estimate: a variance, and how many numbers it is known from, less 1.
+    """The variance of an estimate, and the degrees of freedom from which it is known.
 
-    Both have any shape, float64. Without freedom nothing is known, and the variance is 0.
+    Both have any shape, float64. The variance is 0 where the degrees of freedom are 0.
     """
 
     variance: np.ndarray
     freedom: np.ndarray
 
     def __add__(self, other: "Chance") -> "Chance":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add an independent one; the freedom is Welch's, infinite where nothing varies."""
+        """Add an independent variance; Welch's degrees of freedom are infinite if both are 0."""
         total = self.variance + other.variance
         pieces = [own.variance**2 / np.maximum(own.freedom, 1) for own in (self, other)]
         small = np.asarray(pieces[0] + pieces[1], dtype=np.float64)
@@ -39,17 +39,18 @@ class Chance(NamedTuple):
 
     def half_width(self) -> np.ndarray:
         """Return half of the interval's width: the standard error times Student's quantile."""
-        # SciPy has no quantile of infinite freedom.
+        # SciPy has no quantile for infinite degrees of freedom.
         freedom = np.minimum(self.freedom, 1e9)
         return stdtrit(freedom, 1 - _OUTSIDE) * np.sqrt(self.variance)
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the interval of a mean over trainings and targets, shape (seeds, targets).
+    """Return the interval of a mean over trainings and targets, of shape (seeds, targets).
 
-    Both could be others: all targets share the models, and what these have by chance must not look
-    like an effect. What varies with both at once is counted twice, so that the interval is never
-    too short for it. With one training (or target) the interval says nothing about others.
+    Both trainings and targets are samples of all that there could be. All targets share the models,
+    so that the differences between models do not average out over targets. Noise that varies with
+    both is counted twice, so the interval may be too long, but not too short. With one training (or
+    one target) the interval does not account for others.
 
     Example:
         >>> import numpy as np
@@ -67,11 +68,11 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return that of a mean of ones and zeros, or of their differences, shape (seeds, targets).
+    """Return the interval of a mean of ones and zeros, or of their differences.
 
-    Where all models agree on all targets, the numbers have no spread, but other targets need not be
-    so: of n that are all alike, up to 3 in n others may differ. So it is where less than one target
-    differs.
+    Where all models agree on all n targets, the values have no spread, although other targets may
+    differ: up to about 3 / n of them, with 95 % confidence. The interval is extended accordingly
+    where fewer than one target differs. ``values`` have shape (seeds, targets).
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.
@@ -92,7 +93,7 @@ def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def interval(draws: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of percentile intervals along an axis; draws that are NaN don't count."""
+    """Return the percentile interval along an axis. Draws that are NaN are ignored."""
     low, high = np.nanquantile(draws, [_OUTSIDE, 1 - _OUTSIDE], axis=axis)
     return low, high
 
@@ -100,10 +101,10 @@ def interval(draws: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 def expanded(
     draws: np.ndarray, estimates: np.ndarray, chance: Chance
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return percentile intervals that are as wide as a chance with little freedom makes them.
+    """Return percentile intervals, widened to the half width of ``chance``.
 
-    Draws have shape (..., draws), estimates and chances (...). Ends keep their lopsidedness: the
-    distances of both to the estimate are multiplied alike.
+    Draws have shape (..., draws), estimates and chances (...). The distances of both ends to the
+    estimate are multiplied by the same factor, so that the interval stays as asymmetric as it is.
     """
     spread = np.nanstd(draws, axis=-1, ddof=1)
     wide = chance.half_width()

@@ -1,4 +1,4 @@
-"""Linear datamodeling scores (LDS): how well subset sums predict retrained models, as tables.
+"""Compute linear datamodeling scores (LDS): how well subset sums predict retrained models.
 
 A *subset sum* is the sum of a target's scores over a subset of the training samples. The LDS of a
 target is the Spearman correlation, over subsets, between the outputs of models retrained on them
@@ -24,8 +24,9 @@ from trak_core.spec import Setting
 class _Sorted:
     """Columns of numbers, sorted once, to be ranked for any resample of their rows.
 
-    Each array has shape (rows, columns): row numbers, smallest value first; and where the values
-    equal to a row's begin and end in that order.
+    All arrays have shape (rows, columns). ``order`` has the row numbers, smallest value first.
+    The values equal to that of a row occupy the positions from ``first`` to ``stop`` (excluded) in
+    this order.
     """
 
     order: np.ndarray
@@ -36,19 +37,16 @@ class _Sorted:
     def sort(cls, values: np.ndarray) -> "_Sorted":
         order = np.argsort(values, axis=0, kind="stable")
         ascending = np.take_along_axis(values, order, axis=0)
-        positions = np.arange(len(values))[:, None]
-        new = np.vstack([np.ones((1, values.shape[1]), bool), ascending[1:] > ascending[:-1]])
-        first = np.maximum.accumulate(np.where(new, positions, 0), axis=0)
-        last = np.vstack([new[1:], np.ones((1, values.shape[1]), bool)])
-        stop = np.where(last, positions + 1, len(values))
-        stop = np.minimum.accumulate(stop[::-1], axis=0)[::-1]
-        back = np.argsort(order, axis=0, kind="stable")
-        return cls(order, *(np.take_along_axis(ends, back, axis=0) for ends in (first, stop)))
+        columns = list(zip(ascending.T, values.T, strict=True))
+        first = np.stack([np.searchsorted(a, x, "left") for a, x in columns], axis=1)
+        stop = np.stack([np.searchsorted(a, x, "right") for a, x in columns], axis=1)
+        return cls(order, first, stop)
 
     def centred_ranks(self, counts: np.ndarray) -> np.ndarray:
-        """Return ranks less their mean, equal values sharing theirs, of row i ``counts[i]`` times.
+        """Return ranks minus their mean in a resample that has row i ``counts[i]`` times.
 
-        Ranks and their mean are halves of integers: nothing is rounded.
+        Equal values share the mean of their ranks. Ranks and their mean are halves of integers, so
+        nothing is rounded.
         """
         below = np.zeros((len(counts) + 1, self.order.shape[1]))
         np.cumsum(counts[self.order], axis=0, out=below[1:])
@@ -58,7 +56,7 @@ class _Sorted:
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return Pearson correlations of centred columns whose rows count so many times."""
+    """Return Pearson correlations of centred columns, with row i counted ``counts[i]`` times."""
     weighted = a * counts[:, None]
     sizes = np.einsum("ij,ij->j", weighted, a) * np.einsum("ij,i,ij->j", b, counts, b)
     products = np.einsum("ij,ij->j", weighted, b)
@@ -70,7 +68,7 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
     Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
     has correlation 0, because it orders nothing. Equal values share the mean of their ranks. Both
-    have shape (rows, columns) and finite values; the result has shape (columns,), float64.
+    arrays have shape (rows, columns) and finite values. The result has shape (columns,), float64.
 
     Example:
         >>> import numpy as np
@@ -84,63 +82,46 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _correlations(ranks[0], ranks[1], counts)
 
 
-def reliability(outputs: np.ndarray) -> np.ndarray:
-    """Return how alike models retrained with other seeds would order the subsets.
-
-    The mean Spearman correlation rho between two of r seeds, over all pairs, becomes that of means
-    over r seeds by Spearman and Brown's formula: r rho / (1 + (r - 1) rho). Outputs have shape
-    (seeds, subsets, targets), with two seeds or more.
-
-    Returns:
-        Shape (targets,), from 0 (also in place of a negative value) to 1.
-
-    Source: Brown, "Some experimental results in the correlation of mental abilities", British
-        Journal of Psychology 3, 1910; Spearman, in the same volume.
-    """
-    return _reliability([_Sorted.sort(seed) for seed in outputs], np.ones(outputs.shape[1]))
-
-
-def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
-    n_seeds = len(seeds)
-    if n_seeds < 2:
-        raise InputError(
-            "Reliability needs models retrained with at least two seeds on each subset. Found "
-            f"{n_seeds}.",
-            code="evaluation.seeds",
-        )
-    ranks = [seed.centred_ranks(counts) for seed in seeds]
-    pairs = [(i, j) for i in range(n_seeds) for j in range(i)]
-    rho = sum(_correlations(ranks[i], ranks[j], counts) for i, j in pairs) / len(pairs)
-    rho = np.maximum(rho, 0)
-    return n_seeds * rho / (1 + (n_seeds - 1) * rho)
-
-
 def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
-    """Return the correlation that expectations would have with the outputs, sqrt(reliability).
+    """Return the LDS of a perfect prediction of the expected outputs, shape (targets,).
 
-    A perfect prediction of the mean output over all seeds reaches it, where the outputs that it is
-    compared with are means over a few seeds. See ``reliability`` for shapes.
+    Outputs are noisy, because they are means over r seeds. Let rho be the mean Spearman correlation
+    between two seeds. The reliability of the mean is r rho / (1 + (r - 1) rho), by the formula of
+    Spearman and Brown, and the ceiling is its square root. A negative rho gives 0.
+
+    Outputs have shape (seeds, subsets, targets), with at least two seeds.
 
     Source: Spearman, "The proof and measurement of association between two things", American
-        Journal of Psychology 15, 1904 (the correction for attenuation).
+        Journal of Psychology 15, 1904 (the correction for attenuation); Brown, "Some experimental
+        results in the correlation of mental abilities", British Journal of Psychology 3, 1910.
     """
-    return np.sqrt(reliability(outputs))
+    return _ceiling([_Sorted.sort(seed) for seed in outputs], np.ones(outputs.shape[1]))
+
+
+def _ceiling(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
+    r = len(seeds)
+    ranks = [seed.centred_ranks(counts) for seed in seeds]
+    pairs = [(i, j) for i in range(r) for j in range(i)]
+    rho = sum(_correlations(ranks[i], ranks[j], counts) for i, j in pairs) / len(pairs)
+    rho = np.maximum(rho, 0)
+    return np.sqrt(r * rho / (1 + (r - 1) * rho))
 
 
 def bootstrap(
     predictions: Sequence[np.ndarray], outputs: np.ndarray, *, n_draws: int = 1000, seed: int = 0
 ) -> np.ndarray:
-    """Return mean rank correlations of resampled subsets and targets.
+    """Return mean rank correlations for resampled subsets and targets.
 
     Each draw takes as many subsets and as many targets as there are, with replacement, ranks the
-    drawn subsets anew and averages over the drawn targets. All predictions share the draws, so that
-    a prediction's numbers don't depend on the others, and differences between two are paired.
+    drawn subsets again and averages over the drawn targets. All predictions share the draws, so
+    that differences between two predictions are paired, and the numbers of one do not depend on
+    which others are given.
 
-    Predictions are subset sums, each of shape (subsets, targets). Outputs of retrained models have
-    shape (seeds, subsets, targets); seeds are averaged.
+    Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
+    over seeds of ``outputs``, shape (seeds, subsets, targets).
 
     Returns:
-        Shape (n_draws, predictions) and, with two seeds or more, one more column for the noise
+        Shape (n_draws, predictions). With at least two seeds there is one more column, the noise
         ceiling.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
@@ -155,14 +136,14 @@ def bootstrap(
         counts = np.bincount(rng.integers(n_subsets, size=n_subsets), minlength=n_subsets) * 1.0
         targets = np.bincount(rng.integers(n_targets, size=n_targets), minlength=n_targets)
         ranks = truth.centred_ranks(counts)
-        each = [_correlations(own.centred_ranks(counts), ranks, counts) for own in columns]
+        each = [_correlations(column.centred_ranks(counts), ranks, counts) for column in columns]
         if seeds:
-            each.append(np.sqrt(_reliability(seeds, counts)))
+            each.append(_ceiling(seeds, counts))
         means[draw] = np.array(each) @ targets / n_targets
     return means
 
 
-# A matrix with the names of its rows and of its columns.
+# A matrix, the names of its rows and the names of its columns.
 Frame = tuple[np.ndarray, list[Any], list[Any]]
 
 
@@ -173,7 +154,7 @@ class GroundTruth:
     Attributes:
         masks: 1 where a subset has a training sample, shape (subsets, n), float64.
         outputs: f of the models, shape (seeds, subsets, m), float64.
-        source: Hashes of the files' content.
+        source: A hash of the content of each file.
     """
 
     masks: np.ndarray
@@ -184,60 +165,60 @@ class GroundTruth:
 def order_models(
     masks: Frame, outputs: Frame, train_ids: Sequence[Any], target_ids: Sequence[Any], name: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put a file's subsets and retrained models in the order of the study's samples.
+    """Bring the subsets and retrained models of a file into the order of the study's samples.
 
-    Masks are 0 and 1; rows are subsets, columns are training samples. Rows of outputs f are models,
-    each named by its subset; columns are targets and others. A file that is about other samples, or
-    has not as many models of each subset, is refused by its ``name``.
+    Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
+    ``outputs`` are models, each named by its subset, and columns are samples, among them the
+    targets. All subsets must have the same number of models. ``name`` is the file's, for errors.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
     """
-    subsets, of_models = masks[1], outputs[1]
-    extra = set(masks[2]) - set(train_ids)
-    if extra:
+    unknown = set(masks[2]) - set(train_ids)
+    if unknown:
         raise InputError(
             f"{name}: the columns of `masks` must be the training samples of the study. Found "
-            f"others, such as {sorted(map(str, extra))[0]}."
+            f"others, such as {sorted(map(str, unknown))[0]}."
         )
     chosen = _columns(masks, train_ids, name, "masks")
     values = _columns(outputs, target_ids, name, "outputs")
     if not np.isin(chosen, (0, 1)).all():
-        raise InputError(f"{name}: `masks` must hold 0 and 1 only. Found {chosen.max():g}.")
+        raise InputError(f"{name}: `masks` must hold only 0 and 1. Found {chosen.max():g}.")
+    subsets = masks[1]
     rows = {subset: [] for subset in subsets}
-    for row, subset in enumerate(of_models):
+    for row, subset in enumerate(outputs[1]):
         if subset not in rows:
             raise InputError(
-                f"{name}: every row of `outputs` must be named by its subset, a row of `masks`. "
-                f"Found {subset!r}, which is none."
+                f"{name}: the name of every row of `outputs` must be that of a row of `masks`, the "
+                f"model's subset. Found {subset!r}."
             )
         rows[subset].append(row)
     counts = {len(models) for models in rows.values()}
     if len(rows) < len(subsets) or len(counts) > 1 or 0 in counts:
         raise InputError(
-            f"{name}: `masks` must have each subset once, and `outputs` as many models of one as "
-            f"of any other. Found {len(subsets)} rows of {len(rows)} subsets, with "
+            f"{name}: `masks` must have each subset once, and `outputs` the same number of models "
+            f"of each. Found {len(subsets)} rows of {len(rows)} subsets, with "
             f"{min(counts, default=0)} to {max(counts, default=0)} models each."
         )
     return chosen, np.stack([values[rows[subset]] for subset in subsets], axis=1)
 
 
 def _columns(frame: Frame, ids: Sequence[Any], name: object, key: str) -> np.ndarray:
-    """Return a frame's columns of these ids, float64."""
+    """Return the columns with these ids, float64."""
     values, _, columns = frame
     position = {column: i for i, column in enumerate(columns)}
     missing = [i for i in ids if i not in position]
     if missing or len(position) < len(columns):
         raise InputError(
             f"{name}: the columns of `{key}` must be the study's ids, each once. Found "
-            f"{len(columns)} columns, such as {columns[0] if columns else 'none'!r}, and no "
-            f"{', '.join(map(str, missing[:4]))}."
+            f"{len(columns)} columns, such as {columns[0] if columns else 'none'!r}. Missing: "
+            f"{', '.join(map(str, missing[:4])) or 'none'}."
         )
     return values[:, [position[i] for i in ids]].astype(np.float64)
 
 
 def curve_counts(n_checkpoints: int) -> list[int]:
-    """Return 1, 2, 3, 5, 10, 20, 30, 50, 100, ... below a number of checkpoints, and it."""
+    """Return 1, 2, 3, 5, 10, 20, 30, 50, ... below ``n_checkpoints``, and this number itself."""
     steps = [digit * 10**power for power in range(4) for digit in (1, 2, 3, 5)]
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 
@@ -248,38 +229,31 @@ def lds_tables(
     truth: GroundTruth,
     target_ids: list[Any],
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return ``summary``, ``targets`` and ``checkpoints``, bootstrapped on the same draws.
+    """Return the tables ``summary``, ``targets`` and ``checkpoints``.
 
-    Methods are subset sums of each row of the summary, the scores' first; ``by_count`` those of the
-    scores, by the number of checkpoints.
+    ``methods`` has subset sums, shape (S, m), for each row of the summary, the scores first.
+    ``by_count`` has those of scores from the first few checkpoints, by their number.
     """
     mean = truth.outputs.mean(axis=0)
-    each = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
+    correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
     drawn = bootstrap([*methods.values(), *by_count.values()], truth.outputs)
     rows = list(range(len(methods)))
     if len(truth.outputs) > 1:
-        each["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
+        correlations["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
         rows.append(-1)
     low, high = interval(drawn, axis=0)
-    # Paired: both of a difference come from the same draws. The scores are the first row.
+    # A difference from the scores, which are the first column, is taken within each draw.
     behind_low, behind_high = interval(drawn[:, :1] - drawn[:, rows], axis=0)
-    lds = np.array([correlations.mean() for correlations in each.values()])
-    summary = pd.DataFrame({
-        "method": [name for name, _, _ in each],
-        "kind": [kind for _, kind, _ in each],
-        "proj_dim": [dim for _, _, dim in each],
-        "lds": lds,
-        "low": low[rows],
-        "high": high[rows],
-        "behind": lds[0] - lds,
-        "behind_low": behind_low,
-        "behind_high": behind_high,
-    })
+    lds = np.array([each.mean() for each in correlations.values()])
+    summary = pd.DataFrame(list(correlations), columns=["method", "kind", "proj_dim"])
+    summary["lds"], summary["low"], summary["high"] = lds, low[rows], high[rows]
+    summary["behind"] = lds[0] - lds
+    summary["behind_low"], summary["behind_high"] = behind_low, behind_high
     targets = pd.DataFrame(
         [
             (name, dim, target, correlation)
-            for (name, _, dim), correlations in each.items()
-            for target, correlation in zip(target_ids, correlations, strict=True)
+            for (name, _, dim), each in correlations.items()
+            for target, correlation in zip(target_ids, each, strict=True)
         ],
         columns=["method", "proj_dim", "target_id", "correlation"],
     )
@@ -294,23 +268,23 @@ def lds_tables(
 
 
 def sweep_tables(
-    swept: Mapping[Setting, np.ndarray], own: Setting, truth: GroundTruth
+    swept: Mapping[Setting, np.ndarray], configured: Setting, truth: GroundTruth
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables ``sweep`` and ``best``, from subset sums of each setting.
 
-    The best setting is chosen on every other target and reported on the others, beside the study's
-    own setting. A single target is both.
+    The best setting is chosen on every other target. Its LDS, and that of the setting in the
+    config (``configured``), are reported on the other targets. A single target is used for both.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)
     reporting = slice(1, None, 2) if mean.shape[1] > 1 else slice(None)
-    each = [rank_correlations(sums, mean) for sums in swept.values()]
+    correlations = [rank_correlations(sums, mean) for sums in swept.values()]
     sweep = pd.DataFrame([asdict(setting) for setting in swept])
-    sweep["lds_chosen_by"] = [correlations[choosing].mean() for correlations in each]
-    sweep["lds_reported"] = [correlations[reporting].mean() for correlations in each]
-    sweep["lds"] = [correlations.mean() for correlations in each]
+    sweep["lds_chosen_by"] = [each[choosing].mean() for each in correlations]
+    sweep["lds_reported"] = [each[reporting].mean() for each in correlations]
+    sweep["lds"] = [each.mean() for each in correlations]
     settings = list(swept)
-    shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(own)]
+    shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(configured)]
     sums = [swept[settings[row]][:, reporting] for row in shown]
     low, high = interval(bootstrap(sums, truth.outputs[:, :, reporting]), axis=0)
     best = sweep.iloc[shown].drop(columns="lds")

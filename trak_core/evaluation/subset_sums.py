@@ -1,9 +1,9 @@
-"""Sum scores over subsets of training samples, for settings of scoring to compare; NumPy only.
+"""Sum scores over subsets of training samples, for many settings of scoring at once.
 
 A subset sum adds up a target's scores over the training samples of a subset. It is linear in the
 rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m) the sums are
-((M * w) Phi_c) X_c. The first factor is made once and serves every damping, and n x m scores are
-never formed.
+((M * w) Phi_c) X_c. The first factor is computed once for all values of the damping, and the n x m
+scores are never formed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,24 +15,24 @@ from trak_core.attribution.scores import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.spec import Combine, Setting
 
-# A row of the summary: method, kind, proj_dim (0 where there is none).
+# A row of the summary: method, kind, proj_dim (0 without a projection).
 Key = tuple[str, str, int]
-# Start, stop and rows of every block of training samples, in order.
+# Start, stop and rows of each block of training samples, in order.
 Blocks = Iterable[tuple[int, int, np.ndarray]]
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 def read_blocks(read: ReadRows, n_rows: int, block: int) -> Blocks:
-    """Yield all rows that ``read(start, stop)`` gives, ``block`` of them at a time."""
+    """Yield all rows that ``read(start, stop)`` returns, ``block`` rows at a time."""
     for start in range(0, n_rows, block):
         stop = min(start + block, n_rows)
         yield start, stop, read(start, stop)
 
 
 def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Return the sum of each subset's rows, (S, m), float64: ``masks @ rows``, block by block.
+    """Return ``masks @ rows``, the sum of each subset's rows, shape (S, m), float64.
 
-    Masks are 1 where a subset has a training sample, of shape (S, n), float64.
+    Masks are 1 where a subset has a training sample, shape (S, n), float64.
     """
     total = np.zeros(())
     for start, stop, rows in blocks:
@@ -42,14 +42,14 @@ def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRows:
-    """What subset sums take from one checkpoint.
+    """The features and weights of one checkpoint.
 
     Attributes:
         loss_weights: Q of the training samples, shape (n,).
-        normal_weights: Diagonal of W, shape (n,), by power of the loss weights.
-        read: Rows of Phi_c from start to stop, shape (rows, k).
+        normal_weights: For each power of the loss weights the diagonal of W, shape (n,).
+        read: Returns rows of Phi_c from start to stop, shape (rows, k).
         target_features: T_c, shape (m, k), float64.
-        block: Training samples to read at once.
+        block: The number of training samples to read at once.
     """
 
     loss_weights: np.ndarray
@@ -66,21 +66,24 @@ class CheckpointRows:
 def average_weights(
     settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
 ) -> dict[float, np.ndarray]:
-    """Return mean_c(Q_c^power) for every power that a setting has, all of shape (n,)."""
+    """Return mean_c(Q_c^power), shape (n,), for each power in the settings."""
     powers = sorted({setting.loss_weight_power for setting in settings})
     return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 
 
 @dataclass(frozen=True, slots=True)
 class FeaturePass:
-    """Settings that share how rows are read and weighed, so that each file is read once.
+    """Settings with the same checkpoints, weighting and normalization of rows.
+
+    Each file of features is read once for all of them.
 
     Attributes:
-        checkpoints: Ids of those that count.
+        settings: The settings.
+        checkpoints: Ids of the checkpoints to sum over.
         averages: From ``average_weights``, over these checkpoints.
         weighting: ``plain`` or ``curvature``.
-        unit_dim: How many first numbers of a row are divided by their length; None for rows as they
-            are.
+        unit_dim: Rows are cut to this number of columns and divided by their length. None leaves
+            rows unchanged.
     """
 
     settings: Sequence[Setting]
@@ -96,11 +99,11 @@ def setting_sums(
     averages: Mapping[float, np.ndarray],
     checkpoint: CheckpointRows,
 ) -> dict[Setting, np.ndarray]:
-    """Return one checkpoint's share of the subset sums under each setting of scoring.
+    """Return one checkpoint's term of the subset sums under each setting, shape (S, m).
 
-    Phi_c is read once. Sums over checkpoints of these shares, shape (S, m), order subsets as scores
-    do, because they lack the division by the number of checkpoints alone. Masks are those of
-    ``subset_sums``, and ``averages`` those of ``average_weights``, over all checkpoints.
+    Phi_c is read once. The sum of these terms over checkpoints is the subset sum of scores times
+    the number of checkpoints, which does not change ranks. See ``subset_sums`` for masks.
+    ``averages`` are from ``average_weights``, over all checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -111,18 +114,19 @@ def setting_sums(
         averages[power] if combine is Combine.PRODUCT_OF_AVERAGES else powered(q, power)
         for power, combine in weightings
     ]
-    # Products of k x k cost most: rows with equal weights are summed once.
+    # The k x k products take most of the time, so those with equal weights are computed once.
+    # `normal` and `norm` have indices into `squared`.
     squared = [np.ones(len(q))]
-    normal = {power: _place(squared, checkpoint.normal_weights[power]) for power in powers}
-    norm = {p: _place(squared, powered(q, p) ** 2) for p, c in weightings if c.divides_by_norm}
+    normal = {power: _index(squared, checkpoint.normal_weights[power]) for power in powers}
+    norm = {p: _index(squared, powered(q, p) ** 2) for p, c in weightings if c.divides_by_norm}
     sums, gramians = weighted_sums(masks, row_weights, checkpoint.blocks(), squared)
-    shares: dict[Setting, np.ndarray] = {}
+    terms: dict[Setting, np.ndarray] = {}
     for dim in sorted({setting.proj_dim for setting in settings}):
         first = [gramian[:dim, :dim] for gramian in gramians]
-        for place in sorted(set(normal.values())):
-            own = [s for s in settings if (s.proj_dim, normal[s.loss_weight_power]) == (dim, place)]
-            spectrum = Spectrum.decompose(first[place])
-            mean_square = mean_squared_norm(first[place], len(q))
+        for index in sorted(set(normal.values())):
+            own = [s for s in settings if (s.proj_dim, normal[s.loss_weight_power]) == (dim, index)]
+            spectrum = Spectrum.decompose(first[index])
+            mean_square = mean_squared_norm(first[index], len(q))
             ridges = {s.damping: s.damping * mean_square for s in own}
             used = sorted({weightings.index(s.loss_weighting) for s in own})
             targets = checkpoint.target_features[:, :dim]
@@ -133,19 +137,19 @@ def setting_sums(
             }
             for setting in own:
                 row = used.index(weightings.index(setting.loss_weighting))
-                share = solved[list(ridges).index(setting.damping), row]
+                term = solved[list(ridges).index(setting.damping), row]
                 if setting.combine.divides_by_norm:
                     product, ridge = products[setting.loss_weight_power], ridges[setting.damping]
-                    share = share / train_norm(spectrum.eigenvalues, product, ridge)
-                shares[setting] = share
-    return shares
+                    term = term / train_norm(spectrum.eigenvalues, product, ridge)
+                terms[setting] = term
+    return terms
 
 
-def _place(arrays: list[np.ndarray], array: np.ndarray) -> int:
-    """Return where an array is among others, after adding it if it isn't."""
-    for place, other in enumerate(arrays):
+def _index(arrays: list[np.ndarray], array: np.ndarray) -> int:
+    """Return the index of an equal array in a list. An array that is not there is appended."""
+    for index, other in enumerate(arrays):
         if np.array_equal(other, array):
-            return place
+            return index
     arrays.append(array)
     return len(arrays) - 1
 
@@ -156,34 +160,33 @@ def weighted_sums(
     blocks: Blocks,
     squared: Sequence[np.ndarray] = (),
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return weighted sums of each subset's features, and weighted products of all, in one pass.
+    """Return weighted sums of each subset's features, and weighted products, in one pass.
 
-    Masks are those of ``subset_sums``, features of shape (rows, k). Weights of the training samples
-    and of the products (``squared``) have shape (n,) each. Sums have shape (len(weights), S, k);
-    ``weighted_gramians`` makes the products.
+    Sums have shape (len(weights), S, k). There is a product Phi^T diag(w) Phi, shape (k, k), for
+    each w in ``squared``. All weights have shape (n,). See ``subset_sums`` for masks.
     """
-    totals: list[np.ndarray] = []
+    sums = np.zeros(())
 
-    def summed() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    def rows_and_weights() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        nonlocal sums
         for start, stop, features in blocks:
             rows = features.astype(np.float64)
             part = np.stack([(masks[:, start:stop] * w[start:stop]) @ rows for w in weights])
-            totals[:] = [np.add(totals[0], part, out=part) if totals else part]
+            sums = np.add(sums, part, out=part)
             yield rows, [w[start:stop] for w in squared]
 
-    gramians = weighted_gramians(summed())
-    return totals[0], gramians
+    gramians = weighted_gramians(rows_and_weights())
+    return sums, gramians
 
 
 def damped_sums(
     sums: np.ndarray, spectrum: Spectrum, ridges: Sequence[float], targets: np.ndarray
 ) -> np.ndarray:
-    """Return sums of A_c's columns over subsets for every ridge, by one eigendecomposition.
+    """Return subset sums of the columns of A_c for each ridge, by one eigendecomposition.
 
-    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T. Sums are those of
-    ``weighted_sums``, shape (W, S, k), or their first k columns, and the spectrum is that of N's
-    first k rows and columns. Ridges are above 0; targets T have shape (m, k), float64. The result
-    has shape (len(ridges), W, S, m).
+    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T, of shape (len(ridges), W, S, m).
+    ``sums`` are from ``weighted_sums``, shape (W, S, k), ``spectrum`` is that of N (k, k), and
+    targets T have shape (m, k), float64. Ridges are positive.
 
     Source: docs/explanation/scores.md, "The formula".
     """

@@ -1,1 +1,1 @@
-"""Act on scores: lists of training samples to look at, and sums over groups of samples."""
+"""Rank training samples in lists to act on, and sum scores over groups of samples."""

@@ -1,7 +1,7 @@
 """Sum scores over groups of training samples, with intervals from resampling samples and runs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,17 @@ from trak_core.errors import InputError
 from trak_core.evaluation.intervals import Chance, expanded
 from trak_core.spec import Combine
 
-# Draws of runs, and draws of samples under each of them.
+# The number of draws of runs, and the number of draws of samples for each of them.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
-_MOST_GROUPS = 100
-_KNOWN = ("label", "prediction")
+_MAX_GROUPS = 100
+# Columns that every table of scores has.
+_TABLE_COLUMNS = ("label", "prediction")
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups that a column makes: their names, in order, and each sample's number among them.
+    """The groups of a column: their sorted names, and for each sample the number of its group.
 
     ``numbers`` has shape (n,), integers.
     """
@@ -31,79 +32,75 @@ class Grouping:
 
     @classmethod
     def of(cls, column: str, values: Iterable[Any]) -> "Grouping":
-        """Return the groups of equal values: texts or whole numbers, 100 different ones at most."""
+        """Group equal values, which are texts or integers, with at most 100 distinct ones."""
         array = np.asarray(pd.Series(list(values)))
         if array.dtype.kind == "f":
             raise InputError(
-                f"groups: {column} must hold texts or whole numbers. Found fractions, such as "
+                f"groups: {column} must contain texts or integers. Found the fraction "
                 f"{array[0]:g}. Let the study return a column of classes, such as 'under 10'.",
                 code="scoring.group_values",
             )
         names, numbers = np.unique(array, return_inverse=True)
-        if len(names) > _MOST_GROUPS:
+        if len(names) > _MAX_GROUPS:
             raise InputError(
-                f"groups: {column} must make at most {_MOST_GROUPS} groups. Found {len(names)} "
-                f"different values, such as {names[0]}. Take a coarser column.",
+                f"groups: {column} must have at most {_MAX_GROUPS} distinct values. Found "
+                f"{len(names)}, such as {names[0]}. Use a coarser column.",
                 code="scoring.many_groups",
             )
         return cls(column, [str(name) for name in names], numbers)
 
 
-def check_groups(group_by: Iterable[str], own: pd.DataFrame) -> None:
-    """Refuse columns to group by that a table of scores won't have, or that make no groups.
+def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
+    """Check that tables of scores will have the columns to group by, with few distinct values.
 
-    ``own`` are the columns that the study brings of its training samples, beside ``label`` and
-    ``prediction``.
+    ``study_columns`` are the columns that the study returns for its training samples.
     """
     for name in group_by:
-        if name in own:
-            Grouping.of(name, own[name])
-        elif name not in _KNOWN:
+        if name in study_columns:
+            Grouping.of(name, study_columns[name])
+        elif name not in _TABLE_COLUMNS:
+            known = ", ".join([*_TABLE_COLUMNS, *study_columns])
             raise InputError(
-                f"groups must name columns of the training samples: {', '.join([*_KNOWN, *own])}. "
-                f"Found {name}. The study's train_columns() can bring more.",
+                f"groups must be columns of the training samples: {known}. Found {name}. The "
+                "study's train_columns() can return more.",
                 code="scoring.no_group_column",
             )
 
 
 def run_weights(runs: Sequence[int]) -> np.ndarray:
-    """Return how often each checkpoint counts in every draw of runs, shape (RUN_DRAWS + 1, C).
+    """Return the weight of each checkpoint in each draw of runs, shape (RUN_DRAWS + 1, C).
 
-    ``runs`` has the number of each checkpoint's run, from 0. Runs are drawn with replacement, all
-    checkpoints of one together. The first row counts each once; so do all rows of a single run.
+    Runs are drawn with replacement, and a weight is the number of times that the checkpoint's run
+    is drawn. In the first row all weights are 1. ``runs`` has the number of each checkpoint's run,
+    from 0.
     """
     n_runs = max(runs) + 1
     draws = np.random.default_rng(0).multinomial(n_runs, np.full(n_runs, 1 / n_runs), RUN_DRAWS)
     return np.vstack([np.ones(n_runs), draws])[:, list(runs)]
 
 
-@dataclass(slots=True)
 class GroupSums:
-    """Sums over the samples of every group, block by block; ``drawn`` resamples, ``plain`` doesn't.
+    """Sums of scores over the samples of each group, accumulated over blocks of samples.
 
-    A sample counts in a draw as often as a Poisson number of mean 1 says, the same for all targets
-    and runs. So groups' means are paired: a draw takes the same runs for all of them. Samples come
-    in their order; how they are cut into blocks changes the rounding of float64 sums alone.
+    ``plain`` (groups, m) are the sums themselves, ``drawn`` (groups, draws, m) those of resamples.
+    In a resample the weight of a sample is a Poisson number of mean 1. It is the same for all
+    targets and runs. A draw uses the same runs for all groups, so that differences between groups
+    are paired. Blocks must be in the order of the samples. The size of blocks does not change the
+    numbers, except for float64 rounding.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 6; Hanley and
         MacGibbon, "Creating non-parametric bootstrap samples using Poisson frequencies", 2006.
     """
 
-    n_groups: int
-    n_targets: int
-    combine: Combine
-    weights: np.ndarray
-    plain: np.ndarray = field(init=False)
-    drawn: np.ndarray = field(init=False)
-    counts: np.ndarray = field(init=False)
-    random: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Begin with zeros."""
-        self.plain = np.zeros((self.n_groups, self.n_targets))
-        self.drawn = np.zeros((self.n_groups, N_DRAWS, self.n_targets))
-        self.counts = np.zeros((self.n_groups, N_DRAWS))
-        self.random = np.random.default_rng(1)
+    def __init__(
+        self, n_groups: int, n_targets: int, combine: Combine, weights: np.ndarray
+    ) -> None:
+        """Start with sums of 0. ``weights`` are from ``run_weights``."""
+        self.combine, self.weights = combine, weights
+        self.plain = np.zeros((n_groups, n_targets))
+        self.drawn = np.zeros((n_groups, N_DRAWS, n_targets))
+        self.counts = np.zeros((n_groups, N_DRAWS))
+        self._random = np.random.default_rng(1)
 
     def add(
         self,
@@ -112,12 +109,12 @@ class GroupSums:
         norms: Sequence[float],
         groups: Sequence[np.ndarray],
     ) -> None:
-        """Add a block of samples: rows of every A_c, shape (C, rows, m), and Q_c^power, (C, rows).
+        """Add a block of samples: rows of A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        ||B|| counts for ``unit_average`` alone. For each grouping column there are the samples'
-        groups, shape (rows,): numbers from 0, which go on from one column to the next.
+        ``norms`` are ||B|| of the checkpoints, used only by ``unit_average``. ``groups`` has for
+        each column the samples' groups, shape (rows,), numbered consecutively over all columns.
         """
-        times = self.random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
+        times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
         if not is_product:
             sizes = np.asarray(
@@ -145,19 +142,19 @@ class GroupSums:
                 self.drawn[group, draws] += times[rows, draws].T @ scores[rows]
 
     def drawn_means(self) -> np.ndarray:
-        """Return each draw's means over the group's samples, (groups, draws, m).
+        """Return the mean over each group's samples in each draw, shape (groups, draws, m).
 
-        NaN where a draw has no sample of a small group.
+        It is NaN where a draw has no sample of the group.
         """
         with np.errstate(invalid="ignore"):
             return self.drawn / self.counts[:, :, None]
 
 
 def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
-    """Return what means of a group owe to its samples: the spread of draws of the same runs.
+    """Return the variance of a group's mean that is due to its samples, shape (...).
 
-    Draws have shape (..., N_DRAWS), NaN where one has no sample; the result has shape (...). The
-    mean of a single sample has no spread.
+    It is the variance between draws with the same runs. Draws are means over the group's ``size``
+    samples, shape (..., N_DRAWS), NaN where a draw has none. A single sample has variance 0.
     """
     variance = _within_runs(draws) * size / max(size - 1, 1)
     return Chance(variance, np.full(variance.shape, size - 1.0))
@@ -166,27 +163,28 @@ def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
 def group_interval(
     draws: np.ndarray, means: np.ndarray, samples: Chance, n_runs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return intervals of groups' means, or of differences: samples, and what runs add to them.
+    """Return intervals of groups' means, or of differences between them.
 
-    Draws have shape (..., N_DRAWS), the others (...). With one run nothing is added.
+    The variance is that of ``samples`` plus, with at least two runs, that between runs.
+    ``draws`` has shape (..., N_DRAWS), the other arrays (...).
     """
     if n_runs > 1:
-        # The mean of a run's draws of samples still has a part of their variance.
-        left = _within_runs(draws) / SAMPLE_DRAWS
-        runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - left, 0)
+        # The means over a run's draws still contain this part of the variance of samples.
+        remainder = _within_runs(draws) / SAMPLE_DRAWS
+        runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - remainder, 0)
         samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))
     return expanded(draws, means, samples)
 
 
 def _within_runs(draws: np.ndarray) -> np.ndarray:
-    """Return the variance of draws of samples under the same draw of runs, shape (...)."""
+    """Return the variance between draws of samples with the same runs, shape (...)."""
     centred = _by_run(draws) - _run_means(draws)[..., None]
     freedom = (np.isfinite(centred).sum(axis=-1) - 1).clip(0).sum(axis=-1)
     return np.nansum(centred**2, axis=(-1, -2)) / np.maximum(freedom, 1)
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over the draws of samples, (..., RUN_DRAWS), NaN where none has a sample."""
+    """Return means over the draws of samples, (..., RUN_DRAWS), NaN where no draw has a sample."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)
@@ -204,15 +202,19 @@ def group_tables(
     target_ids: Sequence[Any],
     n_runs: int,
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``groups``, ``targets`` and ``differences``, empty without two groups.
+    """Return the tables ``groups``, ``targets`` and ``differences``.
+
+    ``differences`` is empty if no column has two groups.
 
     Args:
-        groupings: Columns with their groups, which are numbered on from one to the next.
-        plain: Sums of scores over each group's samples, shape (groups, m).
+        groupings: The columns and their groups.
+        plain: Sums of scores over each group's samples, shape (groups, m), for the groups of all
+            columns in order.
         drawn: Draws of each group's mean over its samples and all targets, shape (groups, draws).
-        ends: Ends of the intervals of each group's mean for each target, two of shape (groups, m).
-        target_ids: Those of the m targets.
-        n_runs: Training runs that were drawn.
+        ends: Lower and upper ends of the intervals of each group's mean for each target, both of
+            shape (groups, m).
+        target_ids: Ids of the m targets.
+        n_runs: The number of training runs.
     """
     groups, differences, first = [], [], 0
     for grouping in groupings:
@@ -228,13 +230,12 @@ def group_tables(
         names = np.array(grouping.names, dtype=object)
         for i in range(len(names) - 1):
             others = slice(i + 1, None)
-            less = means[i] - means[others]
+            difference = means[i] - means[others]
             chance = _stacked([chances[i] + other for other in chances[others]])
-            low, high = group_interval(draws[i] - draws[others], less, chance, n_runs)
+            low, high = group_interval(draws[i] - draws[others], difference, chance, n_runs)
             pairs = {"column": grouping.column, "group": names[i], "other": names[others]}
-            differences.append(
-                pd.DataFrame({**pairs, "difference": less, "low": low, "high": high})
-            )
+            pairs |= {"difference": difference, "low": low, "high": high}
+            differences.append(pd.DataFrame(pairs))
     table = pd.concat(groups, ignore_index=True)
     m = plain.shape[1]
     targets = table.loc[table.index.repeat(m), ["column", "group"]].reset_index(drop=True)

@@ -1,23 +1,23 @@
-"""Runs the jobs of the workflow: one function a rule, with the rule's name.
+"""Run the jobs of the workflow: one function for each rule, with the rule's name.
 
-Most lie in a module of that name; ``system/job.py`` knows the others.
+``stage_module`` in ``system/job.py`` returns the module of each.
 
-A stage reads files, refuses what does not belong together, computes by pure functions, and writes
-its first path: the whole artifact or nothing. It takes keywords, the names that its rule has. These
-mean the same in all of them:
+A stage reads files, checks that they belong together, calls functions that compute, and writes its
+first path, the whole file or nothing. Its keyword arguments are what its rule names. These have the
+same meaning in all stages:
 
     study_file    The study's Python file.
     checkpoint    File or folder with the weights.
-    spec          What decides the numbers. A file that was made by another spec is refused.
-    targets       Ids of the experiment's targets; None for all of its file, or training samples.
-    question      The file of an experiment that brings its own targets.
-    code          The stage's code digest, for the artifact's provenance.
-    device        ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
-    batch_size    Samples in the model at once, at most.
-    memory_mb     MiB for arrays; fewer samples at once if they don't fit. On CUDA its free memory
-                  counts for gradients and activations.
-    threads       CPU threads of torch and the projection.
+    spec          The settings that determine the numbers. Files made for others are refused.
+    targets       Ids of the experiment's targets. None means all samples of its file.
+    question      A file with the experiment's targets, if they are not the study's.
+    selected      At most one file of targets from ``select_targets``. It replaces ``targets``.
+    code          The digest of the stage's code, stored in the file's provenance.
+    device        ``auto``, ``cpu`` or ``cuda``, for gradients and the projection.
+    batch_size    The largest number of samples in the model at once.
+    memory_mb     MiB for arrays. On CUDA, gradients and activations use the free GPU memory.
+    threads       CPU threads of torch and of the projection.
 
-The last four don't change the numbers, to float32 rounding. An ``InputError`` says which file,
-study or budget is not what it must be.
+The last four do not change the numbers, except for float32 rounding. An ``InputError`` names the
+file, the study or the budget that must be changed.
 """

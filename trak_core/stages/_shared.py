@@ -1,4 +1,4 @@
-"""Read and write what several stages share: features, normal matrices, scores, embeddings."""
+"""Read and write data that several stages use: similarities, embeddings, blocks of rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -6,16 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import (
-    EMBEDDINGS,
-    Artifact,
-    Writer,
-    check_made_for,
-    check_same,
-    open_artifact,
-)
+from trak_core.artifacts import EMBEDDINGS, Artifact, check_made_for, check_same, open_artifact
+from trak_core.artifacts.write import MatrixWriter
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
 from trak_core.spec import FeaturesSpec
+from trak_core.system.progress import blocks_with_progress
 
 PER_SAMPLE = ("labels", "outputs", "predictions")
 
@@ -23,14 +18,16 @@ PER_SAMPLE = ("labels", "outputs", "predictions")
 def stored_similarities(
     part: Artifact, features: Artifact | None, *, normalize: bool, in_memory: bool = False
 ) -> ReadRows:
-    """Return how to get rows of one checkpoint's A_c: as stored, or from the solved targets.
+    """Return a reader of rows of one checkpoint's A_c.
 
-    Unless these are to stay ``in_memory``, they are read again for every block of rows.
+    Without ``features`` the rows are stored in ``part``. Otherwise they are computed from these
+    features and the solved targets in ``part``, which are read again for each block of rows unless
+    they are kept ``in_memory``.
     """
     if features is None:
         return read_rows(part.matrix("similarities"))
-    own_hash = part.spec.get("train_features")
-    check_same("training features", own_hash, features.content_hash, features)
+    scored_hash = part.spec.get("train_features")
+    check_same("training features", scored_hash, features.content_hash, features)
     solved = part.matrix("solved_targets")
     phi = read_rows(features.matrix("features"), normalize=normalize)
     return similarity_rows(phi, solved[:] if in_memory else solved)
@@ -43,20 +40,19 @@ def read_embeddings(
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """Yield a reader of the training samples' embeddings, and the targets', a file a checkpoint.
+    """Yield for each checkpoint a reader of the training samples' embeddings, and the targets'.
 
-    Shapes are (rows, width) and (m, width); a file must be made for the ``spec``.
+    Shapes are (rows, width) and (m, width). ``paths`` has a file for each checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
             check_made_for(file, spec.under(checkpoint))
             check_same("training samples", list(train_ids), file.index("train"), file)
-            row = {target: i for i, target in enumerate(file.index("targets"))}
-            embedded = [target for target in target_ids if target in row]
-            check_same("targets", list(target_ids), embedded, file)
-            # HDF5 reads rows in their own order.
-            rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
-            yield read_rows(file.matrix("train")), file.matrix("targets")[rows][place]
+            row_of = {target: i for i, target in enumerate(file.index("targets"))}
+            check_same("targets", list(target_ids), [i for i in target_ids if i in row_of], file)
+            # HDF5 reads rows only in ascending order.
+            rows, order = np.unique([row_of[i] for i in target_ids], return_inverse=True)
+            yield read_rows(file.matrix("train")), file.matrix("targets")[rows][order]
 
 
 def embeddings_hashes(paths: Sequence[Path]) -> list[str]:
@@ -68,20 +64,19 @@ def embeddings_hashes(paths: Sequence[Path]) -> list[str]:
     return hashes
 
 
-def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write ids and what the checkpoint makes of every sample, the loss weights, and ||B||."""
-    writer.vector("loss_weights", train.vector("loss_weights"))
-    if norm is not None:
-        writer.scalar("train_norm", norm)
-    for side, file in (("train", train), ("target", targets)):
-        writer.vector(f"{side}_ids", file.vector("sample_ids"))
-        for key in PER_SAMPLE:
-            writer.vector(f"{side}_{key}", file.vector(key))
+def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: int) -> None:
+    """Write the rows of a matrix in several files below each other, ``block`` rows at a time."""
+    first = 0
+    for part in parts:
+        rows = part.matrix(key)
+        for start, stop in blocks_with_progress(len(rows), block, "samples"):
+            values[first + start : first + stop] = rows[start:stop]
+        first += len(rows)
 
 
 def naming_in_file(naming: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file of retrained models keeps of its job's ``naming``.
+    """Return the part of a retraining job's ``naming`` that its file stores.
 
-    Specs of other files are not kept: the content hashes of these files are.
+    Specs of input files are left out, because the file stores the content hashes of these files.
     """
     return {key: value for key, value in naming.items() if not key.endswith("_spec")}

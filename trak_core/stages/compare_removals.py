@@ -1,8 +1,8 @@
-"""Compare models retrained without chosen samples, or on them, with those of random samples.
+"""Compare models retrained without chosen samples, or only on them, with random choices.
 
-For an experiment's targets the chosen samples are, for each target, those that help it most: what
-is measured is the target's own output. Samples of a list are the same for all targets, of which
-accuracy and loss are measured.
+There are two kinds of choices. 1. For each target, the samples that help it most are left out, and
+the change of this target's output is measured. 2. The samples of a list are left out, or only they
+are kept, for all targets, and accuracy and loss are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ from trak_core.spec import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file
 from trak_core.system.files import file_digest
 
-# The subset of all training samples, and what stands between two whose difference a row is.
+# The name of the subset of all training samples, and the separator in the name of a difference.
 EVERYTHING, LESS = "everything", " less "
-# The smallest and largest numbers of measures; a difference is at least the largest, negated.
+# The range of each measure. The range of a difference is from minus the largest to the largest.
 _BOUNDS = {"accuracy": (0.0, 1.0), "flips": (0.0, 1.0), "target_loss": (0.0, np.inf)}
 
 
@@ -46,13 +46,15 @@ def compare_removals(
     naming: dict[str, Any],
     code: str,
 ) -> None:
-    """Write what models retrained without chosen samples, or on them, make of targets.
+    """Write tables of the outputs of retrained models.
 
-    ``naming`` has the ``naming`` of each job that retrained, by what chose its samples: a list
-    alone; or ``top`` (the scores), ``random`` and baselines. ``retrained`` has their files in this
-    order, made for ``spec`` except for the name of the subsets. In ``named_by`` is the list, or
-    what a baseline compares. ``scores`` are those of the experiment whose targets count.
     ``docs/reference/evaluation-files.md`` describes the tables.
+
+    ``naming`` has the ``naming`` of each retraining job, by how its samples were chosen: the kind
+    of a list, or ``top`` (the scores), ``random`` and baselines. ``retrained`` are the files of
+    these jobs in this order, made for ``spec`` except for ``subsets``. ``named_by`` is the list, or
+    the embeddings of the baseline ``embedding_cosine``. ``scores`` are those of the experiment with
+    the targets to measure.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
@@ -64,21 +66,22 @@ def compare_removals(
     else:
         kind, target_ids = None, [target for job in naming["top"] for target in job["target_ids"]]
         hashes["embedding_cosine"] = embeddings_hashes(named_by)
-    jobs = [(by, job) for by, own in naming.items() for job in own]
-    files, read = [], {by: [] for by in naming}
+    jobs = [(by, job) for by, jobs_by in naming.items() for job in jobs_by]
+    files, stored = [], {by: [] for by in naming}
     for (by, job), path in zip(jobs, retrained, strict=True):
-        made_for = spec if is_list else replace(spec, subsets=f"without {by}")
-        about = naming_in_file(job) | {"named_by": hashes.get(by, [])}
-        file, *values = _read(path, job.get("target_ids", target_ids), made_for, about)
+        job_spec = spec if is_list else replace(spec, subsets=f"without {by}")
+        stored_naming = naming_in_file(job) | {"named_by": hashes.get(by, [])}
+        file, *values = _read(path, job.get("target_ids", target_ids), job_spec, stored_naming)
         files.append(file)
-        read[by].append(values)
+        stored[by].append(values)
     sizes = files[0].spec["sizes"]
     for file in files:
         check_same("numbers of samples", sizes, file.spec["sizes"], file)
     outputs, predictions = {}, {}
-    for by, own in read.items():
-        for kept, parts in zip((outputs, predictions), zip(*own, strict=True), strict=True):
-            kept.update(_by_subset(by, parts, spec, len(sizes)))
+    for by, values in stored.items():
+        of_outputs, of_predictions = zip(*values, strict=True)
+        outputs |= _by_subset(by, of_outputs, spec, len(sizes))
+        predictions |= _by_subset(by, of_predictions, spec, len(sizes))
     about, labels = about_output(spec.model_output), targets["label"].to_numpy()
     whole = outputs[EVERYTHING], predictions[EVERYTHING]
     values = {
@@ -101,13 +104,13 @@ def compare_removals(
 
 
 def _read(
-    path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, about: Mapping[str, Any]
+    path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, naming: Mapping[str, Any]
 ) -> tuple[Artifact, np.ndarray, np.ndarray]:
-    """Return a file of retrained models, and outputs and predictions, shape (models, m)."""
+    """Return a file of retrained models, with outputs and predictions of shape (models, m)."""
     with open_artifact(path, replace(RETRAINED, rule="retrain_removals")) as file:
-        check_retrained(file, spec, **about)
-        place = {target: i for i, target in enumerate(file.columns("outputs"))}
-        columns = [place[target] for target in target_ids]
+        check_retrained(file, spec, **naming)
+        position = {target: i for i, target in enumerate(file.columns("outputs"))}
+        columns = [position[target] for target in target_ids]
         outputs, predictions = (
             file.matrix(key)[:][:, columns] for key in ("outputs", "predictions")
         )
@@ -117,74 +120,80 @@ def _read(
 def _by_subset(
     by: str, parts: Sequence[np.ndarray], spec: RetrainedSpec, n_sizes: int
 ) -> dict[str, np.ndarray]:
-    """Return what files of jobs by one choice hold by subset, (sizes, draws, trainings, m).
+    """Return values of models by subset, with shape (sizes, draws, trainings, m).
 
-    Each part has shape (models, m), in the order in which ``retrain`` trains.
+    ``parts`` has an array of shape (models, m) for each job. Models are in the order in which
+    ``retrain`` trains them.
     """
     if spec.subsets == "list":
-        of_draws = np.stack(parts, axis=1)[:, None]
-        everything, own, random = np.split(of_draws, [1, 1 + n_sizes])
-        return {EVERYTHING: everything, "list": own, "random": random}
+        values = np.stack(parts, axis=1)[:, None]
+        everything, listed, random = np.split(values, [1, 1 + n_sizes])
+        return {EVERYTHING: everything, "list": listed, "random": random}
     if by == "random":
-        (of_all,) = (part.reshape(-1, spec.seeds, part.shape[1]) for part in parts)
-        random = of_all[1:].reshape(n_sizes, spec.draws, *of_all.shape[1:])
-        return {EVERYTHING: of_all[:1, None], "random": random}
-    # A group's models are those without the first samples of one of its targets.
-    own = [
-        part.reshape(m := part.shape[1], n_sizes, spec.seeds, m).diagonal(axis1=0, axis2=3)
-        for part in parts
-    ]
-    return {by: np.concatenate(own, axis=-1)[:, None]}
+        (part,) = parts
+        values = part.reshape(-1, spec.seeds, part.shape[1])
+        random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
+        return {EVERYTHING: values[:1, None], "random": random}
+    # A job trains models for each of its targets. Only the target's own models are measured.
+    of_jobs = []
+    for part in parts:
+        m = part.shape[1]
+        of_jobs.append(part.reshape(m, n_sizes, spec.seeds, m).diagonal(axis1=0, axis2=3))
+    return {by: np.concatenate(of_jobs, axis=-1)[:, None]}
 
 
 def measures(
     about: About, outputs: np.ndarray, predictions: np.ndarray, labels: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return what models make of targets, one number a model and target, float64.
+    """Return measures of models, each of the shape of ``outputs``, float64.
 
-    ``output`` is f. For classes there are ``accuracy``, 1 where the prediction is the label, and
-    ``target_loss``, -log p of the label, which is log(1 + exp(-f)); in a regression that is half
-    the squared error. Other model outputs have no loss that follows from f. Outputs and predictions
-    have shape (..., m), the targets' labels (m,).
+    ``output`` is f. For classes, ``accuracy`` is 1 where the prediction is the label, and
+    ``target_loss`` is -log p(label) = log(1 + exp(-f)). For a regression, ``target_loss`` is half
+    the squared error. For other model outputs the loss cannot be computed from f. Outputs and
+    predictions have shape (..., m), the targets' labels (m,).
     """
     f = outputs.astype(np.float64)
     if about.labels_are_classes:
         right = (predictions == labels).astype(np.float64)
         return {"accuracy": right, "target_loss": np.logaddexp(0, -f), "output": f}
-    if about.weighs_by_curvature:  # and no classes: a regression
+    if about.weighs_by_curvature:  # Without classes, this is a regression.
         return {"target_loss": (labels - f) ** 2 / 2, "output": f}
     return {"output": f}
 
 
 def effects(
-    outputs: np.ndarray, predictions: np.ndarray, before: np.ndarray, said_before: np.ndarray
+    outputs: np.ndarray, predictions: np.ndarray, before: np.ndarray, predicted_before: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return how models differ from those of the same seed that saw everything, float64.
+    """Return differences from the models of the same seeds trained on everything, float64.
 
-    ``change`` is that of f, and where predictions are classes ``flips`` is 1 where they are others.
-    The models that saw everything have no change: their own outputs are ``output``.
+    ``change`` is the change of f. If predictions are classes, ``flips`` is 1 where they differ. The
+    models trained on everything have the measure ``output``, which is f.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}
     changes = {"change": outputs.astype(np.float64) - before}
     if predictions.dtype.kind != "f":
-        changes["flips"] = (predictions != said_before).astype(np.float64)
+        changes["flips"] = (predictions != predicted_before).astype(np.float64)
     return changes
 
 
 def removal_tables(
     values: Mapping[str, Mapping[str, np.ndarray]], sizes: Sequence[int], target_ids: Sequence[Any]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return ``summary``, means over trainings and targets, and ``targets``, over trainings alone.
+    """Return ``summary``, means over trainings and targets, and ``targets``, means over trainings.
 
-    ``values`` has, by subset and measure, shape (sizes, draws, trainings, m); ``everything`` has
-    one size, 0. The first other subset is compared with the rest. What is subtracted belongs to
-    models of one seed, so that what a seed does cancels.
+    ``values`` has for each subset and measure an array of shape (sizes, draws, trainings, m).
+    ``everything`` has one size, 0. The first of the other subsets is compared with the others.
+    Differences are between models of the same seed, so that effects of the seed cancel.
     """
     summary, targets = [], []
-    for measure in dict.fromkeys(name for own in values.values() for name in own):
-        # With other random samples in each draw, their mean is the number of one training.
-        means = {s: own[measure].mean(axis=1) for s, own in values.items() if measure in own}
+    for measure in dict.fromkeys(name for of_subset in values.values() for name in of_subset):
+        # The mean over draws of random samples is one number for each training.
+        means = {
+            subset: of_subset[measure].mean(axis=1)
+            for subset, of_subset in values.items()
+            if measure in of_subset
+        }
         first, *others = [subset for subset in means if subset != EVERYTHING] or [EVERYTHING]
         less = {f"{first}{LESS}{other}": means[first] - means[other] for other in others}
         least, most = _BOUNDS.get(measure, (-np.inf, np.inf))
@@ -196,7 +205,7 @@ def removal_tables(
                 row = measure, subset, n, float(part.mean()), max(low, lowest), min(high, most)
                 summary.append(row)
                 if subset not in less:
-                    about = {"measure": measure, "subset": subset, "n": n, "target_id": target_ids}
-                    targets.append(pd.DataFrame(about | {"mean": part.mean(axis=0)}))
+                    names = {"measure": measure, "subset": subset, "n": n, "target_id": target_ids}
+                    targets.append(pd.DataFrame(names | {"mean": part.mean(axis=0)}))
     columns = ["measure", "subset", "n", "mean", "low", "high"]
     return pd.DataFrame(summary, columns=columns), pd.concat(targets, ignore_index=True)

@@ -1,4 +1,4 @@
-"""Project the per-sample gradients of one split under one checkpoint."""
+"""Project the per-sample gradients of one split with one checkpoint."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,17 +33,16 @@ def compute_features(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write the features of the samples of one split, or of one shard of it.
+    """Write the features of one split, or of one ``shard`` of it, from 1 to ``n_shards``.
 
-    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding. A
-    file of ``selected`` targets has their ids, in place of ``targets``.
+    The number of shards does not change the numbers, except for float32 rounding.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
     loaded = LoadedModel.of_study(study, checkpoint, spec, projecting_device(device))
     data = split_of(study, spec.split or TRAIN, selected_ids(selected, spec) or targets, question)
     if loaded.scales is not None:
-        print(f"Gradients are divided by the root of the second moments in {checkpoint}")
+        print(f"Gradients are divided by the square root of the second moments in {checkpoint}")
     write_features(
         features,
         loaded,

@@ -1,4 +1,4 @@
-"""Compute inner products of gradients, or scores by the Gauss-Newton matrix: no projection."""
+"""Compute inner products of gradients, or Gauss-Newton scores, without a projection."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,23 +33,26 @@ def compute_gramian(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Compute K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
+    """Write K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
 
-    J are the gradients of the model output, which are never formed as a whole. Rows are training
-    samples, columns the split's. Two blocks of ``batch_size`` samples are in the model at once, at
-    most; ``memory_mb`` must hold the Gramian. A file of ``selected`` targets has their ids, in
-    place of ``targets``.
+    The rows of J are gradients of the model output. J is never formed as a whole. At most two
+    blocks of ``batch_size`` samples are in the model at once. The Gramian must fit in
+    ``memory_mb``.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    on = full_precision(find_device(device))
-    loaded = LoadedModel.of_study(study, checkpoint, spec, on)
-    split = spec.split or TRAIN
-    data = study.split(TRAIN, None)
-    ids = selected_ids(selected, spec) or targets
-    targets_split = None if split == TRAIN else split_of(study, split, ids, question)
-    sizes = {"batch_size": batch_size, "memory_mb": memory_mb}
-    write_gramian(gramian, loaded, data, targets_split, spec, code=code, **sizes)
+    loaded = LoadedModel.of_study(study, checkpoint, spec, full_precision(find_device(device)))
+    split, ids = spec.split or TRAIN, selected_ids(selected, spec) or targets
+    write_gramian(
+        gramian,
+        loaded,
+        study.split(TRAIN, None),
+        None if split == TRAIN else split_of(study, split, ids, question),
+        spec,
+        code=code,
+        batch_size=batch_size,
+        memory_mb=memory_mb,
+    )
 
 
 def compute_newton_scores(
@@ -67,43 +70,39 @@ def compute_newton_scores(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Solve the Gauss-Newton matrix of the training loss for the targets, by conjugate gradients.
-
-    Writes A_c of ``newton_scores``, in the same kind of file as scores by a projection. A file of
-    ``selected`` targets has their ids, in place of ``targets``.
-    """
+    """Write A_c from ``newton_scores``, in the same kind of file as scores from a projection."""
     torch.set_num_threads(threads)
     features = spec.features
     study = Study.load(study_file)
-    on = full_precision(find_device(device))
-    loaded = LoadedModel.of_study(study, checkpoint, features, on)
-    where, data = device_name(on), study.split(TRAIN, None)
+    chosen_device = full_precision(find_device(device))
+    loaded = LoadedModel.of_study(study, checkpoint, features, chosen_device)
+    where, train = device_name(chosen_device), study.split(TRAIN, None)
     ids = selected_ids(selected, spec.of_targets()) or targets
-    own = split_of(study, str(spec.experiment), ids, question)
-    print(f"{spec.experiment}: scores of {len(data.ids)} x {len(own.ids)} samples on {where}")
-    result = newton_scores(loaded, data, own, spec.damping, batch_size, memory_mb)
-    about = loaded.file_spec(features, features.projection)
+    split = split_of(study, str(spec.experiment), ids, question)
+    print(f"{spec.experiment}: scores of {len(train.ids)} x {len(split.ids)} samples on {where}")
+    result = newton_scores(loaded, train, split, spec.damping, batch_size, memory_mb)
+    features_spec = loaded.file_spec(features, features.projection)
     file_spec = {
         **spec.as_dict(),
-        **{key: about[key] for key in ("checkpoint", "projection", "parameters_digest")},
+        **{key: features_spec[key] for key in ("checkpoint", "projection", "parameters_digest")},
         "lambda": result.ridge,
         "gauss_newton": {"steps": STEPS, "samples": result.curved},
     }
     kind = checkpoint_scores_kind(features.projection)
     with create(scores, kind, file_spec, software(code, where, "torch", "numpy")) as writer:
-        values = writer.matrix("similarities", data.ids, own.ids, chunks=(1024, 64))
+        values = writer.matrix("similarities", train.ids, split.ids, chunks=(1024, 64))
         values[:] = result.values.astype(np.float32)
-        for side, ids, columns in (
-            ("train", data.ids, result.train),
-            ("target", own.ids, result.targets),
+        for prefix, ids, columns in (
+            ("train", train.ids, result.train),
+            ("target", split.ids, result.targets),
         ):
-            writer.vector(f"{side}_ids", list(ids))
+            writer.vector(f"{prefix}_ids", list(ids))
             for key, column in zip(PER_SAMPLE, columns, strict=False):
-                writer.vector(f"{side}_{key}", _stored(column))
+                writer.vector(f"{prefix}_{key}", _as_stored(column))
         warn_of_saturation(result.train[3], features.model_output)
-        writer.vector("loss_weights", _stored(result.train[3]))
+        writer.vector("loss_weights", _as_stored(result.train[3]))
 
 
-def _stored(column: torch.Tensor) -> np.ndarray:
+def _as_stored(column: torch.Tensor) -> np.ndarray:
     column = column.cpu()
     return (column.float() if column.is_floating_point() else column).numpy()

@@ -1,4 +1,4 @@
-"""Compute outputs of targets, or embeddings of all samples, under one checkpoint."""
+"""Compute model outputs of targets, or embeddings of all samples, with one checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +40,8 @@ def compute_outputs(
 ) -> None:
     """Write label, model output and prediction of every sample of the study's ``target_data()``.
 
-    They are those that features of these samples have, up to rounding. No gradient is formed; as
-    many samples are in memory as could be differentiated.
+    They are equal to those in a file of features, except for rounding. No gradients are computed.
+    Batches have the size that they would have with gradients.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -52,10 +52,9 @@ def compute_outputs(
     output = loaded.output
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb).mapped(lambda memory: replace(memory, gradient_bytes=0))
-    # A sample that doesn't fit is tried alone.
     room = Room(needed, budget_bytes(loaded.device, memory_mb))
 
-    def computed(first: int, last: int) -> list[Tensor]:
+    def compute(first: int, last: int) -> list[Tensor]:
         batch = loaded.batch(samples, first, last)
         check_labels(batch.labels, output, n_classes, samples.split.ids[first:last])
         read = output.read(call(loaded.model, batch))
@@ -67,9 +66,9 @@ def compute_outputs(
         return [column.cpu() for column in columns]
 
     with torch.no_grad(), in_evaluation_mode(loaded.model):
-        blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size, room))
-        taken = with_progress(blocks, len(samples), "samples")
-        parts = [tensors for *_, tensors in samples.in_order(taken)]
+        blocks = in_chunks(compute, len(samples), samples.batches_of(batch_size, room))
+        computed = with_progress(blocks, len(samples), "samples")
+        parts = [tensors for *_, tensors in samples.in_order(computed)]
     labels, values, predictions = (torch.cat(column) for column in zip(*parts, strict=True))
     file_spec = loaded.file_spec(spec, spec.projection)
     provenance = software(code, device_name(loaded.device), "torch", "numpy")
@@ -80,7 +79,7 @@ def compute_outputs(
         writer.vector("predictions", predictions.numpy())
 
 
-# Samples whose embeddings are kept where texts are ordered by length among themselves.
+# Texts are sorted by length in windows of this many samples, whose embeddings are kept in memory.
 _WINDOW = 1024
 
 
@@ -95,7 +94,7 @@ def compute_embeddings(
     batch_size: int,
     threads: int,
 ) -> None:
-    """Write what enters the model's last linear layer, for every sample of both pools.
+    """Write the input of the model's last linear layer for all training samples and targets.
 
     The frames ``train`` and ``targets`` have shape (samples, width).
     """
@@ -109,13 +108,13 @@ def compute_embeddings(
             split = study.split(name, None)
             (samples,) = loaded.ordered(split, window=_WINDOW)
 
-            def computed(first: int, last: int, samples: OrderedSamples = samples) -> list[Tensor]:
+            def compute(first: int, last: int, samples: OrderedSamples = samples) -> list[Tensor]:
                 return [embed_samples(loaded.model, loaded.batch(samples, first, last)).cpu()]
 
             values = None
-            blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size))
-            taken = with_progress(blocks, len(samples), "samples")
-            for start, stop, (rows,) in samples.in_order(taken):
+            blocks = in_chunks(compute, len(samples), samples.batches_of(batch_size))
+            computed = with_progress(blocks, len(samples), "samples")
+            for start, stop, (rows,) in samples.in_order(computed):
                 if values is None:
                     values = writer.matrix(key, split.ids, range(rows.shape[1]))
                 values[start:stop] = rows.numpy()

@@ -1,4 +1,4 @@
-"""Score training samples by features and their normal matrix, or exactly; by self-influence too."""
+"""Compute scores of one checkpoint: from features, from a Gramian, or as means of other scores."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +14,8 @@ from trak_core.artifacts import (
     GRAMIAN,
     NORMAL_MATRIX,
     SELF_INFLUENCE,
+    Artifact,
+    Writer,
     check_made_for,
     check_same,
     check_splits,
@@ -33,14 +35,14 @@ from trak_core.attribution.fitted_checkpoint import (
 from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.dependency_digests import content_digest
 from trak_core.spec import NormalSpec, ScoresSpec
-from trak_core.stages._shared import PER_SAMPLE, write_samples
+from trak_core.stages._shared import PER_SAMPLE
 from trak_core.system.progress import blocks_with_progress
 
 
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Write the normal matrix of training features, by ``write_normal_matrix``."""
+    """Write the normal matrix of training features; see ``write_normal_matrix``."""
     with open_artifact(features, FEATURES) as train:
         write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
@@ -57,16 +59,17 @@ def compute_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Solve for the targets, then stream the training features once.
+    """Write A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of one checkpoint.
 
-    Writes A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T, ridge_c = damping * mean_i w_i
-    |phi_i|^2, and what the average over checkpoints needs of this one. With ``spec.normalize``
-    every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
-    and the average streams Phi_c again: n x m is never stored; the other choice is ``full``. A
-    damped matrix that is singular is refused.
+    ridge_c = damping * mean_i w_i |phi_i|^2. With ``spec.normalize`` every phi_i is divided by its
+    length. An ``InputError`` is raised if the damped matrix is singular.
 
-    A file of features of a ``pool``, samples on which nothing was trained, takes the place of the
-    training samples' in A_c; the matrix stays theirs. Only solved targets are kept then.
+    With ``keep="full"`` the n x m matrix A_c is written. With ``keep="top_k"`` only the solved
+    targets are written, and ``average_scores`` computes A_c from them, block by block.
+
+    ``pool`` is a file of features of samples that the models were not trained on. Then A_c has the
+    rows of these samples, and the matrix is still that of the training samples. ``keep`` must be
+    ``top_k``.
     """
     with ExitStack() as stack:
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))
@@ -77,8 +80,8 @@ def compute_scores(
         if pool is not None:
             scored = stack.enter_context(open_artifact(pool, FEATURES))
             check_made_for(scored, spec.of_pool())
-            own = {key: scored.spec.get(key) for key in shared}
-            check_same("specification of both splits", shared, own, scored)
+            in_pool = {key: scored.spec.get(key) for key in shared}
+            check_same("specification of both splits", shared, in_pool, scored)
         n_samples, proj_dim = scored.matrix("features").shape
         sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
@@ -102,7 +105,7 @@ def compute_scores(
             else:
                 names = range(proj_dim), target_ids
                 writer.matrix("solved_targets", *names, dtype=np.float64)[:] = solved
-            write_samples(writer, scored, target_file, damped.norm)
+            _write_samples(writer, scored, target_file, damped.norm)
 
 
 def compute_exact_scores(
@@ -114,13 +117,14 @@ def compute_exact_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Solve the n x n Gramian for the targets.
+    """Write A_c = (K_c W_c + ridge_c I)^-1 K_c,t of one checkpoint, without a projection.
 
-    Writes A_c = (K_c W_c + ridge_c I)^-1 K_c,t, ridge_c = damping * mean_i w_i K_c[i, i]: what
-    the scores of a projection converge to as its dimensions grow, in the same kind of file. With
-    ``spec.normalize`` the training samples' gradients have length 1 in both. The paths are the
-    checkpoint's Gramian of the training samples, and that between them and the targets. A damped
-    Gramian that is singular is refused.
+    ridge_c = damping * mean_i w_i K_c[i, i]. Scores from a projection converge to this as
+    ``proj_dim`` grows. With ``spec.normalize`` training gradients have length 1 in K_c and K_c,t.
+    An ``InputError`` is raised if the damped Gramian is singular.
+
+    ``train_path`` is the Gramian K_c of the training samples. ``targets_path`` is K_c,t, between
+    training samples and targets.
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,
@@ -144,20 +148,32 @@ def compute_exact_scores(
         with create(scores, EXACT_SCORES, file_spec, provenance) as writer:
             values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
             values[:] = similarities.astype(np.float32)
-            write_samples(writer, train_file, target_file, gradients.norm)
+            _write_samples(writer, train_file, target_file, gradients.norm)
+
+
+def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
+    """Write ids, labels, outputs and predictions of all samples, the loss weights, and ||B||."""
+    writer.vector("loss_weights", train.vector("loss_weights"))
+    if norm is not None:
+        writer.scalar("train_norm", norm)
+    for prefix, file in (("train", train), ("target", targets)):
+        writer.vector(f"{prefix}_ids", file.vector("sample_ids"))
+        for key in PER_SAMPLE:
+            writer.vector(f"{prefix}_{key}", file.vector(key))
 
 
 def average_targets(
     *, scores: Path, members: Sequence[Path], spec: ScoresSpec, code: str, memory_mb: int
 ) -> None:
-    """Average one checkpoint's scores over the targets of an experiment; subtract those of another.
+    """Average one checkpoint's scores over the targets of an experiment.
 
-    A_c is linear in the targets' gradients, and all else in a score comes from training samples. So
-    the one column is that of a target with the mean model output. ``members`` are the checkpoint's
-    scores of the experiment, and of the one that is subtracted, if there is one. Where solved
-    targets alone were kept, these are averaged. The target's id is the name of the experiment that
-    it makes, its model output is the mean; so are its label and prediction, where these are no
-    whole numbers, else -1.
+    A_c is linear in the targets' gradients, and the other factors of a score depend only on the
+    training samples. So the mean over targets has the scores of a single target with the mean
+    model output. If only solved targets were kept, these are averaged.
+
+    ``members`` are the checkpoint's scores of the experiment, and those of an experiment whose mean
+    is subtracted, if there is one. The target's id is ``spec.experiment``. Its model output is the
+    mean. So are its label and prediction if they are floats. Integers are replaced by -1.
 
     Source: docs/explanation/scores.md, "Scores of several targets".
     """
@@ -165,18 +181,18 @@ def average_targets(
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, kind)) for path in members]
         first, name = parts[0], str(spec.experiment)
-        asked = [(part.spec["experiment"], part.spec["targets_digest"]) for part in parts]
-        own_digest = content_digest("mean", *asked)
-        check_same("targets to average", spec.targets_digest, own_digest, parts[-1])
-        for part, (experiment, digest) in zip(parts, asked, strict=True):
-            own = replace(spec, experiment=experiment, targets_digest=digest)
-            check_made_for(part, own)
-            # Made from the same training samples' features, or Gramian.
+        groups = [(part.spec["experiment"], part.spec["targets_digest"]) for part in parts]
+        digest = content_digest("mean", *groups)
+        check_same("targets to average", spec.targets_digest, digest, parts[-1])
+        for part, (experiment, targets_digest) in zip(parts, groups, strict=True):
+            check_made_for(
+                part, replace(spec, experiment=experiment, targets_digest=targets_digest)
+            )
             for key in ("checkpoint", "projection", "train_features", "train_gramian"):
                 check_same(key.replace("_", " "), first.spec.get(key), part.spec.get(key), part)
 
         def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            """Return what one experiment's targets have in the mean, less what another's have."""
+            """Return the mean over targets, minus that of the second experiment's targets."""
             means = [
                 np.atleast_2d(part.vector(key, start, stop)).mean(axis=1, dtype=np.float64)
                 for part in parts
@@ -200,9 +216,9 @@ def average_targets(
                 writer.scalar("train_norm", first.scalar("train_norm"))
             writer.vector("target_ids", [name])
             for column in (f"target_{column}" for column in PER_SAMPLE):
-                own = first.vector(column)
-                number = mean(column) if own.dtype.kind == "f" else np.array([-1])
-                writer.vector(column, number.astype(own.dtype))
+                values = first.vector(column)
+                number = mean(column) if values.dtype.kind == "f" else np.array([-1])
+                writer.vector(column, number.astype(values.dtype))
 
 
 def compute_self_influence(
@@ -214,8 +230,8 @@ def compute_self_influence(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write what ``self_influences`` gives, as a table."""
-    import pandas as pd  # scoring needs none
+    """Write the table that ``self_influences`` returns."""
+    import pandas as pd  # Other stages in this module do not import it.
 
     columns, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")

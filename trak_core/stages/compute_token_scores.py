@@ -1,4 +1,4 @@
-"""Cut an experiment's largest scores by tokens, of both texts, and by the model's layers."""
+"""Split an experiment's largest scores by tokens and by layers of the model."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +14,7 @@ from trak_core.artifacts import (
     NORMAL_MATRIX,
     SCORES,
     TOKEN_SCORES,
+    Artifact,
     check_made_for,
     check_same,
     create,
@@ -32,7 +33,7 @@ from trak_core.spec import TRAIN, Combine, ScoresSpec
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# Targets, from the first, and training samples of either sign for each.
+# The number of targets, and of training samples of either sign for each target.
 _TARGETS, _EACH = 100, 10
 
 
@@ -53,30 +54,31 @@ def compute_token_scores(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Differentiate the samples of the largest scores once more, and cut their scores.
+    """Split the largest scores into the terms of tokens, of both texts, and of the model's layers.
 
-    Under each checkpoint a score is <x_i, g_j>: x_i is the gradient of the training sample, g_j the
-    target, solved for and projected back. A token's score is what its place adds to x_i where the
-    model uses its parameters; a layer's, what its parameters add. The target's tokens are cut
-    likewise, with the training sample projected back. There are scores of the ten training samples
-    of either sign for each of the first 100 targets with a score other than 0. ``checkpoints``,
-    features and normal matrices stand in the order of the spec's checkpoints.
+    With each checkpoint a score is <x_i, g_j>. x_i is the gradient of the training sample. g_j is
+    the solved target, projected back to the parameters. The score of a token of the training text
+    is the term of x_i from the token's position. The score of a layer is the term from its
+    parameters. The target's tokens are scored in the same way, with the training sample's features
+    projected back.
+
+    There are scores for the ten training samples of either sign of each of the first 100 targets.
+    Targets with scores of 0 alone are skipped. ``checkpoints``, features and normal matrices are in
+    the order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
     with open_artifact(scores, SCORES) as file:
         check_made_for(file, spec)
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
-    # A target whose scores are all 0 has no row, and nothing to be cut.
+    # A target whose scores are all 0 has no row in the table.
     with_scores = set(top["target_id"].tolist())
     target_ids = [sample_id for sample_id in target_ids if sample_id in with_scores][:_TARGETS]
-    is_cut = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
-    top = top.loc[is_cut, :].reset_index(drop=True)
+    is_split = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
+    top = top.loc[is_split, :].reset_index(drop=True)
     train_ids = list(dict.fromkeys(top["train_id"].tolist()))
-    place = {sample_id: i for i, sample_id in enumerate(train_ids)}
-    target_place = {sample_id: i for i, sample_id in enumerate(target_ids)}
-    rows = [place[i] for i in top["train_id"].tolist()]
-    columns = [target_place[i] for i in top["target_id"].tolist()]
+    rows = _positions(train_ids, top["train_id"].tolist())
+    columns = _positions(target_ids, top["target_id"].tolist())
     cuts, powers, norms = [], [], []
     where, study = projecting_device(device), Study.load(study_file)
     for number, checkpoint in enumerate(spec.checkpoints):
@@ -89,57 +91,64 @@ def compute_token_scores(
             check_made_for(train, own.of_train())
             check_made_for(target, own.of_targets())
             damped = DampedNormalMatrix.read(matrix, train, own)
-            phi = _rows(train, train_ids)
-            target_phi = _rows(target, target_ids)
-            rows_of = {sample_id: i for i, sample_id in enumerate(train.ids("sample_ids"))}
-            weights = train.vector("loss_weights")[[rows_of[i] for i in train_ids]]
+            stored_rows = _positions(train.ids("sample_ids"), train_ids)
+            phi = _read_rows(train, stored_rows)
+            target_phi = _read_rows(target, _positions(target.ids("sample_ids"), target_ids))
+            weights = train.vector("loss_weights")[stored_rows]
         powers.append(powered(weights, spec.loss_weight_power or 1.0))
         norms.append(damped.norm or 1.0)
         print(f"Checkpoint {checkpoint}: {len(top)} scores", flush=True)
         loaded = LoadedModel.of_study(study, checkpoints[number], own.of_train(), where)
-        today = loaded.file_spec(own.of_train(), {})["checkpoint"]
-        check_same("checkpoints", today, train.spec["checkpoint"], train)
+        current = loaded.file_spec(own.of_train(), {})["checkpoint"]
+        check_same("checkpoints", current, train.spec["checkpoint"], train)
         splits = (
             study.split(TRAIN, None).take(train_ids),
             split_of(study, str(spec.experiment), target_ids, question),
         )
         pairs = list(zip(rows, columns, strict=True))
-        known = {"artifact": token_scores, "spec": own.of_train(), "code": code}
-        method_of = partial(recorded_method_for, reads_terms=Shares.reads_terms, **known)
+        method_of = partial(
+            recorded_method_for,
+            reads_terms=Shares.reads_terms,
+            artifact=token_scores,
+            spec=own.of_train(),
+            code=code,
+        )
         features = phi, target_phi
-        given = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
-        cuts.append(cut_pairs(*given, method_of))
+        inputs = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
+        cuts.append(cut_pairs(*inputs, method_of))
     assert spec.combine is not None
-    counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
-    tokens, layers = token_tables(top, cuts, counts)
-    of_sides = (tokens.loc[tokens["side"] == side, :] for side in SIDES)
-    _say_sums(top, *of_sides, layers)
-    provenance = software(
-        code, device_name(where), "torch", "numpy", *compilers(where), made_from=made_from
-    )
-    with create(
-        token_scores, TOKEN_SCORES, spec.as_dict() | {"scores": scores_hash}, provenance
-    ) as writer:
+    weights = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))
+    tokens, layers = token_tables(top, cuts, weights[:, rows])
+    _print_accuracy(top, *(tokens.loc[tokens["side"] == side, :] for side in SIDES), layers)
+    packages = "torch", "numpy", *compilers(where)
+    provenance = software(code, device_name(where), *packages, made_from=made_from)
+    file_spec = spec.as_dict() | {"scores": scores_hash}
+    with create(token_scores, TOKEN_SCORES, file_spec, provenance) as writer:
         writer.table("tokens", tokens, ["target_id", "train_id"])
         writer.table("layers", layers, ["target_id", "train_id"])
 
 
-def _rows(features: Any, ids: Sequence[Any]) -> np.ndarray:
-    """Return the features of some samples, float64, in the order of their ids."""
-    place = {sample_id: i for i, sample_id in enumerate(features.ids("sample_ids"))}
+def _positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
+    """Return the position among ``ids`` of each id in ``of``."""
+    position = {sample_id: i for i, sample_id in enumerate(ids)}
+    return [position[sample_id] for sample_id in of]
+
+
+def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
+    """Return rows of a file of features in any order, float64."""
     values = features.matrix("features")
-    return np.stack([values[place[i] : place[i] + 1][0] for i in ids]).astype(np.float64)
+    return np.stack([values[row : row + 1][0] for row in rows]).astype(np.float64)
 
 
-def _say_sums(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
-    """Print how far rows are from adding up to the scores."""
+def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
+    """Print how closely the rows of each table add up to the scores."""
     names = ["target_id", "train_id", "score"]
     scores = {(target, train): score for target, train, score in top[names].to_numpy().tolist()}
-    off = 0.0
+    error = 0.0
     for table in tables:
         sums = dict.fromkeys(scores, 0.0)
         for target, train, score in table[names].to_numpy().tolist():
             sums[target, train] += score
-        off = max(off, *(abs(sums[pair] - score) for pair, score in scores.items()))
-    largest = max(map(abs, scores.values()))
-    print(f"Rows add up to the scores within {off / largest:.1g} of the largest")
+        error = max(error, *(abs(sums[pair] - score) for pair, score in scores.items()))
+    error /= max(map(abs, scores.values()))
+    print(f"Rows add up to the scores within {error:.1g} of the largest")

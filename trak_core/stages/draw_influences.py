@@ -1,4 +1,4 @@
-"""Show samples: targets beside their strongest training samples, or the first ones of a list."""
+"""Show samples on pages: targets with their most influential training samples, or a list."""
 
 import re
 import warnings
@@ -43,47 +43,44 @@ from trak_core.study.study import Study
 from trak_core.system.files import harmless, written_whole
 from trak_core.system.progress import blocks_with_progress
 
-# Targets of a page, at most; their sizes may leave room for fewer.
-_MOST_TARGETS = 20_000
+# The largest number of targets on a page. Pages are also limited by their size in bytes.
+_MAX_TARGETS = 20_000
 
-
-# Rows of a list's page, and characters of a text there.
+# The numbers of rows of a list, and of characters of a text, on its page.
 _N_ROWS, _CHARACTERS = 100, 600
 _NUMBERS = frozenset({
     *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 })
-# A decimal number of more characters is shown in four digits.
+# Longer decimal numbers are shown with four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
-# Columns that are said otherwise, or by the CSV alone.
-_APART = frozenset({
+# Columns that are shown in another form, or only in the CSV.
+_SHOWN_ELSEWHERE = frozenset({
     *("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
 })
 
 
 def _draw(figure: Path, examples: Examples) -> None:
-    # The software version in a PNG's metadata is all that would differ between machines.
     with (
         mpl.rc_context({"savefig.dpi": 110}),
         warnings.catch_warnings(),
         written_whole(figure) as partial,
     ):
-        # A script that the font lacks is drawn as boxes; the pages have it.
+        # Characters that the font does not have are drawn as boxes. The pages show them.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
+        # Without the version of Matplotlib, so that the file is the same on all machines.
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     """Return the beginnings of samples' texts, each on one line."""
-    texts = []
-    for start, stop in blocks_with_progress(len(split.ids), 1, f"texts of {name}"):
-        rows = range(start, stop)
-        texts += [short_text(study, split.ids[row], split.samples[row]) for row in rows]
+    rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
+    texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
 
 
-def _few(scores: File) -> File:
-    """Return what the figure shows of the scores."""
+def _in_figure(scores: File) -> File:
+    """Return the targets and influences that the figure shows."""
     shown = scores.tables["targets"].head(TARGETS_IN_FIGURE)
     top = scores.tables["top_influences"]
     is_kept = top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH)
@@ -92,20 +89,19 @@ def _few(scores: File) -> File:
 
 
 def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
-    """Return the self-influence of training samples by id, where there is a file."""
+    """Return the self-influence of training samples by id, or None without a file."""
     for path in files:
         with open_artifact(path, SELF_INFLUENCE) as file:
-            own = file.table("train")
-        known = pd.Series(own["self_influence"].to_numpy(), index=own["id"].to_numpy())
+            table = file.table("train")
+        by_id = pd.Series(table["self_influence"].to_numpy(), index=table["id"].to_numpy())
         shown = scores.tables["train"]["id"].tolist()
-        described = [i for i in shown if i in known.index]
-        check_same("training samples", shown, described, file)
-        return known
+        check_same("training samples", shown, [i for i in shown if i in by_id.index], file)
+        return by_id
     return None
 
 
 def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
-    """Return the scores of tokens, where there is a file; it must be about these scores."""
+    """Return the table of scores of tokens, or None without a file."""
     for path in files:
         with open_artifact(path, TOKEN_SCORES) as file:
             check_same("scores", scores.content_hash, file.spec["scores"], file)
@@ -122,24 +118,31 @@ def _explored(
     token_scores: pd.DataFrame | None,
 ) -> Answer:
     draws = are_drawn(study, train)
-    places = {
-        is_target: {sample_id: row for row, sample_id in enumerate(split.ids)}
-        for is_target, split in ((True, targets), (False, train))
-    }
+    target_rows, train_rows = (
+        {sample_id: row for row, sample_id in enumerate(split.ids)} for split in (targets, train)
+    )
+
+    def sample_of(is_target: bool, sample_id: Any) -> Any:
+        if is_target:
+            return targets.samples[target_rows[sample_id]]
+        return train.samples[train_rows[sample_id]]
 
     def show(is_target: bool, sample_id: Any, characters: int) -> tuple[Picture | str, bytes]:
-        sample = (targets if is_target else train).samples[places[is_target][sample_id]]
+        sample = sample_of(is_target, sample_id)
         shown = show_sample(study, sample_id, sample, characters, draws)
         return shown, contents_digest(sample)
 
     def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
-        sample = (targets if is_target else train).samples[places[is_target][sample_id]]
-        return shown_tokens(study, sample_id, sample, n_tokens)
+        return shown_tokens(study, sample_id, sample_of(is_target, sample_id), n_tokens)
 
-    described = study.has("describe")
-    tokens = None if token_scores is None else Tokens.of(token_scores, texts)
-    known = {"self_influence": self_influence, "tokens": tokens}
-    return explore(scores, show, drawn=draws, described=described, **known)
+    return explore(
+        scores,
+        show,
+        drawn=draws,
+        described=study.has("describe"),
+        self_influence=self_influence,
+        tokens=None if token_scores is None else Tokens.of(token_scores, texts),
+    )
 
 
 def _write_texts(
@@ -147,7 +150,7 @@ def _write_texts(
 ) -> None:
     scores = answer.experiment
     influential = scores.attributes["influential"]
-    if not study.has("describe"):  # no reason to read more samples than are shown
+    if not study.has("describe"):  # Then only the samples on the page are read.
         shown = scores.tables["targets"]["id"].tolist()[: len(answer.targets)]
         targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
         influential = influential.unique().tolist()
@@ -170,29 +173,30 @@ def draw_influences(
     question: Path | None = None,
     code: str,
 ) -> None:
-    """Write a picture of some targets, a page to explore them all, and their texts as a table.
+    """Write a picture of some targets, a page with all of them, and a table of their texts.
 
-    The PNG ``figure`` has a row a target, its most helpful and most harmful samples beside it; the
-    HTML ``answer`` has all targets, with longer texts. ``texts`` holds the beginnings of texts by
-    id, of targets and of all training samples in ``top_influences``; for a study without
-    ``describe(sample)``, what is printed of the samples on the page. The study's ``draw`` and
-    ``describe`` show samples. ``self_influence`` is a file with that of training samples, and
-    ``token_scores`` one with scores of tokens, which are coloured, if these are known. The study's
-    ``token_texts(sample)`` says what stands for each token; else numbers do.
+    The PNG ``figure`` has a row for each target, with its most helpful and most harmful samples.
+    The HTML page ``answer`` has all targets and longer texts. ``texts`` has the beginnings of the
+    texts of targets and of the training samples in ``top_influences``. For a study without
+    ``describe(sample)``, it has only the samples on the page, as they are printed there.
+
+    ``self_influence`` and ``token_scores`` have at most one file each. Tokens are coloured by their
+    scores, with the texts from the study's ``token_texts(sample)`` or else their numbers. The
+    study's ``draw`` and ``describe`` show samples.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE, train)
+    experiment = read_experiment(scores, scores.parents[1], _MAX_TARGETS, EACH_ON_PAGE, train)
     experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = targets_of_mean(experiment)
     if targets is None:
         targets = split_of(study, experiment.spec["experiment"], ids, question)
-    (examples,) = find_examples(study, [_few(experiment)], train, [targets])
+    (examples,) = find_examples(study, [_in_figure(experiment)], train, [targets])
     _draw(figure, examples)
-    known = _self_influence(self_influence, experiment)
+    influence = _self_influence(self_influence, experiment)
     tokens = _token_scores(token_scores, experiment)
-    explored = _explored(study, experiment, targets, train, known, tokens)
+    explored = _explored(study, experiment, targets, train, influence, tokens)
     with written_whole(answer) as partial:
         partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)
@@ -210,14 +214,14 @@ def show_list(
     study_file: Path,
     code: str,
 ) -> None:
-    """Write a page of a list's first 100 rows: pictures or texts, and what the CSV says of each.
+    """Write a page of a list's first 100 rows, with pictures or texts of the samples.
 
-    The samples are those of ``pool``, a file of samples beside the study; else the training
-    samples. Copies stand in pairs: the other one may be a target of ``experiment``, whose own file
-    is ``question``. ``scores`` are what suspects come from. The study's ``draw`` and ``describe``
-    show samples.
+    The samples are those in the file ``pool``, or else the training samples. Each duplicate is
+    shown with the other sample of its pair, which may be a target of ``experiment``, from the file
+    ``question`` if there is one. ``scores`` are those of a list of suspects. The study's ``draw``
+    and ``describe`` show samples.
     """
-    # As texts, so that every number stands as the CSV has it.
+    # Cells are read as texts, so that numbers are shown as in the CSV.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -227,14 +231,12 @@ def show_list(
 
     def shown(split: Split, cells: Sequence[str]) -> dict[str, tuple[Any, Picture | str]]:
         row_of = {str(harmless(i)): row for row, i in enumerate(split.ids)}
-        places = {cell: row_of[cell] for cell in dict.fromkeys(cells)}
-        return {
-            cell: (
-                split.ids[row],
-                show_sample(study, split.ids[row], split.samples[row], _CHARACTERS, draws),
-            )
-            for cell, row in places.items()
-        }
+        samples_of = {}
+        for cell in dict.fromkeys(cells):
+            sample_id, sample = split.ids[row_of[cell]], split.samples[row_of[cell]]
+            picture = show_sample(study, sample_id, sample, _CHARACTERS, draws)
+            samples_of[cell] = sample_id, picture
+        return samples_of
 
     first = rows.head(_N_ROWS)
     own = shown(samples, first["id"].tolist())
@@ -259,14 +261,14 @@ def show_list(
         entries.append(entry)
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
-    few = [targets for file in files if few_targets(targets := file.tables["targets"])]
+    tables = [file.tables["targets"] for file in files]
     markup = listed_samples(
         kind=kind,
         experiment=experiment,
         entries=entries,
         n_rows=len(rows),
         n_looks=n_looks,
-        n_targets=sum(map(len, few)),
+        n_targets=sum(len(targets) for targets in tables if few_targets(targets)),
         output=output_of(files[0]) if files else None,
         warnings=[warning for file in files for warning in score_warnings(file)],
         has_self_influence="self_influence" in rows,
@@ -282,15 +284,15 @@ def show_list(
 
 
 def _facts(row: Mapping[str, str], *, classes: bool) -> list[tuple[str, str]]:
-    """Return what a row says, its labels first."""
-    known = [name for name in _CLASSES if name in row]
-    names = [*known, *(name for name in row if name not in _APART and name not in known)]
+    """Return names and values of the columns to show, labels first."""
+    labels = [name for name in _CLASSES if name in row]
+    others = [name for name in row if name not in _SHOWN_ELSEWHERE and name not in labels]
     facts = []
-    for name in names:
-        is_number = name in _NUMBERS or (name in _CLASSES and not classes and "." in row[name])
-        # Beyond this only the CSV has them.
-        is_long = len(row[name]) > _LONG and _DECIMAL.fullmatch(row[name]) is not None
-        is_shown_short = (is_number or is_long) and row[name]
-        value = number(float(row[name]), 3 if is_number else 4) if is_shown_short else row[name]
-        facts.append((name.replace("_", " ") if name in _CLASSES else name, value))
+    for name in [*labels, *others]:
+        value = row[name]
+        is_number = name in _NUMBERS or (name in labels and not classes and "." in value)
+        is_long = len(value) > _LONG and _DECIMAL.fullmatch(value) is not None
+        if value and (is_number or is_long):
+            value = number(float(value), 3 if is_number else 4)
+        facts.append((name.replace("_", " ") if name in labels else name, value))
     return facts

@@ -1,4 +1,4 @@
-"""Measure scores against retrained models: LDS, its ceiling, baselines.
+"""Compare scores, and baselines, with retrained models.
 
 ``docs/reference/evaluation-files.md`` describes the tables of the file that is written.
 """
@@ -71,24 +71,32 @@ from trak_core.stages._shared import read_embeddings
 
 
 def _passes(
-    settings: Sequence[Setting], own: Setting, spec: ScoresSpec, loss_weights: Mapping[str, Any]
+    settings: Sequence[Setting],
+    configured: Setting,
+    spec: ScoresSpec,
+    loss_weights: Mapping[str, Any],
 ) -> list[FeaturePass]:
-    """Return passes over the features: the ends of runs by their defaults, and settings."""
-    unit_dim = own.proj_dim if spec.normalize else None
+    """Return the passes over the features that the settings need.
+
+    If there are checkpoints along runs, the first pass has only the last checkpoint of each run,
+    with the default settings for such checkpoints.
+    """
+    unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
     if len(spec.ends) < len(spec.checkpoints):
         output, combine = spec.features.model_output, usual_combine(along=False)
-        ends = replace(own, loss_weight_power=usual_power(combine, output), combine=combine)
+        ends = replace(configured, loss_weight_power=usual_power(combine, output), combine=combine)
         averages = average_weights([ends], [loss_weights[checkpoint] for checkpoint in spec.ends])
         weighting = usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, averages, weighting, unit_dim))
     averages = average_weights(settings, list(loss_weights.values()))
-    # Rows of length 1 have another length in fewer dimensions.
+    # Rows must be normalized again for each number of dimensions.
     dims = sorted({setting.proj_dim for setting in settings}) if spec.normalize else [None]
     for dim in dims:
-        alike = [setting for setting in settings if dim in (None, setting.proj_dim)]
-        passes.append(FeaturePass(alike, spec.checkpoints, averages, spec.weighting, dim))
-    return [own for own in passes if own.settings]
+        same_dim = [setting for setting in settings if dim in (None, setting.proj_dim)]
+        if same_dim:
+            passes.append(FeaturePass(same_dim, spec.checkpoints, averages, spec.weighting, dim))
+    return passes
 
 
 def _rows(
@@ -98,7 +106,10 @@ def _rows(
     weights: Mapping[float, float | None],
     unit_dim: int | None,
 ) -> CheckpointRows:
-    """Return what one checkpoint's features say; ``weights`` are powers of the curvature in W."""
+    """Return one checkpoint's features and weights.
+
+    ``weights`` has for each power of the loss weights the power of the curvature in W.
+    """
     return CheckpointRows(
         loss_weights=train.vector("loss_weights"),
         normal_weights={key: normal_weights(train, power) for key, power in weights.items()},
@@ -117,7 +128,7 @@ def _feature_sums(
     *,
     gradient_dot: bool,
 ) -> tuple[list[dict[Setting, np.ndarray]], np.ndarray | None]:
-    """Return each pass's subset sums over its checkpoints, and those of the gradients' products.
+    """Return the subset sums of each pass's settings, and those of the baseline ``gradient_dot``.
 
     ``files`` are training features, target features and scores of each checkpoint.
     """
@@ -131,36 +142,38 @@ def _feature_sums(
             open_artifact(targets_path, FEATURES) as targets,
         ):
             check_splits(train, targets, spec.under(checkpoint))
-            own_hash = scored.spec["train_features"]
-            check_same("training features", own_hash, train.content_hash, train)
+            scored_hash = scored.spec["train_features"]
+            check_same("training features", scored_hash, train.content_hash, train)
             check_same("targets", scored.ids("target_ids"), targets.ids("sample_ids"), targets)
-            for own, total in zip(passes, totals, strict=True):
-                if checkpoint in own.checkpoints:
-                    weights = {
-                        power: curvature_power(own.weighting, power, is_probability=is_probability)
-                        for power in own.averages
-                    }
-                    rows = _rows(train, targets, block, weights, own.unit_dim)
-                    shares = setting_sums(masks, own.settings, own.averages, rows)
-                    total.update({key: total.get(key, 0) + share for key, share in shares.items()})
+            for features_pass, total in zip(passes, totals, strict=True):
+                if checkpoint not in features_pass.checkpoints:
+                    continue
+                averages, weighting = features_pass.averages, features_pass.weighting
+                weights = {
+                    power: curvature_power(weighting, power, is_probability=is_probability)
+                    for power in averages
+                }
+                rows = _rows(train, targets, block, weights, features_pass.unit_dim)
+                terms = setting_sums(masks, features_pass.settings, averages, rows)
+                total.update({key: total.get(key, 0) + term for key, term in terms.items()})
             if gradient_dot:
-                share = gradient_dot_sums(masks, _rows(train, targets, block, {}, None))
-                dots = share if dots is None else dots + share
+                term = gradient_dot_sums(masks, _rows(train, targets, block, {}, None))
+                dots = term if dots is None else dots + term
     return totals, dots
 
 
 def _word_sums(
     masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], file: Artifact
 ) -> np.ndarray:
-    """Return subset sums of BM25 between the texts of the study's samples."""
-    from trak_core.study.study import Study  # which brings torch
+    """Return subset sums of BM25 between the texts of training samples and targets."""
+    from trak_core.study.study import Study  # Imported here, because it imports torch.
 
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
     check_same("training samples", train_ids, train.ids, file)
     index = Bm25.of(study.words(train))
-    asked = study.words(study.split("target", target_ids))
-    return np.stack([masks @ index.scores(words) for words in asked], axis=1)
+    queries = study.words(study.split("target", target_ids))
+    return np.stack([masks @ index.scores(words) for words in queries], axis=1)
 
 
 def evaluate_scores(
@@ -181,20 +194,19 @@ def evaluate_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare subset sums of scores, and of baselines, with what retrained models say.
+    """Compare subset sums of scores, and of baselines, with the outputs of retrained models.
 
-    The paths of features, of all checkpoints, are empty where nothing needs features;
-    ``embeddings`` are by the last checkpoint of each run, empty without their baseline. The
-    retrained models are the pipeline's, or with ``retrained_spec`` None a file of a user's.
-    ``baselines`` are any of random, same_class, gradient_dot, embedding_cosine and bm25, for which
-    the study is read; ``sweep`` has values for each field of
-    ``Setting`` except ``combine``.
+    ``train_paths`` and ``targets_paths`` are features of each checkpoint, or empty if no setting
+    or baseline needs them. ``embeddings`` are from the last checkpoint of each run, for the
+    baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained`` is a user's file.
+    ``baselines`` are any of random, same_class, gradient_dot, embedding_cosine and bm25. ``sweep``
+    has values for each field of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
     proj_dim = projection.get("proj_dim", 0)
-    own = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
-    settings = settings_of(sweep, own)
+    configured = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
+    settings = settings_of(sweep, configured)
     with ExitStack() as stack:
         kind = checkpoint_scores_kind(projection)
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
@@ -229,16 +241,11 @@ def evaluate_scores(
         swept: dict[Setting, np.ndarray] = {}
         if train_paths:
             loss_weights = {key: part.vector("loss_weights") for key, part in by_id.items()}
-            passes = _passes(settings, own, spec, loss_weights)
-            files = zip(train_paths, targets_paths, parts, strict=True)
-            totals, dots = _feature_sums(
-                masks,
-                passes,
-                dict(zip(spec.checkpoints, files, strict=True)),
-                spec,
-                block,
-                gradient_dot="gradient_dot" in baselines,
-            )
+            passes = _passes(settings, configured, spec, loss_weights)
+            paths = zip(train_paths, targets_paths, parts, strict=True)
+            files = dict(zip(spec.checkpoints, paths, strict=True))
+            needs_dots = "gradient_dot" in baselines
+            totals, dots = _feature_sums(masks, passes, files, spec, block, gradient_dot=needs_dots)
             if len(spec.ends) < len(parts):
                 (methods["ends_of_runs", "baseline", proj_dim],) = totals.pop(0).values()
             if dots is not None:
@@ -246,8 +253,8 @@ def evaluate_scores(
             swept = {setting: total[setting] for total in totals for setting in total}
         if embeddings:
             cosines = [
-                cosine_sums(masks, read_blocks(read, n_train, block), of_targets)
-                for read, of_targets in read_embeddings(
+                cosine_sums(masks, read_blocks(read, n_train, block), target_embeddings)
+                for read, target_embeddings in read_embeddings(
                     embeddings, embeddings_spec, spec.ends, train_ids, target_ids
                 )
             ]
@@ -259,8 +266,8 @@ def evaluate_scores(
                 sums = _word_sums(masks, study_file, train_ids, target_ids, final)
                 methods[name, "baseline", 0] = sums
             if name == "same_class":
-                labels, own_labels = map(parts[0].vector, ("train_labels", "target_labels"))
-                methods[name, "baseline", 0] = label_sums(masks, labels, own_labels, block)
+                labels = parts[0].vector("train_labels"), parts[0].vector("target_labels")
+                methods[name, "baseline", 0] = label_sums(masks, *labels, block)
         file_spec = spec.as_dict() | {
             "retrained": truth.source,
             "scores": final.content_hash,
@@ -286,7 +293,9 @@ def evaluate_scores(
         writer.table("targets", targets, ["method", "target_id"])
         writer.table("checkpoints", checkpoints, ["n_checkpoints"])
         if swept:
-            for key, table in zip(("sweep", "best"), sweep_tables(swept, own, truth), strict=True):
+            for key, table in zip(
+                ("sweep", "best"), sweep_tables(swept, configured, truth), strict=True
+            ):
                 writer.table(key, table, [])
     print(summary.to_string(index=False))
 
@@ -296,7 +305,7 @@ def read_ground_truth(
 ) -> GroundTruth:
     """Return subsets and outputs of all files, with samples in the order of the given ids.
 
-    ``spec`` is what the pipeline's files must be made for; None for one file of a user's.
+    Files must be made for ``spec``. None means that the file is a user's.
     """
     parts, source = [], []
     for path in paths:

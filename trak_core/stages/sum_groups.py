@@ -28,7 +28,6 @@ from trak_core.lists.groups import (
     Grouping,
     GroupSums,
     chance_of_samples,
-    check_groups,
     group_interval,
     group_tables,
     run_weights,
@@ -49,17 +48,16 @@ def sum_groups(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write sums and means of scores by each column of ``group_by``, and paired differences.
+    """Write sums and means of scores for the groups of each column, and differences of means.
 
-    Each score counts with the sign that improves its target, where the scores file says which.
-    ``scores`` are those of all checkpoints, whose table ``train`` has the columns;
-    ``checkpoint_scores`` and ``features`` are what they are made of.
+    Scores are multiplied by ``improves``, the sign that improves their target, if the scores file
+    has it. The table ``train`` of the file ``scores`` has the columns ``group_by``. The sums are
+    computed from ``checkpoint_scores`` and, for ``keep: top_k``, ``features``.
     """
     with open_artifact(scores, SCORES) as file:
         check_made_for(file, spec)
         train, scores_hash = file.table("train"), file.content_hash
         targets = file.table("targets")
-    check_groups(group_by, train.drop(columns=["label", "prediction"]))
     groupings = [Grouping.of(name, train[name]) for name in group_by]
     with ExitStack() as stack:
         kind = checkpoint_scores_kind(spec.features.projection)
@@ -107,41 +105,38 @@ def _sums(
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return sums, draws of means over all targets, and the intervals of each target's means.
 
-    Signs of what improves targets have shape (m,).
+    Targets are processed in blocks that fit in memory. ``improves`` has the sign that improves each
+    target, shape (m,).
     """
     n_targets = len(improves)
     assert spec.runs is not None
     assert spec.loss_weight_power is not None
-    sizes = [len(grouping.names) for grouping in groupings]
-    firsts = np.cumsum([0, *sizes[:-1]])
+    # Groups are numbered consecutively over all columns.
+    group_sizes = np.concatenate([np.bincount(grouping.numbers) for grouping in groupings]).tolist()
+    firsts = np.cumsum([0, *(len(grouping.names) for grouping in groupings)])[:-1]
     numbers = [own.numbers + first for own, first in zip(groupings, firsts, strict=True)]
-    group_sizes = np.concatenate([
-        np.bincount(grouping.numbers, minlength=size)
-        for grouping, size in zip(groupings, sizes, strict=True)
-    ]).tolist()
+    n_groups = len(group_sizes)
     run_of = {c: i for i, run in enumerate(spec.runs.values()) for c in run}
     weights = run_weights([run_of[checkpoint] for checkpoint in spec.checkpoints])
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
-    need = GroupsNeed(sum(sizes), n_targets, len(parts))
+    need = GroupsNeed(n_groups, n_targets, len(parts))
     at_once = need.targets(memory_mb)
     n_train = len(groupings[0].numbers)
-    plain = np.empty((sum(sizes), n_targets))
+    plain = np.empty((n_groups, n_targets))
     ends = np.empty_like(plain), np.empty_like(plain)
-    drawn = np.zeros((sum(sizes), N_DRAWS))
+    drawn = np.zeros((n_groups, N_DRAWS))
     for first in range(0, n_targets, at_once):
         own = slice(first, min(first + at_once, n_targets))
-        width = own.stop - first
-        sums = GroupSums(sum(sizes), width, Combine(spec.combine), weights)
-        block = need.rows(memory_mb)
-        for start, stop in blocks_with_progress(n_train, block, "training samples"):
+        sums = GroupSums(n_groups, own.stop - first, Combine(spec.combine), weights)
+        for start, stop in blocks_with_progress(n_train, need.rows(memory_mb), "training samples"):
             similarities = np.stack([read(start, stop)[:, own] for read in rows]).astype(np.float64)
             similarities *= improves[own]
-            power = spec.loss_weight_power
             loss_weights = np.stack([
-                powered(part.vector("loss_weights", start, stop), power) for part in parts
+                powered(part.vector("loss_weights", start, stop), spec.loss_weight_power)
+                for part in parts
             ])
-            of_block = [of_column[start:stop] for of_column in numbers]
-            sums.add(similarities, loss_weights, norms, of_block)
+            groups = [of_column[start:stop] for of_column in numbers]
+            sums.add(similarities, loss_weights, norms, groups)
         means = sums.drawn_means()
         plain[:, own] = sums.plain
         for group, size in enumerate(group_sizes):

@@ -1,4 +1,4 @@
-"""Train with the study's own training function, and keep what it makes."""
+"""Train with the study's training function and save the checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ def train_checkpoint(
     times: list[float] | None,
     threads: int,
 ) -> None:
-    """Call the study's ``train`` and keep the state dict it ends with, or those along its way.
+    """Call the study's ``train`` and save its final state dict, or one at each of ``times``.
 
-    ``arguments`` are passed to ``train`` by name. A checkpoint is kept at each of ``times``, which
-    ascend, or at the end. Training on 1 thread repeats to the bit on one machine. What ``train``
-    gives must be models, one at each time, with finite parameters.
+    ``arguments`` are passed to ``train`` by name. ``times`` are ascending. ``train`` must return or
+    yield models with finite parameters. With 1 thread the result is the same in each run on one
+    machine, bit for bit.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -31,6 +31,6 @@ def train_checkpoint(
     else:
         models = (model for _, model in models_along(study, arguments, times))
     for checkpoint, model in zip(checkpoints, models, strict=True):
-        # By an open file: given a path, torch writes the file's name, here a process id, into it.
+        # Given a path, torch would store the name of the temporary file, which differs in each run.
         with written_whole(checkpoint) as partial, partial.open("wb") as file:
             torch.save(model.state_dict(), file)

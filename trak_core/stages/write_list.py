@@ -1,4 +1,4 @@
-"""Write lists to act on as CSV, best first: suspects, samples to take or drop, and copies."""
+"""Write lists of samples as CSV: suspects, samples to select or to drop, and duplicates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,11 +42,11 @@ def write_list(
     study_file: Path | None = None,
     code: str,
 ) -> None:
-    """Write ``suspects``, ``drop`` or ``select`` (``kind``) of an experiment's scores.
+    """Write the list ``kind`` (``suspects``, ``drop`` or ``select``) from an experiment's scores.
 
-    ``fraction`` is the part of the samples, which may be a pool's, that ``select`` takes.
-    ``self_influence`` is a file with one more column for ``suspects``, and ``study_file`` a study
-    that names classes.
+    ``fraction`` is the fraction of the training samples, or of the pool, that ``select`` takes.
+    ``self_influence`` has at most one file, which adds a column to ``suspects``. ``study_file`` is
+    given if the study may have names of classes.
     """
     rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
     with open_artifact(scores, replace(SCORES, rule=rule)) as file:
@@ -63,29 +63,39 @@ def write_list(
         train["self_influence"] = own["self_influence"]
     if kind == "suspects":
         rows = suspects(train)
-        n_looks = rows["worth_a_look"].to_numpy().sum()
-        said = "have a 1 as worth_a_look, since they harm more than they help: begin with these"
+        n_listed = rows["worth_a_look"].to_numpy().sum()
+        words = "have worth_a_look 1, because they harm more than they help: begin with these"
     elif kind == "select" and about.better == "closer":
         rows = most_consistent(train, fraction)
-        n_looks, said = len(rows), "help targets most consistently"
+        n_listed, words = len(rows), "help targets most consistently"
     elif kind == "select":
         rows = best_in_turn(train, top_influences, fraction)
-        n_looks, said = len(rows), "are what targets take in turn"
+        n_listed, words = len(rows), "are chosen by the targets in turn"
     else:
         rows = most_harmful(train)
-        n_looks, said = len(rows), "harm targets more than they help"
-    if study_file is not None:
-        # Only here, because it brings torch.
-        from trak_core.study.sample_columns import with_class_names
-
-        columns = ("label", "prediction", "suggested_label")
-        rows = with_class_names(rows, columns, study_file, model_output)
-    write_csv(listed, rows)
-    print(f"{n_looks} of {len(train)} samples {said}.")
+        n_listed, words = len(rows), "harm targets more than they help"
+    _write(listed, rows, ("label", "prediction", "suggested_label"), study_file, model_output)
+    print(f"{n_listed} of {len(train)} samples {words}.")
     if kind == "suspects" and few_targets(targets):
         order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(f"Warning: suspects from {n}: mostly chance. Take more targets, or sort by {order}.")
+
+
+def _write(
+    listed: Path,
+    rows: pd.DataFrame,
+    labels: tuple[str, ...],
+    study_file: Path | None,
+    model_output: str,
+) -> None:
+    """Write rows as CSV, with the study's names of classes in the columns ``labels``."""
+    if study_file is not None:
+        # Imported here, because it imports torch.
+        from trak_core.study.sample_columns import with_class_names
+
+        rows = with_class_names(rows, labels, study_file, model_output)
+    write_csv(listed, rows)
 
 
 _COLUMNS = ("id", "rank", "other_id", "among", "closeness", "cosine", "label", "other_label")
@@ -101,62 +111,54 @@ def find_duplicates(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare gradients under one checkpoint, all with all, and write the pairs that are copies.
+    """Compare the features of all samples with one checkpoint, and write the pairs of copies.
 
-    The time grows with the square of the number of training samples. ``spec`` is that of the
-    checkpoint's scores of the targets, and ``study_file`` a study that names classes.
+    The time is proportional to the square of the number of training samples. ``spec`` is the spec
+    of the checkpoint's scores. ``study_file`` is given if the study may have names of classes.
     """
-    with open_artifact(train_path, FEATURES) as own, open_artifact(targets_path, FEATURES) as asked:
-        check_made_for(own, spec.of_train())
-        check_made_for(asked, spec.of_targets())
+    with open_artifact(train_path, FEATURES) as train, open_artifact(targets_path, FEATURES) as new:
+        check_made_for(train, spec.of_train())
+        check_made_for(new, spec.of_targets())
         among = str(spec.experiment)
-        parts = [_pairs(own, own, "train", memory_mb), _pairs(own, asked, among, memory_mb)]
+        parts = [_pairs(train, train, "train", memory_mb), _pairs(train, new, among, memory_mb)]
     pairs = pd.concat(parts, ignore_index=True)
     pairs = pairs.sort_values(["closeness", "cosine"], ascending=False, kind="stable")
     pairs["rank"] = np.arange(1, len(pairs) + 1)
-    pairs = pairs.loc[:, list(_COLUMNS)]
-    if study_file is not None:
-        # Only here, because it brings torch.
-        from trak_core.study.sample_columns import with_class_names
-
-        columns, output = ("label", "other_label"), spec.features.model_output
-        pairs = with_class_names(pairs, columns, study_file, output)
-    write_csv(listed, pairs)
+    pairs, labels = pairs.loc[:, list(_COLUMNS)], ("label", "other_label")
+    _write(listed, pairs, labels, study_file, spec.features.model_output)
     print(
         f"{len(parts[0])} pairs of training samples are copies, and {len(parts[1])} with a target."
     )
 
 
-def _pairs(own: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
-    """Return the training samples that are copies of others, each pair once."""
-    features, samples = own.matrix("features"), other.matrix("features")
-    n_train, n_others = len(features), len(samples)
-    # Rows and samples of a block as float64, and their cosines.
+def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
+    """Return the pairs of a training sample and another sample that are copies, each once."""
+    features, samples = train.matrix("features"), other.matrix("features")
+    # Memory for blocks of both in float64, and for their cosines.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
     blocks: list[tuple[np.ndarray, ...]] = []
-    for start, stop in blocks_with_progress(n_others, 2 * block, f"samples of {among}"):
+    for start, stop in blocks_with_progress(len(samples), 2 * block, f"samples of {among}"):
         neighbours = nearest(
             lambda first, last: features[first:last],
-            n_train,
+            len(features),
             samples[start:stop],
             block=block,
-            first=start if own is other else None,
+            first=start if train is other else None,
         )
         near, *pairs = copies(neighbours)
         blocks.append((near + start, *pairs))
     near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     pairs = pd.DataFrame({"row": rows, "other": near, "cosine": cosines, "closeness": closeness})
-    if own is other:  # a pair is found from both sides: the later sample is the copy
+    if train is other:  # Each pair is there twice. The later sample is the copy.
         pairs["row"], pairs["other"] = np.maximum(rows, near), np.minimum(rows, near)
         pairs = pairs.sort_values("closeness", ascending=False, kind="stable")
         pairs = pairs.drop_duplicates(["row", "other"])
-    ids, other_ids = (np.array(file.ids("sample_ids"), dtype=object) for file in (own, other))
-    labels, other_labels = own.vector("labels"), other.vector("labels")
-    row, position = pairs["row"].to_numpy(), pairs["other"].to_numpy()
+    ids, other_ids = (np.array(file.ids("sample_ids"), dtype=object) for file in (train, other))
+    rows, near = pairs["row"].to_numpy(), pairs["other"].to_numpy()
     return pairs.assign(
-        id=ids[row],
-        other_id=other_ids[position],
+        id=ids[rows],
+        other_id=other_ids[near],
         among=among,
-        label=labels[row],
-        other_label=other_labels[position],
+        label=train.vector("labels")[rows],
+        other_label=other.vector("labels")[near],
     )

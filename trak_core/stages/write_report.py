@@ -1,4 +1,4 @@
-"""Write the report of a study: one page that needs nothing beside it."""
+"""Write the report of a study, a page that needs no other files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,21 +28,20 @@ from trak_core.system.files import written_whole
 
 
 def _check_scores(results: Results) -> None:
-    """Refuse measurements of scores other than those shown, which Snakemake may miss."""
+    """Check that all measurements are of the scores in the report, which Snakemake may miss."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
-    about_scores = *results.evaluations.values(), *results.removals, *results.groups.values()
-    for file in about_scores:
-        expected, hash_ = scores[file.spec["experiment"]], file.spec["scores"]
-        if hash_ != expected.content_hash:
+    for file in (*results.evaluations.values(), *results.removals, *results.groups.values()):
+        expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
+        if measured != expected.content_hash:
             raise InputError(
                 f"{file.name} must be about the scores in {expected.name}, with the hash "
-                f"{expected.content_hash}. Found {hash_}. Delete it and run snakemake again.",
+                f"{expected.content_hash}. Found {measured}. Delete it and run snakemake again.",
                 code="report.other_scores",
             )
 
 
 def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
-    """Return an experiment's targets that are shown, from the study or from its own file."""
+    """Return the experiment's targets in the report, from the study or the experiment's file."""
     means = targets_of_mean(scores)
     if means is not None:
         return means
@@ -63,21 +62,20 @@ def write_report(
     study_file: Path,
     config: dict[str, Any],
 ) -> None:
-    """Read what a study left, and write the report; the same artifacts give the same page.
+    """Read the results of a study, and write the report. Equal files give equal pages.
 
-    ``scores``, ``evaluations`` and ``groups`` have a file an experiment, ``removals`` one for an
-    experiment and for each list, ``normal_matrices`` a file a checkpoint, ``self_influence`` one at
-    most; what the config doesn't measure is empty. ``config`` is the part of it that decides
-    numbers.
+    ``scores``, ``evaluations`` and ``groups`` have a file for each experiment, ``removals`` for the
+    experiment and for each list, ``normal_matrices`` for each checkpoint. ``self_influence`` has at
+    most one file. What the config does not measure is empty. ``config`` is the part of the config
+    that determines the numbers.
 
-    The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
-    ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
-    show samples.
+    ``report`` is an HTML file in the results folder. Times are read from ``benchmarks``, and memory
+    from ``logs``, in the same folder. The study's ``draw`` and ``describe`` show samples.
     """
     folder = report.parent
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    # The fit is the same in all experiments.
+    # All experiments have the same fit, so only the first one computes it.
     experiments = [
         read_experiment(path, folder, n_shown, EACH, None if i else train)
         for i, (path, n_shown) in enumerate(zip(scores, targets_shown(len(scores)), strict=True))
@@ -102,14 +100,17 @@ def write_report(
     _check_scores(results)
     names = study.class_names()
     experiments = [with_class_names(file, names) for file in experiments]
-    own = [with_class_names(file, names) for file in results.self_influence]
-    by_group = {key: with_class_names(file, names) for key, file in results.groups.items()}
-    results = replace(results, experiments=experiments, self_influence=own, groups=by_group)
+    results = replace(
+        results,
+        experiments=experiments,
+        self_influence=[with_class_names(file, names) for file in results.self_influence],
+        groups={key: with_class_names(file, names) for key, file in results.groups.items()},
+    )
     targets = (_targets(study, file, config) for file in experiments)
     shared = side_by_side(experiments)
-    also = [sample.id for sample in shared]
-    examples = find_examples(study, experiments, train, targets, also=also)
-    first = train.ids[0], study.first_as_read(train)
-    page = report_page(results, examples, shared, study.name, first)
+    shared_ids = [sample.id for sample in shared]
+    examples = find_examples(study, experiments, train, targets, also=shared_ids)
+    first_sample = train.ids[0], study.first_as_read(train)
+    page = report_page(results, examples, shared, study.name, first_sample)
     with written_whole(report) as partial:
         partial.write_text(page, encoding="utf-8")
