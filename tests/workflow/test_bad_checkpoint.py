@@ -212,7 +212,7 @@ CHECKPOINTS = {
     "an empty folder": (empty_folder, r"must hold one of model\.safetensors.* Found notes\.txt"),
     "an index that leaves its folder": (
         index_outside,
-        r"the index of a checkpoint folder must .* '\.\./\.\./a\.pt' is not a file of this folder",
+        r"the index of a checkpoint must .* '\.\./\.\./a\.pt' is not a file of this folder",
     ),
 }
 
