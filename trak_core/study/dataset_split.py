@@ -135,11 +135,10 @@ def _is_number(sample_id: Any) -> bool:
 
 def _is_name(sample_id: Any) -> bool:
     # NUL, which pads strings in HDF5, isn't printable. Lone surrogates have no UTF-8. pandas reads
-    # nan in an index as a missing value. Spaces at an end cannot be seen in tables and messages.
+    # nan in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"
-        and sample_id == sample_id.strip()
         and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID_BYTES
         and sample_id.isprintable()
     )
@@ -162,9 +161,9 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         is_good = _is_number if type(plain[0]) is int else _is_name
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
-            f"{function} must give integers of 64 bits only, or strings only: 1 to "
-            f"{_MAX_ID_BYTES} bytes of printable text, other than nan, without spaces at either "
-            f"end. Found {', '.join(repr(i) for i in bad[:3])}."
+            f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID_BYTES} "
+            "bytes of printable text only, other than nan. Found "
+            f"{', '.join(repr(i) for i in bad[:3])}."
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
