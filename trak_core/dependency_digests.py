@@ -87,11 +87,8 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
     """Return a study's Python file and the local modules that it imports, by name.
 
-    Imports within functions are included.
-
-    Args:
-        study: The file.
-        folders: Where to search for modules, in order; by default in the study's folder.
+    Imports within functions are included. Modules are searched for in ``folders``, in order; by
+    default in the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
         kind = "a file of another kind" if study.is_file() else "nothing there"
@@ -130,12 +127,8 @@ def study_digest(
 ) -> str:
     """Hash a study's Python file, the local modules that it imports, and its data files.
 
-    Installed packages are not included.
-
-    Args:
-        study: The file.
-        data_files: Digests by path of the data files in the config.
-        folders: As in ``study_modules``.
+    Installed packages are not included. ``data_files`` are digests by path, ``folders`` as in
+    ``study_modules``.
 
     Returns:
         16 hexadecimal digits.

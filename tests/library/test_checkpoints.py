@@ -1,13 +1,11 @@
 import argparse
 import hashlib
 import json
-import pickle
 import re
 import runpy
 import sys
 import warnings
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,6 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint, read_state_dict
-from trak_core.study.weight_files import read_tensors
 
 
 def net():
@@ -76,22 +73,6 @@ def test_a_state_dict_under_another_key_is_named(state, tmp_path):
         with refused("study.state_dict", path, "dict with epoch, losses, opt, net", "net"):
             read(net(), path)
         read(net(), path, "net")
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (torch.save, r"it holds numpy\S+\. Copy it again, or save"),
-        (partial(pickle.dump, protocol=2), r"it holds numpy\S+\. Copy it again, or save"),
-        (pickle.dump, r"Unsupported operand"),
-    ],
-)
-def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
-    with (tmp_path / "a.pt").open("wb") as file:
-        write({"w": np.float64(0.5), "v": np.ones(3)}, file)
-    with pytest.raises(InputError, match=r"never loaded\. Reading it failed: " + message):
-        read_state_dict(tmp_path / "a.pt")
 
 
 class Gone:
@@ -185,18 +166,6 @@ def test_weights_of_other_numbers_are_refused_alike_by_start_and_job(state, tmp_
     assert len(said) == 1
 
 
-def test_a_file_of_somebody_else_s_is_refused_in_words(state, tmp_path, monkeypatch):
-    path = tmp_path / "c0.pt"
-    torch.save(state, path)
-
-    def denied(*_args, **_more):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", denied)  # root may read everything
-    with pytest.raises(InputError, match=r"c0\.pt: .*Permission denied"):
-        load_checkpoint(net(), path)
-
-
 def test_a_file_is_mapped(tmp_path):
     path, n = tmp_path / "a.pt", 6
     state = {f"{i}.weight": torch.randn(1000, 1000) for i in range(n)}
@@ -239,17 +208,6 @@ def test_a_model_with_a_part_called_module(tmp_path, capsys, prefix):
     assert bool(capsys.readouterr().out) == bool(prefix)
 
 
-def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
-    del state["0.bias"]
-    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "a.pt")
-    with refused("study.checkpoint_keys", "module.", "Found missing in the checkpoint: 0.bias"):
-        load_checkpoint(net(), tmp_path / "a.pt")
-    torch.save({}, tmp_path / "empty.pt")
-    absent = re.compile(r"missing in the checkpoint: 0\.weight.*2\.bias")
-    with refused("study.checkpoint_keys", absent):
-        load_checkpoint(net(), tmp_path / "empty.pt")
-
-
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a", "a.pth.tar", "a.tar", "a.ckpt"])
 def test_any_ending_of_a_name(state, tmp_path, name):
     save_file(state, tmp_path / name)
@@ -257,13 +215,6 @@ def test_any_ending_of_a_name(state, tmp_path, name):
     for zipped in (True, False):
         torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zipped)
         assert same(state, tmp_path / name)
-
-
-def test_what_the_system_refuses_to_read(tmp_path):
-    with pytest.raises(InputError, match=r"must be; .*Reading it failed: .*Is a directory"):
-        read_tensors(tmp_path, "it must be", "")
-    with pytest.raises(InputError, match=r"No such file or directory"):
-        read_tensors(tmp_path / "none.pt", "it must be", "")
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):
@@ -313,7 +264,8 @@ def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "index", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": 3}', "not JSON", "[" * 10**5]
+    "index",
+    ["[]", '{"weight_map": {}}', '{"weight_map": {"a": "../../a.pt"}}', "not JSON", "[" * 10**5],
 )
 def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -325,12 +277,6 @@ def test_tied_parameters_are_needed_once(tmp_path):
     state = Tied().state_dict()
     save_file({"embedding.weight": state["embedding.weight"]}, tmp_path / "a.safetensors")
     assert same(state, tmp_path / "a.safetensors", Tied())
-
-
-def test_weights_that_training_did_not_tie_are_refused(tmp_path):
-    torch.save({key: torch.randn(5, 3) for key in Tied().state_dict()}, path := tmp_path / "a.pt")
-    with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
-        load_checkpoint(Tied(), path)
 
 
 @pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])

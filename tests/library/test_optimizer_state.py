@@ -263,7 +263,7 @@ def test_a_part_with_the_names_of_the_whole_keeps_its_own(tmp_path, prefix, more
         ("optimizer.pt", b"PK\x03\x04 and no more", "tensor_file", "it was cut off"),
         ("optimizer.pt", {"step": torch.ones(1)}, "optimizer_state", "step"),
         ("plain.pt", {"weight": torch.ones(1)}, "optimizer_state", "weight"),
-        ("plain.safetensors", {"weight": torch.ones(1)}, "optimizer_state", "safetensors"),
+        ("plain.safetensors", {"weight": torch.ones(1)}, "optimizer_state", "weight"),
     ],
 )
 def test_where_there_is_no_state(tmp_path, name, content, code, value):

@@ -111,14 +111,6 @@ def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, c
     assert "scores" not in notice
 
 
-def test_one_state_dict_is_not_talked_about(tmp_path):
-    for name in ("model", "state_dict", "model_state_dict"):
-        path = saved({name: net().state_dict(), "epoch": 3}, tmp_path / "a.pt")
-        assert not check_checkpoint(net(), path).notice
-    path = saved(net().state_dict(), tmp_path / "a.pt")
-    assert not check_checkpoint(net(), path).notice
-
-
 @pytest.mark.parametrize("part", ["ema", "model.layers.7", "optimizer", "mod"])
 def test_a_choice_that_is_not_there(part, tmp_path):
     state = net().state_dict()
@@ -164,16 +156,6 @@ def test_keys_of_something_else_are_named_and_left_out_on_demand(kind, suffix, w
         check_checkpoint(net(), path)
     with misfits("missing in the checkpoint: head.bias"):
         load_checkpoint(net(), path, part)
-
-
-def test_wrappers_within_and_keys_of_something_else(tmp_path):
-    state = net().state_dict()
-    stored = under("_orig_mod.model.", {WRAPPED["compiled layers"](k): v for k, v in state.items()})
-    path = saved(stored | {"_orig_mod.loss.weight": torch.ones(3)}, tmp_path / "a.pt")
-    with misfits("not under _orig_mod.model.: _orig_mod.loss.weight") as error:
-        check_checkpoint(net(), path)
-    assert "`state_dict: _orig_mod.model`" in str(error.value)
-    assert is_loaded(state, path, "_orig_mod.model")
 
 
 def test_of_two_networks_in_one_list_of_keys_none_is_taken(tmp_path):

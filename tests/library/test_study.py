@@ -13,7 +13,6 @@ import torch
 from refused import refused
 
 from trak_core.attribution.fitted_attributor import Setup
-from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.queries.open_run import OpenRun
 from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.study import Study
@@ -204,13 +203,3 @@ def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
     assert asked({"x": [4, 5], "y": 6}) is line
     for sample in ({"x": torch.ones(2), "y": 1}, ([1, 2], 3), {"z": [1], "y": 1}):
         assert isinstance(asked(sample)["x"], torch.Tensor)
-
-
-def test_a_study_that_a_start_wrote_is_called_as_in_the_config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def train_ids(n=1):\n    return list(range(n))\n")
-    assert Study.load(Path("mine.py")).name == "mine.py"
-    config = with_ready_study({"study": "mine.py", "study_arguments": {"n": 2}})
-    study = Study.load(Path(config["study"]))
-    assert study.function("train_ids")() == [0, 1]
-    assert study.name == "mine.py"

@@ -51,13 +51,6 @@ def test_what_stands_where_a_text_has_ended():
             assert batch.kwargs["attention_mask"].tolist() == [[1] * 4, [1, 1, 0, 0]]
 
 
-def test_a_mask_of_the_user_s_is_taken():
-    mask = {"attention_mask": lambda n: [1] * (n - 1) + [0]}
-    batch = arrange(samples(3, 2, **mask)).batch(0, 2)
-    assert batch.kwargs["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
-    assert batch.labels.tolist() == [[7, 7, -100], [7, -100, -100]]
-
-
 @pytest.mark.parametrize(
     ("of_decoder", "labels"),
     [
@@ -89,15 +82,6 @@ def test_an_input_as_long_as_the_longest_text_is_no_text():
     same = {"image": lambda n: torch.arange(4)}
     batch = arrange(samples(4, 2, **same)).batch(0, 2)
     assert batch.rows(slice(1, 2)).kwargs["image"].tolist() == [[0, 1, 2, 3]]
-
-
-def test_samples_of_one_shape_are_taken_as_they_come():
-    found = arrange(samples(4, 4, 4), window=2)
-    assert found.lengths is None
-    assert found.split.ids == ["t0", "t1", "t2"]
-    assert list(found.batch(0, 2).kwargs) == ["input_ids"]
-    blocks = [(0, 1, [torch.tensor([5])]), (1, 3, [torch.tensor([6, 7])])]
-    assert list(found.in_order(blocks)) == blocks
 
 
 def test_positional_texts():

@@ -128,12 +128,6 @@ def test_bad_study(workspace, name):
     assert str(path) in found
 
 
-def test_snakemake_says_what_is_bad_about_a_study(workspace):
-    old, new, expected = STUDIES["study leaves Python"]
-    path = edited(workspace, "leaves", old, new)
-    assert re.search(expected, message(refuse(workspace, {"study": path.name})))
-
-
 def test_a_study_that_crashes(workspace):
     path = edited(workspace, "crash", "import torch\n", "import os\nos.abort()\n")
     found = message(refuse(workspace, {"study": path.name}))

@@ -3,10 +3,7 @@
 import re
 
 import pytest
-from refusals import as_text, check, message, refuse
-from test_bad_checkpoint import CHECKPOINTS
-from test_bad_config import CONFIGS, TEXTS, UNREADABLE
-from test_bad_study import STUDIES, TEXTS_OF_A_STUDY
+from refusals import check, message, refuse
 
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.errors import InputError
@@ -71,19 +68,3 @@ def test_bad_table(workspace, name):
 def test_ids_that_differ_in_type_alone(workspace):
     with pytest.raises(InputError, match="Found '1' twice"):
         check(workspace, {"checkpoints": {1: "c0.pt", "1": "c0.pt"}})
-
-
-def test_tables_work(workspace):
-    workspace.path("checkpoints.tsv").write_text("checkpoint\tpath\nc0\tc0.pt\n")
-    workspace.path("targets.tsv").write_text("id\npatient-342\n")
-    tables = {"checkpoints": "checkpoints.tsv", "experiments": {"mine": {"targets": "targets.tsv"}}}
-    status, output = workspace.snakemake("-n", text=as_text(tables))
-    assert status == 0, output
-
-
-def test_bad_input_is_counted():
-    """Every bad input, of all kinds, has a message of its own to look for."""
-    tables = [CONFIGS, TEXTS, UNREADABLE, TABLES, STUDIES, TEXTS_OF_A_STUDY, CHECKPOINTS]
-    names = [name for table in tables for name in table]
-    assert len(set(names)) == len(names) >= 120
-    assert all(expected for table in tables for _, expected, *_ in table.values())

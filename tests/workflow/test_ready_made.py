@@ -384,15 +384,6 @@ def test_whatever_a_study_of_one_s_own_has_is_handed_on(tmp_path, monkeypatch):
     assert texts.token_texts(0, "a", 1) == ["a!"]
 
 
-def test_a_table_that_is_nested_too_deep_is_left_to_the_study(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("deep.jsonl").write_text('{"path": ' + "[" * 100_000)
-    Path("nets.py").write_text("def net(n):\n    pass\n")
-    arguments = {"images": "deep.jsonl", "model": "nets.py:net"}
-    config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
-    assert config["data_files"] == ["deep.jsonl", "nets.py"]
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers'
 @pytest.mark.parametrize("name", ["images", "tables", "texts", "labelled_texts"])
 def test_an_example_runs_and_mostly_finds_the_own_class(name, tmp_path, monkeypatch):

@@ -8,12 +8,7 @@ from trak_core.errors import InputError
 
 
 def from_folder(read: Callable[..., Any], folder: str | Path, source: Any = None) -> Any:
-    """Return what a method of an Auto class of transformers loads.
-
-    Args:
-        read: The method.
-        folder: Its argument, unless ``source`` is given, and the folder's name in messages.
-        source: Another argument, such as a config of the folder.
+    """Return what a method of an Auto class loads from a folder, or from its config ``source``.
 
     Raises:
         InputError: If the model's class is not in transformers but in code in the folder.

@@ -61,13 +61,10 @@ class Rows:
 def encoder(
     sample: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], names: Iterable[str]
 ) -> Callable[..., Any]:
-    """Return the study's ``encode``, which converts a line to a sample.
+    """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
 
-    Args:
-        sample: The conversion of a row.
-        row: A row, for an example in messages.
-        names: The fields that a line must have. If it is one field, the field ``text`` of a line
-            without it is taken, because ``trak ask`` converts plain text to that field.
+    If it is one field, the field ``text`` is taken in its place, which plain text becomes in
+    ``trak ask``. ``row`` is an example for messages.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"

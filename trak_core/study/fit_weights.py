@@ -30,12 +30,9 @@ _MAX_PREFIXES = 4  # that are tried of those that only some keys have
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the differences between a checkpoint's weights and a model's, by kind.
+    """Return the differences between a checkpoint's weights and a model's ``own``, by kind.
 
-    Args:
-        state: The checkpoint's weights.
-        own: The model's.
-        unread: Keys of the model that may be missing.
+    The keys in ``unread`` may be missing in the checkpoint.
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
@@ -98,15 +95,11 @@ def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
 
 
 class Fit(NamedTuple):
-    """Weights that fit a model.
+    """Weights that fit a model."""
 
-    ``weights`` have the model's names. ``names`` maps names in the file to them; it is None if
-    transformers renamed the weights. ``notices`` are sentences for the log.
-    """
-
-    weights: dict[str, Tensor]
-    names: dict[str, str] | None
-    notices: Sequence[str]
+    weights: dict[str, Tensor]  # by the model's names
+    names: dict[str, str] | None  # from the file's names; None if transformers renamed them
+    notices: Sequence[str]  # sentences for the log
 
 
 def fit_weights(
@@ -117,17 +110,12 @@ def fit_weights(
     These are tried in order: the names unchanged; without a prefix that all names share; without
     the parts that FSDP, torch.compile, activation checkpointing and data parallelism add, in the
     state's names and in the model's, if the names remain distinct; for a model of transformers, its
-    own conversion.
-
-    Args:
-        model: The model.
-        state: The checkpoint's weights.
-        source: The checkpoint's name in messages.
-        within: The keys that lead to ``state`` in its file.
+    own conversion. ``source`` names the checkpoint in messages, and ``within`` are the keys that
+    lead to ``state`` in its file.
 
     Raises:
-        InputError: If no attempt fits. It lists the differences of the closest attempt, and the
-            parts of the state that fit without its other keys.
+        InputError: If nothing fits. It lists the differences of the closest attempt, and the
+            prefixes of the state under which all keys fit.
     """
     own = model.state_dict()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]

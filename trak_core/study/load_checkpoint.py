@@ -33,15 +33,11 @@ _PLAIN_LOADS = {
 
 
 class Weights(NamedTuple):
-    """The weights read from a checkpoint.
-
-    ``within`` are the keys that lead to them in a file, joined by dots. ``notice`` is empty, or
-    names other state dicts that the file has.
-    """
+    """The weights read from a checkpoint."""
 
     state: dict[str, Tensor]
-    within: str
-    notice: str
+    within: str  # the keys that lead to them in a file, joined by dots
+    notice: str  # empty, or a sentence that names other state dicts in the file
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
@@ -131,15 +127,11 @@ def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str
     Args:
         checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to the state dict in a file that has several, joined by dots. A
-            prefix of the keys of one state dict is a part as well.
+        part: The keys that lead to one of several state dicts, or a prefix of keys, with dots.
 
     Returns:
-        Names to tensors; and the SHA-256 of the files in order. The config of an adapter, or an
-        index, comes before the weights.
-
-    Raises:
-        InputError: If the checkpoint is none of these.
+        Names to tensors; and the SHA-256 of the files in order, after an adapter's config or an
+        index.
     """
     digest = hashlib.sha256()
     return read_weights(checkpoint, part, digest).state, digest.hexdigest()
@@ -150,19 +142,10 @@ def load_state_dict(
 ) -> None:
     """Load weights into ``model``, and put it into evaluation mode.
 
-    Every parameter and buffer of the model must be in ``state``, with its shape, and nothing else.
-    Tied parameters must be equal, and one of them may be missing. ``num_batches_tracked`` of norms
-    may be missing, because evaluation mode does not read it. ``fit_weights`` documents prefixes and
-    wrappers that are removed from names; this prints a line for them.
-
-    Args:
-        model: The model.
-        state: Its weights, finite.
-        source: What to call the weights in messages.
-        within: The keys that lead to the weights in their file.
-
-    Raises:
-        InputError: If the weights do not fit. It lists the keys that differ.
+    Every parameter and buffer of the model must be in ``state``, with its shape, finite, and
+    nothing else. Tied parameters must be equal, and one of them may be missing.
+    ``num_batches_tracked`` of norms may be missing, because evaluation mode does not read it.
+    ``fit_weights`` documents which names fit, and the other arguments.
     """
     fitting, _, notices = fit_weights(model, state, source, within)
     _copy_weights(model, [fitting], fitting, source, notices)
@@ -241,10 +224,8 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     """Load the weights in a file or folder into ``model``, and put it into evaluation mode.
 
     ``read_state_dict`` documents ``checkpoint`` and ``part``, ``load_state_dict`` which weights
-    fit. If a file has further state dicts, a notice is printed. The folder of an adapter sets the
-    active adapter of a PeftModel, and leaves the base as it is. Its weights must be exactly those
-    of the model's adapter, and so must its settings, because the meaning of weights depends on
-    them.
+    fit. The folder of an adapter sets the active adapter of a PeftModel, whose keys, shapes and
+    settings must be the same.
 
     Returns:
         ``sha256`` of the files (see ``read_state_dict``). For an adapter also ``model_sha256`` of
@@ -280,11 +261,8 @@ def _pieces(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield weights in pieces by the model's ``names``, each from a new memory map.
 
-    Pages that were read from a map stay in memory as long as the map. With one map, a job would
-    hold all weights twice.
-
-    Raises:
-        InputError: If the files differ from those of ``before``, which were hashed.
+    Pages that were read stay in memory as long as their map. With one map, a job would hold all
+    weights twice. ``before`` are the stamps of the files that were hashed.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -326,14 +304,10 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 class Checked(NamedTuple):
-    """Facts about a checkpoint that fits.
+    """Facts about a checkpoint that fits."""
 
-    ``is_renamed`` tells whether transformers must rename its weights, which takes memory for a
-    second copy. ``notice`` is that of ``Weights``.
-    """
-
-    is_renamed: bool = False
-    notice: str = ""
+    is_renamed: bool = False  # by transformers, which takes memory for a second copy
+    notice: str = ""  # as in ``Weights``
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:

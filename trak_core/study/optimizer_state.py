@@ -85,11 +85,9 @@ def adam_scales(
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
     """Return groups of parameters, states with second moments by number, and the file's SHA-256."""
-    is_safe = source.suffix == ".safetensors"
-    if is_safe or not source.is_file():
-        kind = "safetensors, which hold no optimizer; name their folder" if is_safe else "no file"
+    if not source.is_file():
         raise InputError(
-            f"{source}: the optimizer's state must be saved with the weights. Found {kind}. "
+            f"{source}: the optimizer's state must be saved with the weights. Found no file. "
             f"{_TAKES}",
             code="study.optimizer_state",
         )

@@ -26,14 +26,8 @@ def sizes_of(
 ) -> list[int]:
     """Return the sizes of fractions of the training set, distinct and ascending.
 
-    Each is from 1 to ``n_listed``, and at most ``n_train - 1``. There are none if no sample is
-    listed.
-
-    Args:
-        fractions: Parts of the training set, from 0 to 1.
-        n_train: Number of training samples.
-        n_listed: Number of samples in the list from which they are taken.
-        rounds_up: Round up instead of to the nearest, as lists of such a fraction do.
+    Each is from 1 to the number of listed samples, and at most ``n_train - 1``. There are none if
+    no sample is listed. ``rounds_up`` is for lists whose own length is such a fraction, rounded up.
     """
     if not n_listed:
         return []

@@ -31,17 +31,11 @@ _MOST_BYTES = 255
 def columns_of(
     study: Study | None, name: str, ids: Sequence[int | str], question: Path | None = None
 ) -> pd.DataFrame:
-    """Return the user-defined columns of the training samples, or of an experiment's targets.
+    """Return the user-defined columns of the samples ``ids``, a row each, in their order.
 
-    Args:
-        study: The study; it may be None if ``question`` is a file of rows.
-        name: ``TRAIN``, or the experiment.
-        ids: The samples, in the order of the rows to return.
-        question: The experiment's own file of targets, if it has one.
-
-    Returns:
-        Columns of int64, of float64, or of texts of at most 255 bytes. A column with a missing
-        value has texts.
+    ``name`` and ``question`` are as in ``read_targets.split_of``; the study may be None if
+    ``question`` is a file of rows. A column is int64, float64, or texts of at most 255 bytes. A
+    column with a missing value has texts.
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)

@@ -66,12 +66,7 @@ def show_sample(
 ) -> Picture | str:
     """Return a picture of a sample with its text, its text alone, or its printed values.
 
-    Args:
-        study: The study.
-        sample_id: The sample's id.
-        sample: The sample, or ``Words`` for a target that is a mean of others.
-        characters: The maximum length of the text.
-        draws: Whether images are shown as pictures, as returned by ``are_drawn``.
+    A text has at most ``characters``. ``draws`` is the value of ``are_drawn``.
     """
     if isinstance(sample, Words):
         return str(sample)

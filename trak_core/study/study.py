@@ -308,12 +308,8 @@ def trained_model(
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    Args:
-        study: The study.
-        arguments: Named arguments of ``train``.
-        data: The samples to train on; None for all, without passing them.
-        sample_weights: Factors of the samples' losses, float32 of shape (n,); None for 1, without
-            passing them.
+    ``train`` gets ``arguments`` by name. It also gets the samples ``data`` and the factors of their
+    losses, ``sample_weights``, float32 of shape (n,), unless they are None.
     """
     last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)

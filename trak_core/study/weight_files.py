@@ -124,17 +124,9 @@ def _check_zip(path: Path) -> None:
 def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
     """Return the tensors in a file of torch.save or safetensors, on the CPU.
 
-    The file's first bytes tell its kind, not its name.
-
-    Args:
-        path: The file.
-        must: What the file must be, for the error message.
-        remedy: What to do otherwise, for the error message.
-        digest: A hash that is updated with the file's bytes. With it, the checksums in files of
-            torch.save are compared; this reads the whole file.
-
-    Raises:
-        InputError: If the file cannot be read, or is damaged.
+    The file's first bytes tell its kind, not its name. ``must`` and ``remedy`` are parts of error
+    messages. A ``digest`` is updated with the file's bytes; then the checksums in files of
+    torch.save are compared too, which reads the whole file.
     """
     start = b""
     try:
