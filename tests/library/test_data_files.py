@@ -102,15 +102,6 @@ def test_results_and_what_comes_by_itself_do_not_count(folder, record):
         data_digests(["results"], record)
 
 
-def test_a_file_that_cannot_be_read_is_named(folder, record, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("hashlib.file_digest", refuse)
-    with pytest.raises(InputError, match=r"a\.csv: the file must be readable.*denied"):
-        data_digests(["data/a.csv"], record)
-
-
 @pytest.fixture
 def digest(folder, record):
     """What a further start says of a checkpoint."""

@@ -82,19 +82,6 @@ def test_an_artifact_has_its_values_in_itself(place, tmp_path):
         verify(path)
 
 
-def test_a_part_that_does_not_read_is_one_message(tmp_path):
-    """As from a disk with a bad place: here a checksum of HDF5's own differs."""
-    path = features(tmp_path / "a.h5")
-    with h5py.File(path) as file:
-        place = file[VALUES].id.get_chunk_info(0).byte_offset
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-    message = rf"a\.h5: .* must be whole, as .* Reading '{VALUES}' failed: .*remakes it"
-    with open_artifact(path, FEATURES) as file, pytest.raises(ArtifactError, match=message):
-        file.matrix("features")[:]
-
-
 @pytest.fixture
 def frame(tmp_path):
     path = tmp_path / "truth.h5"

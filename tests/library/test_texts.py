@@ -77,20 +77,6 @@ def test_rows_are_padded_no_further_than_the_longest_of_them():
     assert torch.equal(again.labels, batch.labels)
 
 
-def test_an_input_as_long_as_the_longest_text_is_no_text():
-    """Its shape is the same in every sample."""
-    same = {"image": lambda n: torch.arange(4)}
-    batch = arrange(samples(4, 2, **same)).batch(0, 2)
-    assert batch.rows(slice(1, 2)).kwargs["image"].tolist() == [[0, 1, 2, 3]]
-
-
-def test_positional_texts():
-    data = [(torch.arange(n), torch.arange(n)) for n in (2, 3)]
-    batch = arrange(data).batch(0, 2)
-    assert [x.tolist() for x in batch.args] == [[[0, 1, 2], [0, 1, 0]]]
-    assert not batch.kwargs
-
-
 @pytest.mark.parametrize("window", [1, 3, 4, 10, 50])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_each_window_is_put_back_in_order(window, batch_size):
