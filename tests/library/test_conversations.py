@@ -7,7 +7,6 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
 
@@ -272,11 +271,6 @@ def test_tokenizers_that_cannot_serve_are_refused(folder, tmp_path):
     made.save_pretrained(weights)
     with refused("studies.pad_token", weights):
         text_classification(file, weights)
-
-
-def test_messages_of_parquet_lose_what_it_fills_in():
-    filled = [{"role": "user", "content": None, "name": None}]
-    assert messages_in(filled) == [{"role": "user", "content": None}]
 
 
 def test_what_the_model_reads_is_shown_with_its_special_tokens(folder, tmp_path):

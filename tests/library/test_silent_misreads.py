@@ -1,6 +1,7 @@
 """Data that would be read as something else without an error: it is refused, or reported."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from refused import refused
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from trak_core.data.rows import read_rows
+from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
@@ -52,6 +54,25 @@ def test_integers_that_floats_round_stay_distinct():
     columns = short_columns({"user": [2**53 + 1, 2**53, 0.5], "n": [1, 2, 0.5]})
     assert columns["user"].tolist() == [str(2**53 + 1), str(2**53), "0.5"]
     assert columns["n"].tolist() == [1, 2, 0.5]
+
+
+def test_a_column_that_is_renamed_replaces_no_other():
+    columns = short_columns({"own_label": [1], "label": [2]})
+    assert columns.to_dict("list") == {"own_label": [1], "own_own_label": [2]}
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_bytes_among_floats_are_refused(kind):
+    samples = [(kind([0.5]), 0), (kind([255]), 1)]
+    with refused("study.sample_shapes", re.compile(r"float\d\d, torch.int64")):
+        Split(samples, [0, 1]).batch(0, 2)
+
+
+def test_keys_that_parquet_adds_are_left_out():
+    calls = [{"name": "f", "arguments": {"city": "Paris", "day": None}}]
+    (message,) = messages_in([{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert message["content"] is None
+    assert message["tool_calls"] == [{"name": "f", "arguments": {"city": "Paris"}}]
 
 
 def time_first(samples):

@@ -264,11 +264,6 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     ("kind", "change", "told"),
     [
         ("image_folder", {}, ("training data", "(1, 3, 4, 4)", "`transform: file.py:function`")),
-        (
-            "image_folder",
-            {"transform": "net.py:wide"},
-            ("(4, 4)", "(4, 5)", "`transform: file.py:function`"),
-        ),
         ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row, a", "`columns`")),
         (
             "language_model",
@@ -285,8 +280,7 @@ def test_samples_that_the_model_does_not_take_are_changed_by_a_key(
     study.path("net.py").write_text(
         "import torch\nfrom torch import nn\n\n"
         "def net(n=2):\n"
-        "    return nn.Sequential(nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(2, n))\n\n"
-        "def wide(image):\n    return torch.ones(4, 4 + (image.getpixel((0, 0))[0] > 99))\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(2, n))\n"
     )
     for i in range(4):
         study.path(f"images/{'ab'[i % 2]}").mkdir(parents=True, exist_ok=True)

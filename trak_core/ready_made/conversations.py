@@ -28,8 +28,8 @@ _NO_FORM = (
 def messages_in(value: Any) -> list[dict[str, Any]] | None:
     """Return the messages in a value, a list of objects with a `role` or the JSON of one.
 
-    Returns None for any other value. Keys with the value None, which Parquet adds to messages, are
-    left out, except for `content`.
+    Returns None for any other value. Keys with the value None are left out, except for `content`,
+    because Parquet adds them at all depths if other rows have them (TRL leaves them out too).
     """
     value = _parsed(value)
     if not (isinstance(value, list) and value):
@@ -37,9 +37,15 @@ def messages_in(value: Any) -> list[dict[str, Any]] | None:
     if not all(isinstance(message, dict) and "role" in message for message in value):
         return None
     return [
-        {key: part for key, part in message.items() if part is not None or key == "content"}
+        {k: _without_none(v) for k, v in message.items() if v is not None or k == "content"}
         for message in value
     ]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _parsed(value: Any) -> Any:
@@ -137,7 +143,7 @@ def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: _parsed(row[name]) for name in ROW_ARGUMENTS if row.get(name)}
+    given = {name: _without_none(_parsed(row[name])) for name in ROW_ARGUMENTS if row.get(name)}
     for name, value in given.items():
         if not isinstance(value, ROW_ARGUMENTS[name]):
             raise InputError(

@@ -52,7 +52,7 @@ def image_folder(
             as in evaluation; if not given, RGB from 0 to 1 in the image's size.
     """
     needed("PIL", "vision")
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     rows = _rows(Path(images))
     target_rows = _rows(Path(targets)) if targets else rows
@@ -87,17 +87,12 @@ def image_folder(
         return pixels, torch.tensor(numbers[name])
 
     def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        if not Path(str(row["path"])).is_file():
-            raise InputError(
-                f"The image of a line must be a file. Found nothing at {row['path']} (from "
-                f"{Path.cwd()}).",
-                code="studies.asked_image",
-            )
         try:
             return sample(row)
-        except UnidentifiedImageError as error:
+        except OSError as error:  # of a missing file too, and of one that PIL can't read
             raise InputError(
-                f"The image of a line must be a picture. Found none in {row['path']}.",
+                f"The image of a line must be a file that PIL can read. Reading {row['path']} from "
+                f"{Path.cwd()} failed: {error}.",
                 code="studies.asked_image",
             ) from error
 

@@ -232,15 +232,11 @@ def _refuse_unread(
     row: Mapping[str, Any], names: Iterable[str], messages: Sequence[Mapping[str, Any]]
 ) -> None:
     """Refuse a row with messages if another field has a prompt or text that they lack."""
-    contents = [str(message.get("content")).strip() for message in messages]
+    contents = ["", *(str(message.get("content")).strip() for message in messages)]
     for name in sorted(names):
-        value = row.get(name)
-        is_read = (
-            all(message in messages for message in messages_in(value) or ())
-            if messages_in(value)
-            else value is None or str(value).strip() in ("", *contents)
-        )
-        if not is_read:
+        given = messages_in(row.get(name)) or [{"content": row.get(name)}]
+        texts = ["" if part.get("content") is None else str(part["content"]) for part in given]
+        if any(text.strip() not in contents for text in texts):
             raise InputError(
                 f"A row must have either messages or the field {name}. Found both, with different "
                 "texts. Remove one of them, or rename it.",

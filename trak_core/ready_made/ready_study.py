@@ -123,18 +123,13 @@ def needed(package: str, extra: str) -> None:
 def function_at(place: str, argument: str) -> Callable[..., Any]:
     """Return the function that ``file.py:function`` names."""
     file, _, name = place.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        problem = f"no file {file} in {Path.cwd()}" if path.suffix == ".py" else place
-        raise InputError(
-            f"study_arguments: {argument} must name a function as file.py:function. Found "
-            f"{problem}.",
-            code="studies.function",
-        )
-    function = getattr(Study.load(path).module, name, None)
+    path, function = Path(file), None
+    if path.suffix == ".py" and path.is_file():
+        function = getattr(Study.load(path).module, name, None)
     if not callable(function):
         raise InputError(
-            f"study_arguments: {argument} must name a function of {file}. Found no {name} there.",
+            f"study_arguments: {argument} must name a function as file.py:function. Found none at "
+            f"{place} (from {Path.cwd()}).",
             code="studies.function",
         )
     return function
@@ -201,21 +196,9 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         missing = sorted(used_by(template) - row.keys())
-        if missing:
-            has = f"values in {', '.join(row)}" if row else "no value at all"
-            texts = [
-                key
-                for key, value in row.items()
-                if isinstance(value, str) and key not in {"id", "prompt"}
-            ]
-            own = "{" + [*texts, "answer"][0] + "}"
-            raise InputError(
-                f"A row must have a value in the field {missing[0]}. Found {has}. Fill it in, or "
-                f"name the rows' own fields in study_arguments, as in text: '{own}'.",
-                code="studies.template",
-            ) from error
         raise InputError(
-            f"study_arguments: a row must have the fields of the template {template!r}. Found "
-            f"{shortened(row)}.",
+            f"A row must have a value in each field of the template {template!r}. Found none in "
+            f"{', '.join(missing) or 'a part'}, and values in {', '.join(row) or 'no field'}. Fill "
+            "it in, or name other fields in study_arguments, as in text: '{answer}'.",
             code="studies.template",
         ) from error

@@ -86,19 +86,12 @@ def text_classification(
                 f"{config.num_labels} logits. Found {listed([*numbers])}.",
                 code="studies.classes",
             )
-    elif is_ambiguous:
-        raise InputError(
-            f"study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because id2label and label2id in {weights}/config.json differ. Found "
-            f"{config.id2label} and {inverse}.",
-            code="studies.ambiguous_labels",
-        )
-    elif any(as_number(name) not in {None, number} for name, number in numbers.items()):
+    elif is_ambiguous or any(as_number(n) not in {None, i} for n, i in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
-            "logits, because names of the model's classes could be numbers of others. Found "
-            f"{listed([*numbers])}. Give classes: {list(range(len(numbers)))} if labels are "
-            f"numbers from 0, and classes: {[*numbers]} if they are names.",
+            f"logits, because names in {weights}/config.json differ, or could be numbers of other "
+            f"classes. Found id2label {config.id2label} and label2id {inverse}. Give classes: "
+            f"{list(range(config.num_labels))} for numbers, or classes: {[*numbers]} for names.",
             code="studies.ambiguous_labels",
         )
 

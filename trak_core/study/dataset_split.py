@@ -87,8 +87,11 @@ def _entries(sample: Any) -> dict[str, Any]:
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     """Stack one entry of several samples: tensors, arrays, numbers or lists of numbers."""
     try:
-        # default_collate would transpose lists.
-        tensors = [torch.as_tensor(p) if isinstance(p, list) else p for p in parts]
+        # default_collate would transpose lists, and convert bytes and floats to one type.
+        tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
+        dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
+        if len(dtypes) > 1:
+            raise TypeError(f"their types differ, {', '.join(sorted(dtypes))}")
         stacked = default_collate(tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}

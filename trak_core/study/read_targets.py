@@ -55,7 +55,9 @@ def split_of(
     if question.suffix == _PYTHON:
         split = Study.load(question).split("target", None)
     else:
-        split = _encoded_targets(question, study)
+        ids, rows = read_questions(question)
+        study.function("encode")  # refused here if it is missing
+        split = Split(_Encoded(study, rows), ids)
     return split if targets is None else split.take(targets)
 
 
@@ -75,12 +77,6 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
             )
     fields = [{key: value for key, value in row.items() if key != "id"} for row in rows]
     return ids, replace(rows, rows=fields)
-
-
-def _encoded_targets(path: Path, study: Study) -> Split:
-    ids, rows = read_questions(path)
-    study.function("encode")
-    return Split(_Encoded(study, rows), ids)
 
 
 def encoded_line(

@@ -93,7 +93,7 @@ def with_class_names(
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return the columns without texts above 255 bytes, lists and objects.
 
-    A name in ``RESERVED`` gets the prefix ``own_``.
+    A name in ``RESERVED`` gets the prefix ``own_``, again if that is the name of another column.
     """
     kept = {}
     for name, values in columns.items():
@@ -105,7 +105,10 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
             for value in plain
         )
         if is_short and name != "id" and _is_name(name):
-            kept[f"own_{name}" if name in RESERVED else name] = _column(plain)
+            given = name
+            while name in RESERVED or (name != given and name in columns):
+                name = f"own_{name}"
+            kept[name] = _column(plain)
     return pd.DataFrame(kept)
 
 

@@ -258,17 +258,13 @@ class Study:
             return []
         with users_code(f"{self.path}: class_names()"):
             names = list(self.function("class_names")())
-        wrong = [type(name).__name__ for name in names if not isinstance(name, str)]
-        if wrong:
+        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        problems = [type(name).__name__ for name in names if not isinstance(name, str)]
+        problems += [f"{name!r} {names.count(name)} times" for name in repeated]
+        if problems:
             raise InputError(
-                f"{self.path}: class_names() must return a list of texts. Found {wrong[0]} in it.",
-                code="study.class_names",
-            )
-        again = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if again:
-            raise InputError(
-                f"{self.path}: class_names() must return a different name for each class. Found "
-                f"{again[0]!r} {names.count(again[0])} times.",
+                f"{self.path}: class_names() must return a different text for each class. Found "
+                f"{problems[0]}.",
                 code="study.class_names",
             )
         return names
