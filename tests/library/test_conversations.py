@@ -84,14 +84,6 @@ def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arg
     assert as_read(row, folder(ROLES), **arguments) == WRITTEN
 
 
-def test_all_but_the_last_message_is_the_prompt(folder):
-    longer = chat("what is blue", "sky", "what is green", "grass")
-    whole = ids("asked what is blue said sky asked what is green said grass")
-    assert as_read({"messages": longer}, folder(ROLES)) == (whole, ids("grass"))
-    row = {"prompt": longer[:3], "completion": longer[3:]}
-    assert as_read(row, folder(ROLES)) == (whole, ids("grass"))
-
-
 @pytest.mark.parametrize(
     ("template", "more", "first"),
     [

@@ -61,15 +61,6 @@ def test_a_file_is_read_once(folder, record, hashed):
     assert record.stat().st_mtime_ns == written
 
 
-def test_a_file_put_back_with_its_old_time_is_read(folder, record):
-    path = folder / "data/a.csv"
-    stat = path.stat()
-    before = data_digests(["data"], record)
-    path.write_text("data/x.csv")
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert data_digests(["data"], record) != before
-
-
 def test_what_changed_a_moment_ago_is_not_remembered(folder, record, hashed, monkeypatch):
     """It may change again before the file system's clock moves."""
     monkeypatch.setattr(files, "CLOCK_NS", 60 * 10**9)

@@ -1,6 +1,5 @@
 """Which of a file's weights are a model's: several state dicts, wrappers, and keys of others."""
 
-import copy
 import re
 import warnings
 from contextlib import contextmanager
@@ -62,12 +61,10 @@ def is_loaded(state, path, part=None, model=None):
 
 SEVERAL = {
     "model, model_ema": ("model", "model_ema"),
-    "state_dict, state_dict_ema": ("state_dict", "state_dict_ema"),
     "model_state_dict, ema": ("model_state_dict", "ema.model"),
     "of the average in a callback": ("state_dict", "callbacks.EMA.weights"),
     "two in one": ("state_dict.model", "state_dict.averaged.module"),
     "module, ema": ("", "module", "ema"),
-    "generator, discriminator": ("", "generator", "discriminator"),
     "student, teacher": ("", "student", "teacher"),
     "online, target": ("", "networks.online", "networks.target"),
 }
@@ -126,7 +123,6 @@ def test_a_choice_that_is_not_there(part, tmp_path):
 
 BESIDE = {
     "Lightning's loss": ("model.", ["loss.weight"]),
-    "criterion and metric": ("model.", ["criterion.weight", "val_metric.confusion"]),
     "an average's counter": ("module.", ["n_averaged"]),
     "a network inside of a network": ("module.net.", ["module.teacher.proto", "queue"]),
     "compiled around and within": ("_orig_mod.model._orig_mod.", ["_orig_mod.loss.weight"]),
@@ -177,12 +173,10 @@ WRAPPED = {
     "FSDP": in_every("_fsdp_wrapped_module."),
     "compiled layers": in_every("_orig_mod."),
     "checkpointed layers": in_every("_checkpoint_wrapped_module."),
-    "data parallelism within": lambda key: key.replace("layers.", "layers.module."),
     "compiled and checkpointed": in_every("_orig_mod._checkpoint_wrapped_module."),
     "FSDP around and within": lambda key: "_fsdp_wrapped_module." + WRAPPED["FSDP"](key),
     "Lightning around compiled": lambda key: f"model._orig_mod.{key}",
     "Lightning around compiled layers": lambda key: "model." + WRAPPED["compiled layers"](key),
-    "one layer": lambda key: key.replace("layers.0.", "layers.0._orig_mod."),
     "the head": lambda key: key.replace("head.", "head._orig_mod."),
 }
 
@@ -294,10 +288,3 @@ def test_a_counter_of_the_models_own_must_be_there(tmp_path):
     path = saved(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     with misfits("missing in the checkpoint: num_batches_tracked"):
         load_checkpoint(Counts(), path)
-
-
-def test_a_chosen_state_dict_and_objects_beside_it(tmp_path):
-    state = net().state_dict()
-    whole = {"ema": state, "config": copy.copy(net), "trainer": {"args": net()}}
-    path = saved(whole, tmp_path / "a.pth.tar")
-    assert is_loaded(state, path, "ema")

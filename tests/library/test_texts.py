@@ -7,7 +7,7 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.attribution.batch_by_length import order_samples, subset
+from trak_core.attribution.batch_by_length import order_samples
 from trak_core.gradients import Batch, as_batch, joined, select_parameters, shapes_of
 from trak_core.gradients.batch_size import in_chunks, memory_by_length, sample_memory
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -145,9 +145,3 @@ def test_memory_between_two_lengths_is_at_most_what_is_said(make, attention):
         assert taken[-1] <= said.at(found.lengths[i]).activation_bytes
     assert taken[0] == said.of_longest.activation_bytes
     assert all(a > b for a, b in itertools.pairwise(taken))
-
-
-def test_part_of_a_split():
-    part = subset(Split([10, 11, 12], ["a", "b", "c"]), [2, 0])
-    assert part.ids == ["c", "a"]
-    assert [part.samples[i] for i in range(2)] == [12, 10]

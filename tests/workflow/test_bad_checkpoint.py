@@ -188,17 +188,6 @@ def test_bad_checkpoint(workspace, tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_without_its_optimizer_is_refused_before_any_job(workspace):
-    workspace.path("folder").mkdir()
-    workspace.path("folder/model.safetensors").write_bytes(b"")
-    workspace.path("c1.safetensors").write_bytes(b"")
-    checkpoints = {"c0": "folder", "c1": "c1.safetensors", "c2": "c0.pt"}
-    config = {**GOOD, "preconditioner": "adam", "checkpoints": checkpoints}
-    found = message(refuse(workspace, config))
-    assert "must be folders that hold optimizer.pt, as a Trainer saves it" in found
-    assert "Found no optimizer in folder, c1.safetensors. Name only those that have one" in found
-
-
 def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     """What was seen to fit is looked at again once its file is another."""
     paths = {"good": "c0.pt", **{name: f"all/{name}.pt" for name in ("cut", "old", "misfit")}}
