@@ -1,7 +1,7 @@
-"""Digests of the code and the files that a job depends on, for Snakemake to compare.
+"""Compute digests of the code and the files that a job depends on, for Snakemake to compare.
 
-Whole files count, whatever an edit changes in them. Standard library only, because every start of
-Snakemake calls this.
+Whole files are hashed. This imports only the standard library, because each start of Snakemake
+imports it.
 """
 
 import ast
@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders that decide no job's numbers. A stage has its own file, and pages have the report's.
+# Folders on which no job's numbers depend. Stages and pages add theirs in ``own_parts``.
 _APART = {"command", "compat", "queries", "report", "stages", "workflow"}
 _OF_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -41,7 +41,7 @@ def _code_files(*parts: str) -> set[Path]:
 def code_digest(*parts: str) -> str:
     """Hash modules, templates and styles of ``trak_core``, once in a process.
 
-    ``parts`` are files and folders within it. Without any, all that computes numbers counts.
+    ``parts`` are files and folders within it; without any, all folders that compute numbers.
 
     Returns:
         16 hexadecimal digits.
@@ -54,13 +54,13 @@ def code_digest(*parts: str) -> str:
 
 
 def own_parts(module: str) -> list[str]:
-    """Return what counts for a stage's module alone, which is given by its dotted name."""
+    """Return the files and folders that only one stage uses; ``module`` is its dotted name."""
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
 
 
 def stage_digest(module: str) -> str:
-    """Hash what computes numbers, and a stage's module: 16 hexadecimal digits."""
+    """Hash the code that computes numbers and a stage's module: 16 hexadecimal digits."""
     return content_digest(code_digest(), code_digest(*own_parts(module)))[:16]
 
 
@@ -85,16 +85,16 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 
 
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
-    """Return a study's Python file, and the modules beside it that it imports, by their names.
+    """Return a study's Python file and the local modules that it imports, by name.
 
-    Imports within functions count. A job looks for modules in ``folders`` in place of the study's
-    own, in the first one first.
+    Imports within functions are included. Modules are searched for in ``folders``, in order; by
+    default in the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
         kind = "a file of another kind" if study.is_file() else "nothing there"
         raise InputError(
-            f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
-            f"are relative to the folder that Snakemake runs in. Found {kind}.",
+            f"{study}: the study's Python file must exist and end with .py; paths are relative to "
+            f"the folder that Snakemake runs in. Found {kind}.",
             code="provenance.study_file",
         )
     modules: dict[_Name, Path] = {(study.stem,): study}
@@ -107,13 +107,13 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
                 part = imported[:depth]
                 above = modules.get(part[:-1])
                 if above is not None and above.name == "__init__.py":
-                    places = [above.parent]
+                    parents = [above.parent]
                 else:
-                    places = [root.joinpath(*part[:-1]) for root in folders or [study.parent]]
+                    parents = [root.joinpath(*part[:-1]) for root in folders or [study.parent]]
                 files = (
                     file
-                    for place in places
-                    for file in (place / part[-1] / "__init__.py", place / f"{part[-1]}.py")
+                    for parent in parents
+                    for file in (parent / part[-1] / "__init__.py", parent / f"{part[-1]}.py")
                 )
                 file = next((file for file in files if file.is_file()), None)
                 if part not in modules and file is not None:
@@ -125,10 +125,10 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
 def study_digest(
     study: Path, data_files: Mapping[str, str] | None = None, folders: Sequence[Path] = ()
 ) -> str:
-    """Hash a study's Python file, the modules beside it that it imports, and its data files.
+    """Hash a study's Python file, the local modules that it imports, and its data files.
 
-    Installed packages don't count. Data files are those that the config names, digests by path. See
-    ``study_modules`` for ``folders``.
+    Installed packages are not included. ``data_files`` are digests by path, ``folders`` as in
+    ``study_modules``.
 
     Returns:
         16 hexadecimal digits.
@@ -138,9 +138,9 @@ def study_digest(
 
 
 def mentions(study: Path, *names: str) -> bool:
-    """Return whether a study may have one of some names: it says one, or imports all of a module.
+    """Return whether a study, or a local module that it imports, may define one of these names.
 
-    So may a module beside it that it imports.
+    A star import may define any name.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b|\bimport\s*\*".encode())
     return any(words.search(file.read_bytes()) for file in study_modules(study).values())

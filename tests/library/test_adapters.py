@@ -170,7 +170,6 @@ OTHER, LACKS = "of another setting: ", r"missing in the checkpoint: \S*"
     ("settings", "misfits"),
     [
         ({"lora_alpha": 16}, f"{OTHER}lora_alpha 8 for 16"),
-        ({"use_rslora": True}, f"{OTHER}use_rslora False for True"),
         ({"alpha_pattern": {"q_proj": 1}}, OTHER + r"alpha_pattern \{\} for \{'q_proj': 1"),
         ({"init_lora_weights": "pissa"}, f"{OTHER}init_lora_weights 'the base stays' for 'pissa'"),
         ({"r": 2}, r"of another shape: \S*q_proj\.A\.weight \(4, 16\) for \(2, 16\).* r 4 for 2"),
@@ -178,7 +177,6 @@ OTHER, LACKS = "of another setting: ", r"missing in the checkpoint: \S*"
             {"target_modules": ["q_proj"]},
             rf"unknown to the model: \S*v_proj\.A\.weight.*; {OTHER}target_.*\]",
         ),
-        ({"target_modules": [*LLAMA, "k_proj"]}, rf"{LACKS}k_proj\.A.*: target_modules \['q_.*\]"),
         ({"use_dora": True}, f"{LACKS}lora_magnitude_vector.*use_dora False for True"),
         ({"modules_to_save": ["lm_head"]}, rf"{LACKS}lm_head\.weight.*\]"),
     ],
@@ -242,7 +240,6 @@ def with_state(change):
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SPOILT = {
-    "no config": (gone(CONFIG), "adapter_folder", "README.md"),
     "no weights": (gone(WEIGHTS), "adapter_folder", f"README.md, {CONFIG}"),
     "a whole model beside it": (
         written("model.safetensors", ""),
@@ -250,11 +247,10 @@ SPOILT = {
         re.compile(r"README\.md, adapter_config\.json.*, model\.safetensors(?=\. )"),
     ),
     "no JSON": (written(CONFIG, "{"), "adapter_config", re.compile(r"Expecting .*\)")),
-    "a config of something else": (written(CONFIG, "{}"), "adapter_config", "peft_type"),
     "settings of no meaning": (
         lambda folder: edit(folder, layers_pattern="a"),
         "adapter_config",
-        re.compile(r"(?<=It failed: ).*(?= Save)"),
+        "layers_to_transform",
     ),
     "a cut file": (cut, "tensor_file", WEIGHTS),
     "a weight missing": (
@@ -266,13 +262,6 @@ SPOILT = {
         with_state(lambda state, key: state.update(other=torch.zeros(1))),
         "adapter_settings",
         "unknown to the model: other",
-    ),
-    "integers": (
-        with_state(lambda state, key: state.update({key: state[key].int()})),
-        "adapter_settings",
-        re.compile(
-            r"of another type: \S*lora_A\.weight torch\.int32, torch\.strided for torch\.float32"
-        ),
     ),
     "NaN": (
         with_state(lambda state, key: state[key].fill_(float("nan"))),
@@ -307,7 +296,7 @@ def test_models_that_an_adapter_is_not_for(saved):
 
 def test_without_peft_it_is_named(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with refused("study.adapter_peft", re.compile(r"(?<=failed: ).*(?=\. `python)")):
+    with refused("study.adapter_peft", saved, "peft"):
         load_checkpoint(torch.nn.Linear(1, 1), saved)
 
 
@@ -327,12 +316,3 @@ def test_the_digest_covers_weights_and_settings_and_the_model_beneath(folder):
     assert read_state_dict(folder)[1] != first["sha256"]
     changed(folder, lambda state, key: state[key].mul_(2))
     assert digests(lora.llama())["model_sha256"] != first["model_sha256"]
-
-
-def test_an_adapter_loaded_for_inference_is_differentiated_where_a_pattern_names_it(saved):
-    model = lora.loaded(lora.llama(), saved)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    parameters = select_parameters(model, ["*lora_*"])
-    assert parameters.keys() == select_parameters(lora.adapted(lora.llama()), None).keys()
-    assert len(parameters) == 8
-    assert all(re.search(r"[qv]_proj\.lora_[AB]\.default\.weight$", name) for name in parameters)

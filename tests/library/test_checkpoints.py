@@ -1,13 +1,11 @@
 import argparse
 import hashlib
 import json
-import pickle
 import re
 import runpy
 import sys
 import warnings
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,6 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint, read_state_dict
-from trak_core.study.weight_files import read_tensors
 
 
 def net():
@@ -67,31 +64,6 @@ def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, cap
     torch.save(state, path)
     assert same(state, path)
     assert not capsys.readouterr().out
-
-
-def test_a_state_dict_under_another_key_is_named(state, tmp_path):
-    kept = {"epoch": 3, "losses": torch.ones(2), "opt": {}, "net": state}
-    torch.save(kept, path := tmp_path / "a.pt")
-    for read in (check_checkpoint, load_checkpoint):
-        with refused("study.state_dict", path, "dict with epoch, losses, opt, net", "net"):
-            read(net(), path)
-        read(net(), path, "net")
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (torch.save, r"it holds numpy\S+\. Copy it again, or save"),
-        (partial(pickle.dump, protocol=2), r"it holds numpy\S+\. Copy it again, or save"),
-        (pickle.dump, r"Unsupported operand"),
-    ],
-)
-def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
-    with (tmp_path / "a.pt").open("wb") as file:
-        write({"w": np.float64(0.5), "v": np.ones(3)}, file)
-    with pytest.raises(InputError, match=r"never loaded\. Reading it failed: " + message):
-        read_state_dict(tmp_path / "a.pt")
 
 
 class Gone:
@@ -185,29 +157,6 @@ def test_weights_of_other_numbers_are_refused_alike_by_start_and_job(state, tmp_
     assert len(said) == 1
 
 
-def test_a_file_of_somebody_else_s_is_refused_in_words(state, tmp_path, monkeypatch):
-    path = tmp_path / "c0.pt"
-    torch.save(state, path)
-
-    def denied(*_args, **_more):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", denied)  # root may read everything
-    with pytest.raises(InputError, match=r"c0\.pt: .*Permission denied"):
-        load_checkpoint(net(), path)
-
-
-def test_a_file_is_read_once_and_mapped(tmp_path):
-    path, n = tmp_path / "a.pt", 6
-    state = {f"{i}.weight": torch.randn(1000, 1000) for i in range(n)}
-    torch.save(state, path)
-    before = bytes_read()
-    read, sha256 = read_state_dict(path)
-    assert bytes_read() - before < 1.1 * path.stat().st_size
-    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert all(torch.equal(read[key], state[key]) for key in state)
-
-
 def test_keys_and_shapes_are_checked_without_reading_the_numbers(tmp_path):
     for save, name in ((torch.save, "a.pt"), (save_file, "a.safetensors")):
         save({"weight": torch.randn(1000, 1000), "bias": torch.ones(1000)}, tmp_path / name)
@@ -239,31 +188,15 @@ def test_a_model_with_a_part_called_module(tmp_path, capsys, prefix):
     assert bool(capsys.readouterr().out) == bool(prefix)
 
 
-def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
-    del state["0.bias"]
-    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "a.pt")
-    with refused("study.checkpoint_keys", "module.", "Found missing in the checkpoint: 0.bias"):
-        load_checkpoint(net(), tmp_path / "a.pt")
-    torch.save({}, tmp_path / "empty.pt")
-    absent = re.compile(r"missing in the checkpoint: 0\.weight.*2\.bias")
-    with refused("study.checkpoint_keys", absent):
-        load_checkpoint(net(), tmp_path / "empty.pt")
-
-
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a", "a.pth.tar", "a.tar", "a.ckpt"])
 def test_any_ending_of_a_name(state, tmp_path, name):
     save_file(state, tmp_path / name)
     assert same(state, tmp_path / name)
+    sha256 = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    assert read_state_dict(tmp_path / name)[1] == sha256
     for zipped in (True, False):
         torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zipped)
         assert same(state, tmp_path / name)
-
-
-def test_what_the_system_refuses_to_read(tmp_path):
-    with pytest.raises(InputError, match=r"must be; .*Reading it failed: .*Is a directory"):
-        read_tensors(tmp_path, "it must be", "")
-    with pytest.raises(InputError, match=r"No such file or directory"):
-        read_tensors(tmp_path / "none.pt", "it must be", "")
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):
@@ -313,7 +246,8 @@ def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "index", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": 3}', "not JSON", "[" * 10**5]
+    "index",
+    ["[]", '{"weight_map": {}}', '{"weight_map": {"a": "../../a.pt"}}', "not JSON", "[" * 10**5],
 )
 def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -325,12 +259,6 @@ def test_tied_parameters_are_needed_once(tmp_path):
     state = Tied().state_dict()
     save_file({"embedding.weight": state["embedding.weight"]}, tmp_path / "a.safetensors")
     assert same(state, tmp_path / "a.safetensors", Tied())
-
-
-def test_weights_that_training_did_not_tie_are_refused(tmp_path):
-    torch.save({key: torch.randn(5, 3) for key in Tied().state_dict()}, path := tmp_path / "a.pt")
-    with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
-        load_checkpoint(Tied(), path)
 
 
 @pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])
@@ -394,28 +322,16 @@ def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(
     assert torch.equal(state["weight"], model.weight)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    ],
-)
-def test_pieces_of_deepspeed_without_its_script(tmp_path, name):
-    folder = tmp_path / "checkpoint-4"
-    (folder / name).parent.mkdir(parents=True)
-    (folder / name).touch()
-    told = "get_fp32_state_dict_from_zero_checkpoint", (folder / name).parent.name
-    with refused("study.checkpoint_pieces", "DeepSpeed", folder, *told):
-        read_state_dict(folder)
-
-
 def test_folders_of_deepspeed_and_quantized_weights(tmp_path):
     for name in ("zero_to_fp32.py", "global_step4/x.pt", "q/model.safetensors", "q/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"quantization_config": {"load_in_8bit": true}}')
     with refused("study.checkpoint_pieces", "DeepSpeed", tmp_path / "zero_to_fp32.py"):
+        read_state_dict(tmp_path)
+    (tmp_path / "zero_to_fp32.py").unlink()
+    (tmp_path / "global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    function = "get_fp32_state_dict_from_zero_checkpoint"
+    with refused("study.checkpoint_pieces", "DeepSpeed", "global_step4", function):
         read_state_dict(tmp_path)
     with refused("study.checkpoint_quantized", tmp_path / "q"):
         read_state_dict(tmp_path / "q")

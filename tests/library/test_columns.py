@@ -46,12 +46,6 @@ def test_columns_come_in_the_order_of_the_ids(tmp_path):
     assert columns.index.tolist() == [0, 1]
 
 
-def test_no_columns_are_no_columns(tmp_path):
-    none = columns_of(study(tmp_path, "{}"), "mine", ["b", "a"])
-    assert none.shape == (2, 0)
-    assert columns_of(study(tmp_path, "{}"), "train", [0, 1]).shape == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("columns", "code", "values"),
     [

@@ -7,7 +7,6 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
 
@@ -83,14 +82,6 @@ WRITTEN = ids("asked what is blue said sky"), ids("sky")
 def test_each_form_of_a_conversation_is_written_by_the_template(folder, row, arguments):
     """As messages, as TRL's prompt and completion, by names of fields, and as JSON in a cell."""
     assert as_read(row, folder(ROLES), **arguments) == WRITTEN
-
-
-def test_all_but_the_last_message_is_the_prompt(folder):
-    longer = chat("what is blue", "sky", "what is green", "grass")
-    whole = ids("asked what is blue said sky asked what is green said grass")
-    assert as_read({"messages": longer}, folder(ROLES)) == (whole, ids("grass"))
-    row = {"prompt": longer[:3], "completion": longer[3:]}
-    assert as_read(row, folder(ROLES)) == (whole, ids("grass"))
 
 
 @pytest.mark.parametrize(
@@ -272,11 +263,6 @@ def test_tokenizers_that_cannot_serve_are_refused(folder, tmp_path):
     made.save_pretrained(weights)
     with refused("studies.pad_token", weights):
         text_classification(file, weights)
-
-
-def test_messages_of_parquet_lose_what_it_fills_in():
-    filled = [{"role": "user", "content": None, "name": None}]
-    assert messages_in(filled) == [{"role": "user", "content": None}]
 
 
 def test_what_the_model_reads_is_shown_with_its_special_tokens(folder, tmp_path):

@@ -82,28 +82,6 @@ def test_an_artifact_has_its_values_in_itself(place, tmp_path):
         verify(path)
 
 
-def test_a_link_around_a_whole_group_is_seen(tmp_path):
-    path, other = features(tmp_path / "a.h5"), features(tmp_path / "b.h5")
-    with h5py.File(path, "r+") as file:
-        del file["features"]
-        as_external_link(file, "features", other)
-    with pytest.raises(ArtifactError, match="'features' is a link"), open_artifact(path, FEATURES):
-        pass
-
-
-def test_a_part_that_does_not_read_is_one_message(tmp_path):
-    """As from a disk with a bad place: here a checksum of HDF5's own differs."""
-    path = features(tmp_path / "a.h5")
-    with h5py.File(path) as file:
-        place = file[VALUES].id.get_chunk_info(0).byte_offset
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-    message = rf"a\.h5: .* must be whole, as .* Reading '{VALUES}' failed: .*remakes it"
-    with open_artifact(path, FEATURES) as file, pytest.raises(ArtifactError, match=message):
-        file.matrix("features")[:]
-
-
 @pytest.fixture
 def frame(tmp_path):
     path = tmp_path / "truth.h5"
@@ -121,12 +99,6 @@ def test_a_ground_truth_has_its_values_in_itself(place, frame, tmp_path):
     with pytest.raises(ArtifactError, match=r"truth\.h5: the file must be readable HDF5") as error:
         read_frame(frame, "masks")
     assert "link" in str(error.value) or re.search(PLACES[place].format(name), str(error.value))
-
-
-def test_a_compressed_frame_is_read(tmp_path):
-    path, values = tmp_path / "truth.h5", pd.DataFrame(np.zeros((2000, 500)))
-    values.to_hdf(path, key="masks", complevel=9, complib="zlib")
-    assert np.array_equal(read_frame(path, "masks")[0], values)
 
 
 DAMAGED = """

@@ -88,12 +88,3 @@ def test_an_adapter_on_a_quantized_base(about, folder, tmp_path):
         told = "`quantization_config` in config.json"
     with refused("study.checkpoint_quantized", folder, told):
         made(language_model, adapter)
-
-
-def test_an_adapter_on_a_base_with_code_of_its_own(folder, tmp_path):
-    (adapter := tmp_path / "adapter").mkdir()
-    settings = {"peft_type": "LORA", "base_model_name_or_path": str(folder)}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"model_type": "of_nobody", **CODE}))
-    with refused("studies.custom_code", folder):
-        made(language_model, adapter)

@@ -145,7 +145,7 @@ def test_frozen_parameters_have_no_number(tmp_path):
     model.requires_grad_(False)
     assert_own(model, optimizer, folder, names)
     model.requires_grad_(True)
-    with refused("study.optimizer_order", "12 in 2 groups", 28, "no way"):
+    with refused("study.optimizer_order", "12 in 2 groups", 28, "no match"):
         all_scales(model, folder)
 
 
@@ -220,7 +220,7 @@ LISTED_OF_OTHERS = "net.first.weight_, net.first.bias_, net.second.weight_, net.
 @pytest.mark.parametrize(
     ("made", "code", "values"),
     [
-        (ambiguous, "optimizer_order", ["4 in 2 groups", 4, "several ways"]),
+        (ambiguous, "optimizer_order", ["4 in 2 groups", 4, "several matches"]),
         (without_moments, "optimizer_kind", ["momentum_buffer"]),
         (without_gradients, "second_moments", ["second.weight, second.bias"]),
         (of_others, "optimizer_names", [LISTED, LISTED_OF_OTHERS]),
@@ -263,7 +263,7 @@ def test_a_part_with_the_names_of_the_whole_keeps_its_own(tmp_path, prefix, more
         ("optimizer.pt", b"PK\x03\x04 and no more", "tensor_file", "it was cut off"),
         ("optimizer.pt", {"step": torch.ones(1)}, "optimizer_state", "step"),
         ("plain.pt", {"weight": torch.ones(1)}, "optimizer_state", "weight"),
-        ("plain.safetensors", {"weight": torch.ones(1)}, "optimizer_state", "safetensors"),
+        ("plain.safetensors", {"weight": torch.ones(1)}, "optimizer_state", "weight"),
     ],
 )
 def test_where_there_is_no_state(tmp_path, name, content, code, value):

@@ -1,6 +1,5 @@
 """Which of a file's weights are a model's: several state dicts, wrappers, and keys of others."""
 
-import copy
 import re
 import warnings
 from contextlib import contextmanager
@@ -62,12 +61,10 @@ def is_loaded(state, path, part=None, model=None):
 
 SEVERAL = {
     "model, model_ema": ("model", "model_ema"),
-    "state_dict, state_dict_ema": ("state_dict", "state_dict_ema"),
     "model_state_dict, ema": ("model_state_dict", "ema.model"),
     "of the average in a callback": ("state_dict", "callbacks.EMA.weights"),
     "two in one": ("state_dict.model", "state_dict.averaged.module"),
     "module, ema": ("", "module", "ema"),
-    "generator, discriminator": ("", "generator", "discriminator"),
     "student, teacher": ("", "student", "teacher"),
     "online, target": ("", "networks.online", "networks.target"),
 }
@@ -111,14 +108,6 @@ def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, c
     assert "scores" not in notice
 
 
-def test_one_state_dict_is_not_talked_about(tmp_path):
-    for name in ("model", "state_dict", "model_state_dict"):
-        path = saved({name: net().state_dict(), "epoch": 3}, tmp_path / "a.pt")
-        assert not check_checkpoint(net(), path).notice
-    path = saved(net().state_dict(), tmp_path / "a.pt")
-    assert not check_checkpoint(net(), path).notice
-
-
 @pytest.mark.parametrize("part", ["ema", "model.layers.7", "optimizer", "mod"])
 def test_a_choice_that_is_not_there(part, tmp_path):
     state = net().state_dict()
@@ -134,7 +123,6 @@ def test_a_choice_that_is_not_there(part, tmp_path):
 
 BESIDE = {
     "Lightning's loss": ("model.", ["loss.weight"]),
-    "criterion and metric": ("model.", ["criterion.weight", "val_metric.confusion"]),
     "an average's counter": ("module.", ["n_averaged"]),
     "a network inside of a network": ("module.net.", ["module.teacher.proto", "queue"]),
     "compiled around and within": ("_orig_mod.model._orig_mod.", ["_orig_mod.loss.weight"]),
@@ -166,16 +154,6 @@ def test_keys_of_something_else_are_named_and_left_out_on_demand(kind, suffix, w
         load_checkpoint(net(), path, part)
 
 
-def test_wrappers_within_and_keys_of_something_else(tmp_path):
-    state = net().state_dict()
-    stored = under("_orig_mod.model.", {WRAPPED["compiled layers"](k): v for k, v in state.items()})
-    path = saved(stored | {"_orig_mod.loss.weight": torch.ones(3)}, tmp_path / "a.pt")
-    with misfits("not under _orig_mod.model.: _orig_mod.loss.weight") as error:
-        check_checkpoint(net(), path)
-    assert "`state_dict: _orig_mod.model`" in str(error.value)
-    assert is_loaded(state, path, "_orig_mod.model")
-
-
 def test_of_two_networks_in_one_list_of_keys_none_is_taken(tmp_path):
     states = {name: net().state_dict() for name in ("student", "teacher")}
     stored = {k: v for name, state in states.items() for k, v in under(f"{name}.", state).items()}
@@ -195,12 +173,10 @@ WRAPPED = {
     "FSDP": in_every("_fsdp_wrapped_module."),
     "compiled layers": in_every("_orig_mod."),
     "checkpointed layers": in_every("_checkpoint_wrapped_module."),
-    "data parallelism within": lambda key: key.replace("layers.", "layers.module."),
     "compiled and checkpointed": in_every("_orig_mod._checkpoint_wrapped_module."),
     "FSDP around and within": lambda key: "_fsdp_wrapped_module." + WRAPPED["FSDP"](key),
     "Lightning around compiled": lambda key: f"model._orig_mod.{key}",
     "Lightning around compiled layers": lambda key: "model." + WRAPPED["compiled layers"](key),
-    "one layer": lambda key: key.replace("layers.0.", "layers.0._orig_mod."),
     "the head": lambda key: key.replace("head.", "head._orig_mod."),
 }
 
@@ -312,10 +288,3 @@ def test_a_counter_of_the_models_own_must_be_there(tmp_path):
     path = saved(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     with misfits("missing in the checkpoint: num_batches_tracked"):
         load_checkpoint(Counts(), path)
-
-
-def test_a_chosen_state_dict_and_objects_beside_it(tmp_path):
-    state = net().state_dict()
-    whole = {"ema": state, "config": copy.copy(net), "trainer": {"args": net()}}
-    path = saved(whole, tmp_path / "a.pth.tar")
-    assert is_loaded(state, path, "ema")

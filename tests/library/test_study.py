@@ -13,7 +13,6 @@ import torch
 from refused import refused
 
 from trak_core.attribution.fitted_attributor import Setup
-from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.queries.open_run import OpenRun
 from trak_core.study.dataset_split import Split, with_label
 from trak_core.study.study import Study
@@ -76,21 +75,12 @@ def test_what_cannot_be_stacked(samples, code, values):
         batch(*samples)
 
 
-DISPATCHED = """
-import torch
-from accelerate import dispatch_model
-
-
-def make_model():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    return dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=OFFLOADED)
-"""
-
-
 def test_a_model_over_several_devices_is_refused(tmp_path):
-    pytest.importorskip("accelerate", reason="`make test` has it")
     path = tmp_path / "study.py"
-    path.write_text(f"OFFLOADED = {str(tmp_path)!r}\n{DISPATCHED}")
+    path.write_text(
+        "from torch import nn\n\n\ndef make_model():\n    model = nn.Linear(2, 1)\n"
+        "    model.hf_device_map = {'0': 'cpu', '1': 'disk'}\n    return model\n"
+    )
     with refused("study.device_map", "cpu, disk"):
         Study.load(path).make_model()
 
@@ -174,7 +164,6 @@ def test_a_scripted_model_is_refused(tmp_path):
         # Persian with a joiner that isn't one, Hindi with one, and a hyphen that is seldom seen.
         ("\u0645\u06cc\u200c\u0631\u0648\u0645", ["\u0645\u06cc\u0631\u0648\u0645"]),
         ("\u0915\u094d\u200d\u0937 a\u00adb", ["\u0915\u094d\u0937", "ab"]),
-        ("\u0130stanbul", ["i\u0307stanbul"]),
         ("Caf\u00e9-CAF\u00c9", ["caf\u00e9", "caf\u00e9"]),
         ("Stra\u00dfe, STRASSE", ["strasse", "strasse"]),
         ("\uff21\uff22 \ufb01n", ["ab", "fin"]),
@@ -204,13 +193,3 @@ def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
     assert asked({"x": [4, 5], "y": 6}) is line
     for sample in ({"x": torch.ones(2), "y": 1}, ([1, 2], 3), {"z": [1], "y": 1}):
         assert isinstance(asked(sample)["x"], torch.Tensor)
-
-
-def test_a_study_that_a_start_wrote_is_called_as_in_the_config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def train_ids(n=1):\n    return list(range(n))\n")
-    assert Study.load(Path("mine.py")).name == "mine.py"
-    config = with_ready_study({"study": "mine.py", "study_arguments": {"n": 2}})
-    study = Study.load(Path(config["study"]))
-    assert study.function("train_ids")() == [0, 1]
-    assert study.name == "mine.py"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.attribution.batch_by_length import order_samples, subset
+from trak_core.attribution.batch_by_length import order_samples
 from trak_core.gradients import Batch, as_batch, joined, select_parameters, shapes_of
 from trak_core.gradients.batch_size import in_chunks, memory_by_length, sample_memory
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -51,13 +51,6 @@ def test_what_stands_where_a_text_has_ended():
             assert batch.kwargs["attention_mask"].tolist() == [[1] * 4, [1, 1, 0, 0]]
 
 
-def test_a_mask_of_the_user_s_is_taken():
-    mask = {"attention_mask": lambda n: [1] * (n - 1) + [0]}
-    batch = arrange(samples(3, 2, **mask)).batch(0, 2)
-    assert batch.kwargs["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
-    assert batch.labels.tolist() == [[7, 7, -100], [7, -100, -100]]
-
-
 @pytest.mark.parametrize(
     ("of_decoder", "labels"),
     [
@@ -82,29 +75,6 @@ def test_rows_are_padded_no_further_than_the_longest_of_them():
     for one, other in zip((*again.tensors(),), (*batch.tensors(),), strict=True):
         assert torch.equal(one[1], other[1])
     assert torch.equal(again.labels, batch.labels)
-
-
-def test_an_input_as_long_as_the_longest_text_is_no_text():
-    """Its shape is the same in every sample."""
-    same = {"image": lambda n: torch.arange(4)}
-    batch = arrange(samples(4, 2, **same)).batch(0, 2)
-    assert batch.rows(slice(1, 2)).kwargs["image"].tolist() == [[0, 1, 2, 3]]
-
-
-def test_samples_of_one_shape_are_taken_as_they_come():
-    found = arrange(samples(4, 4, 4), window=2)
-    assert found.lengths is None
-    assert found.split.ids == ["t0", "t1", "t2"]
-    assert list(found.batch(0, 2).kwargs) == ["input_ids"]
-    blocks = [(0, 1, [torch.tensor([5])]), (1, 3, [torch.tensor([6, 7])])]
-    assert list(found.in_order(blocks)) == blocks
-
-
-def test_positional_texts():
-    data = [(torch.arange(n), torch.arange(n)) for n in (2, 3)]
-    batch = arrange(data).batch(0, 2)
-    assert [x.tolist() for x in batch.args] == [[[0, 1, 2], [0, 1, 0]]]
-    assert not batch.kwargs
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 10, 50])
@@ -175,9 +145,3 @@ def test_memory_between_two_lengths_is_at_most_what_is_said(make, attention):
         assert taken[-1] <= said.at(found.lengths[i]).activation_bytes
     assert taken[0] == said.of_longest.activation_bytes
     assert all(a > b for a, b in itertools.pairwise(taken))
-
-
-def test_part_of_a_split():
-    part = subset(Split([10, 11, 12], ["a", "b", "c"]), [2, 0])
-    assert part.ids == ["c", "a"]
-    assert [part.samples[i] for i in range(2)] == [12, 10]

@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import yaml
 from pipeline import features_spec
 from refusals import GOOD, STUDY, check, message, refuse, save_weights
 from refused import refused
@@ -73,21 +72,6 @@ def bomb(path):
         file.writestr("a/data/9", bytes(2**24))
 
 
-def index_outside(path):
-    path.mkdir()
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../a.pt"}}')
-
-
-def empty_folder(path):
-    path.mkdir()
-    (path / "notes.txt").write_text("")
-
-
-def cut_safetensors(path):
-    save_file(net().state_dict(), path)
-    path.write_bytes(path.read_bytes()[:-10])
-
-
 def cut_wide_safetensors(path):
     """The first bytes of 2,600, of a header's length, are a bracket and an end of a line."""
     save_file(net().state_dict(), path, metadata={"note": ""})
@@ -102,23 +86,11 @@ def cut_old(path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def other_zip(path):
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("a", "b")
-
-
 def scripted(path):
     """What torch knows an archive of TorchScript by."""
     save(path)
     with zipfile.ZipFile(path, "a") as file:
         file.writestr(f"{path.stem}/constants.pkl", b"")
-
-
-def damaged_list(path):
-    save(path)
-    data = bytearray(path.read_bytes())
-    data[data.index(b"PK\x01\x02")] ^= 1
-    path.write_bytes(data)
 
 
 NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it"
@@ -132,18 +104,9 @@ STATES = {
         {"net": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
         r"Found dict with net\. Say which for the checkpoint in the config: `state_dict: net`",
     ),
-    "a list of tensors": ([torch.zeros(1)], r"state dict \(names to .* Found list with no keys"),
     "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
-    "keys missing, keys unknown": (
-        {"old.bias": torch.zeros(3)},
-        r"missing in the checkpoint: 0\.weight, .*; unknown to the model: old\.bias",
-    ),
 }
 WEIGHTS = {
-    "another shape": (
-        *("0.weight", torch.zeros(32, 9)),
-        r"of another shape: 0\.weight \(32, 9\) for \(32, 10\)",
-    ),
     "quantized weights": (
         *("0.weight", torch.ones(32, 10, dtype=torch.int8)),
         r"of another type: 0\.weight torch\.int8, torch\.strided for torch\.float32",
@@ -157,7 +120,6 @@ WEIGHTS = {
         r"of another type: 2\.bias torch\.complex64",
     ),
     "NaN in the weights": ("2.bias", torch.tensor([float("nan")]), NOT_FINITE),
-    "infinity in the weights": ("2.bias", torch.tensor([float("inf")]), NOT_FINITE),
     "gradients that overflow": (
         *("2.weight", torch.full((1, 32), 3e38)),
         r"Per-sample gradients must be finite\. Found NaN or infinity for the samples",
@@ -172,28 +134,13 @@ CHECKPOINTS = {
     },
     "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
     "an empty file": (lambda path: path.write_bytes(b""), r"It begins with b''\. Copy it again"),
-    "zeros": (
-        lambda path: path.write_bytes(bytes(999)),
-        r"It begins with b'\\x00\\x00.*\. Copy it",
-    ),
     "a pointer of Git LFS in place of safetensors": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
         r"It begins with b'version https://git-lfs\.github\.c'\. Copy it",
     ),
-    "text": (
-        lambda path: path.write_text("\ufeff<html>\n\t<body>no such page</body>"),
-        r"It begins with b'\\xef\\xbb\\xbf<html>\\n\\t<body>no such page</b'\. Copy it",
-    ),
-    "a pickle of something else": (
-        lambda path: path.write_bytes(b"\x93NUMPY"),
-        r"It begins with b'\\x93NUMPY'\. Copy it",
-    ),
     "a cut file": (cut, r"as a zip file and ends as none: it was cut off\. Copy it again"),
     "a cut file of an old torch": (cut_old, CUT),
-    "a damaged list of parts": (damaged_list, r"Bad magic number for central directory\. Copy it"),
-    "a cut safetensors file": (cut_safetensors, CUT),
     "a cut safetensors file whose header's length is that of a text": (cut_wide_safetensors, CUT),
-    "a zip file of something else": (other_zip, NO_STATE),
     "TorchScript": (
         scripted,
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
@@ -208,11 +155,6 @@ CHECKPOINTS = {
     "a bare pickle that runs code": (
         lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),
         NO_STATE,
-    ),
-    "an empty folder": (empty_folder, r"must hold one of model\.safetensors.* Found notes\.txt"),
-    "an index that leaves its folder": (
-        index_outside,
-        r"the index of a checkpoint folder must .* '\.\./\.\./a\.pt' is not a file of this folder",
     ),
 }
 
@@ -244,17 +186,6 @@ def test_bad_checkpoint(workspace, tmp_path, name):
     assert re.search(expected, str(error.value))
     assert not workspace.path("out.h5").exists()
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_folder_without_its_optimizer_is_refused_before_any_job(workspace):
-    workspace.path("folder").mkdir()
-    workspace.path("folder/model.safetensors").write_bytes(b"")
-    workspace.path("c1.safetensors").write_bytes(b"")
-    checkpoints = {"c0": "folder", "c1": "c1.safetensors", "c2": "c0.pt"}
-    config = {**GOOD, "preconditioner": "adam", "checkpoints": checkpoints}
-    found = message(refuse(workspace, config))
-    assert "must be folders that hold optimizer.pt, as a Trainer saves it" in found
-    assert "Found no optimizer in folder, c1.safetensors. Name only those that have one" in found
 
 
 def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
@@ -311,15 +242,6 @@ def test_a_job_takes_the_state_dict_that_its_checkpoint_says(workspace, tmp_path
         assert np.array_equal(found[part], expected)
     assert np.array_equal(features_of(workspace, both), found["model"])
     assert not np.array_equal(found["model"], found["model_ema"])
-
-
-def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
-    """Before any job, in the process that looks; jobs do so too, see CHECKPOINTS."""
-    workspace.path("evil.pt").write_bytes(pickle.dumps({"weight": Evil(tmp_path / "ran")}))
-    text = yaml.safe_dump({"study": STUDY, **GOOD, "checkpoints": {"evil": "evil.pt"}})
-    output = workspace.fail("scores", text=text)
-    assert re.search(r"Error: evil\.pt: a checkpoint must be a state dict", output)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_from_the_future(workspace):

@@ -30,31 +30,18 @@ STUDIES = {
         *("return nn.Sequential(", "return len, (nn.Sequential, "),
         r"make_model\(\) must return a torch\.nn\.Module\. Found tuple",
     ),
-    "model function fails": (
-        *("return nn.Sequential(", "return nn.Sequentially("),
-        rf"make_model\(\) {ENDS} AttributeError: .* 'Sequentially' .*line \d+, in make_model",
-    ),
     "two classes of one name": (
         *("def make_model", "def class_names():\n    return ['a', 'b', 'a']\n\n\ndef make_model"),
-        r"class_names\(\) must return a different name for each class\. Found 'a' 2 times",
+        r"class_names\(\) must return a different text for each class\. Found 'a' 2 times",
     ),
     "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must hold samples"),
-    "data is a number": (
-        *(DATA, "return 342"),
-        r"train_data\(\) must return samples with len\(\) and \[i\], .* Found int",
-    ),
     "data fails": (
         *(DATA, "return open('gone.csv')"),
         rf"train_data\(\) {ENDS} FileNotFoundError: .*gone\.csv",
     ),
-    "data without numbers": (DATA, "return {'a': 1}", rf"reading sample 0 {ENDS} KeyError: 0"),
     "label not finite": (
         *("in (x, y))\n\n", "in (x, y))\ny[7] = float('nan')\n"),
         r"train_data\(\): Labels must be finite numbers\. Found nan in sample 7",
-    ),
-    "ids too few": (
-        *("range(342, 442)", "range(342, 400)"),
-        r"target_ids\(\) must give one id a sample\. Found 58 ids, 100 samples",
     ),
     "ids twice": (
         *("patient-{i}", "patient-{i // 2}"),
@@ -64,21 +51,9 @@ STUDIES = {
         *('return [f"patient-{i}" for i in range(342, 442)]', "return 100"),
         rf"target_ids\(\), .*, {ENDS} TypeError: 'int' object is not it",
     ),
-    "ids are lists": (
-        *('f"patient-{i}"', "[i]"),
-        r"target_ids\(\) must give integers of 64 bits only, or strings .* Found \[342\], \[343\]",
-    ),
     "ids with a null byte": (
         *("patient-{i}", "patient-{i}\\0"),
         r"1 to 255 bytes of printable text only, other than nan\. Found 'patient-342\\x00'",
-    ),
-    "ids beyond 64 bits": (
-        *('f"patient-{i}"', "i + 2**63 - 400"),
-        r"target_ids\(\) must give integers of 64 bits only, .* Found 9223372036854775808",
-    ),
-    "ids of two types": (
-        *('f"patient-{i}"', "i if i % 2 else str(i)"),
-        r"target_ids\(\) must give integers of 64 bits only, or strings .* Found 343, 345, 347",
     ),
     "samples change": (
         *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
@@ -91,10 +66,6 @@ STUDIES = {
     "describe fails": (
         *("def make_model", "def describe(sample):\n    return sample['text']\n\n\ndef make_model"),
         rf"train_data\(\): .*describe\(\) of sample 0 {ENDS} TypeError: .*line \d+, in describe",
-    ),
-    "describe returns a number": (
-        *("def make_model", "def describe(sample):\n    return len(sample)\n\n\ndef make_model"),
-        r"describe\(\) must return a str, .* Found int for sample 0",
     ),
     "import fails": (
         *("import torch\n", "import torch\nimport no_such_module\n"),
@@ -127,12 +98,6 @@ def test_bad_study(workspace, name):
     assert str(path) in found
 
 
-def test_snakemake_says_what_is_bad_about_a_study(workspace):
-    old, new, expected = STUDIES["study leaves Python"]
-    path = edited(workspace, "leaves", old, new)
-    assert re.search(expected, message(refuse(workspace, {"study": path.name})))
-
-
 def test_a_study_that_crashes(workspace):
     path = edited(workspace, "crash", "import torch\n", "import os\nos.abort()\n")
     found = message(refuse(workspace, {"study": path.name}))
@@ -145,10 +110,6 @@ TEXTS_OF_A_STUDY = {
         r"bytes\.py: the study must be code that Python.* null bytes",
     ),
     "a study that is not UTF-8": (b"a = '\xe9'\n", r"bytes\.py: the study must be code .*utf-8"),
-    "a study with a mistake": (
-        b"def f(:\n",
-        r"bytes\.py: the study must be .* syntax \(bytes\.py, line 1\)",
-    ),
 }
 
 

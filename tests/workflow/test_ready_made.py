@@ -264,11 +264,6 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     ("kind", "change", "told"),
     [
         ("image_folder", {}, ("training data", "(1, 3, 4, 4)", "`transform: file.py:function`")),
-        (
-            "image_folder",
-            {"transform": "net.py:wide"},
-            ("(4, 4)", "(4, 5)", "`transform: file.py:function`"),
-        ),
         ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row, a", "`columns`")),
         (
             "language_model",
@@ -285,8 +280,7 @@ def test_samples_that_the_model_does_not_take_are_changed_by_a_key(
     study.path("net.py").write_text(
         "import torch\nfrom torch import nn\n\n"
         "def net(n=2):\n"
-        "    return nn.Sequential(nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(2, n))\n\n"
-        "def wide(image):\n    return torch.ones(4, 4 + (image.getpixel((0, 0))[0] > 99))\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(2, n))\n"
     )
     for i in range(4):
         study.path(f"images/{'ab'[i % 2]}").mkdir(parents=True, exist_ok=True)
@@ -352,45 +346,6 @@ def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
             with_ready_study({**given, "study_arguments": wrong})
     with pytest.raises(InputError, match=r"gone.py: the study's Python file must exist"):
         with_ready_study({**given, "study": "gone.py"})
-
-
-def test_whatever_a_study_of_one_s_own_has_is_handed_on(tmp_path, monkeypatch):
-    """Functions that are imported or assigned too, and keywords by any name but train's own."""
-    monkeypatch.chdir(tmp_path)
-    Path("shown.py").write_text("def draw(axes, sample):\n    pass\n\nwords = list\n")
-    Path("own.py").write_text(
-        "import shown\nimport json as helper\nfrom shown import draw, words as token_texts\n\n"
-        "describe = str\nencode, other = dict, None\ntrain_columns: object = dict\n"
-        "target_columns: object\n\n\nclass make_model:\n    pass\n\n\n"
-        "def train_data(data, *, seed):\n    return [data] * seed\n\n\n"
-        "def target_data(*, data=''):\n    return [data]\n\n\n"
-        "def train(seed, data=None):\n    pass\n"
-    )
-    given = {"study": "own.py", "study_arguments": {"data": "scans", "seed": 2}}
-    made = Study.load(Path(with_ready_study(given)["study"]))
-    imported = ("draw", "token_texts", "describe", "encode", "train_columns", "make_model")
-    for name in imported:
-        assert made.function(name) is getattr(made.module.own, name)
-    assert not made.has("target_columns")
-    assert made.split("train", None).samples == ["scans", "scans"]
-    assert made.function("target_data")() == ["scans"]
-    assert inspect.signature(made.function("train")) == inspect.signature(made.module.own.train)
-    with refused("config.study_keywords", "own.py", "no seed, which train_data() needs"):
-        with_ready_study({**given, "study_arguments": {"data": "scans"}})
-
-    Path("own.py").write_text("def token_texts(sample, end='.'):\n    return [str(sample) + end]\n")
-    ended = {"study": "own.py", "study_arguments": {"end": "!"}}
-    texts = Study.load(Path(with_ready_study(ended)["study"]))
-    assert texts.token_texts(0, "a", 1) == ["a!"]
-
-
-def test_a_table_that_is_nested_too_deep_is_left_to_the_study(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("deep.jsonl").write_text('{"path": ' + "[" * 100_000)
-    Path("nets.py").write_text("def net(n):\n    pass\n")
-    arguments = {"images": "deep.jsonl", "model": "nets.py:net"}
-    config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
-    assert config["data_files"] == ["deep.jsonl", "nets.py"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers'

@@ -1,7 +1,7 @@
-"""Read rows of samples from .jsonl, .csv, .tsv and .parquet files: the only reader of them.
+"""Read rows of samples from .jsonl, .csv, .tsv and .parquet files.
 
-Values stay as the file has them. A cell of .csv or .tsv is a text, and JSON and Parquet say which
-values are numbers. Where a number is needed, ``as_number`` makes it.
+Values are not converted: a cell of .csv or .tsv is a text, and JSON and Parquet have typed values.
+``as_number`` and ``class_number`` convert values where a number is needed.
 """
 
 import csv
@@ -19,7 +19,7 @@ from typing import Any
 from trak_core.errors import InputError
 
 LINES, PARQUET = ".jsonl", ".parquet"
-# The separators of cells in tables.
+# Tables, with the separators of their cells.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, *TABLES, PARQUET)
 _OTHER_SEPARATORS = (";", "\t", "|", ",")
@@ -29,7 +29,7 @@ _TRUTHS = {"true": 1, "false": 0}
 
 
 class _Written(float):
-    """A number of a JSON file whose text is what the file says: 1.10 and not 1.1."""
+    """A number of a JSON file that ``str`` writes as in the file: 1.10 and not 1.1."""
 
     __slots__ = ("_text",)
     _text: str
@@ -50,8 +50,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: Their fields.
-        numbers: The line, counted from 1, in which each row begins; of Parquet the number of the
-            row. Empty where the rows are those of a folder.
+        numbers: The line in which each row begins, from 1; for Parquet the number of the row.
+            Empty for a folder of images.
     """
 
     path: Path
@@ -73,11 +73,10 @@ class RowFile(Sequence[dict[str, Any]]):
         return f"{self.path}, {noun} {self.numbers[index]}"
 
     def column(self, name: str) -> list[Any]:
-        """Return the field ``name`` of each row; None where a row has none.
+        """Return the field ``name`` of each row, None for rows without it.
 
-        Cells of a table become numbers if this loses nothing: if every cell is the shortest text of
-        an integer, or every cell that of an integer or a float. ``007`` and ``1.10`` are no such
-        texts.
+        Cells of a table become numbers if every cell is the shortest text of an integer, or every
+        cell that of an integer or a float. ``007`` and ``1.10`` are no such texts.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -91,15 +90,22 @@ class RowFile(Sequence[dict[str, Any]]):
         return values
 
     def ids(self) -> list[int] | list[str]:
-        """Return the field ``id`` of each row; 0, 1, 2, ... where no row has that field.
+        """Return the field ``id`` of each row; 0, 1, 2, ... if no row has that field.
 
         Ids of a table are integers if every cell is the shortest text of one.
 
         Raises:
-            InputError: If some rows have an id and others don't, if some ids are integers and
-                others texts, or if an id stands twice. The message names the line.
+            InputError: If some rows have no id, if some ids are integers and others texts, if an id
+                occurs twice, or if the field is called ``ID``. The message names the line.
         """
         if not any("id" in row for row in self.rows):
+            near = [name for name in self.rows[0] if name.strip().casefold() == "id"]
+            if near:
+                raise InputError(
+                    f"{self.path}: ids must be in the field id. Found {near[0]!r}, without which "
+                    "rows would be numbered 0, 1, 2. Rename it to id, or to something else.",
+                    code="data.near_id",
+                )
             return list(range(len(self.rows)))
         ids: list[Any] = [row.get("id") for row in self.rows]
         if self.path.suffix in TABLES and all(map(_is_whole, ids)):
@@ -132,8 +138,8 @@ class RowFile(Sequence[dict[str, Any]]):
 def read_rows(path: str | Path) -> RowFile:
     """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file.
 
-    A line of ``.jsonl`` is a JSON object. The first line of a table names its fields, and each
-    other row has as many cells. Text is UTF-8. Empty lines are skipped.
+    A line of ``.jsonl`` is a JSON object. The first line of a table has the names of its fields,
+    and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
 
     Raises:
         InputError: If there is no file, if it has no rows, or if a line can't be read.
@@ -150,7 +156,8 @@ def read_rows(path: str | Path) -> RowFile:
         if file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-            # pandas would make floats of integers where one is missing. Its index is no field.
+            # Not by pandas, which converts integers to floats if one is missing. An index of
+            # pandas is no field.
             table = parquet.read_table(file)
             index = (table.schema.pandas_metadata or {}).get("index_columns", [])
             unread = [name for name in index if isinstance(name, str) and name != "id"]
@@ -161,23 +168,23 @@ def read_rows(path: str | Path) -> RowFile:
             rows, numbers = list(numbered.values()), list(numbered)
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
-    except Exception as error:  # those of a damaged .parquet are of any kind, and of several lines
-        words = " ".join(str(error).split()).removesuffix(".")
+    except Exception as error:  # a damaged .parquet may raise any error, with several lines
+        reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
-            f"it failed: {words}.",
+            f"it failed: {reason}.",
             code="data.rows",
         ) from error
     return RowFile(file, rows, numbers)
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    # Not read_text(), which changes ends of lines in cells. Spreadsheets begin UTF-8 with a mark.
+    # read_text() would change ends of lines in cells. Spreadsheets begin UTF-8 with a mark.
     text = file.read_bytes().decode("utf-8-sig")
     if file.suffix in TABLES:
         yield from _rows_of_table(text, TABLES[file.suffix], file.suffix)
         return
-    # Not splitlines(): JSON's texts may hold other ends of lines.
+    # splitlines() would split at other ends of lines, which texts in JSON may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -187,12 +194,12 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the fields of a table's rows, with the number of the line where each begins.
+    """Yield the number of the line where a table's row begins, and the row's fields.
 
-    A ``ValueError`` names that line if a row has other cells than the header or wrong quotes, or
-    the header a name twice.
+    A ``ValueError`` names the line of a row with wrong quotes or another number of cells than the
+    header, or a name that the header has twice.
     """
-    csv.field_size_limit(sys.maxsize)  # 131,072 characters otherwise, which a text may exceed
+    csv.field_size_limit(sys.maxsize)  # the default, 131,072 characters, is too few for texts
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     header, number = list[str](), 1
     try:
@@ -217,6 +224,9 @@ def _checked_header(cells: list[str], separator: str, suffix: str) -> list[str]:
     while cells and not cells[-1]:
         cells.pop()
     _unique([(cell, None) for cell in cells])
+    spaced = [cell for cell in cells if cell != cell.strip()]
+    if spaced:
+        raise ValueError(f"the field {spaced[0]!r} has spaces at an end of its name")
     others = [mark for mark in _OTHER_SEPARATORS if mark != separator and mark in "".join(cells)]
     if len(cells) == 1 and others:
         raise ValueError(
@@ -242,11 +252,11 @@ def _finite(text: str) -> float:
 
 
 def parsed_json(line: str) -> Any:
-    """Return the JSON of a line, which must be able to say one thing only.
+    """Return the value of a line of JSON. ``str`` of a number is as in the line, such as "1.10".
 
-    A ``ValueError`` says why it can't: if it is no JSON, has a field twice, a number that is not
-    finite or half of a surrogate pair, or is nested too deep. The text of a number stays as
-    written: ``str`` of the 1.10 in a line is "1.10".
+    Raises:
+        ValueError: If the line is no JSON, has a field twice, a number that is not finite or half
+            of a surrogate pair, or is nested too deep.
     """
     try:
         value = json.loads(
@@ -265,10 +275,10 @@ def parsed_json(line: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return the finite number that a value is, or that a text says; None for anything else.
+    """Return a finite number, or the number that a text denotes; None for any other value.
 
-    A text is a decimal number as Python and C write it, or true or false, which are 1 and 0, in any
-    case. Separators of thousands and decimal commas are not read.
+    A text is a decimal number in the notation of Python, or true (1) or false (0) in any case.
+    Separators of thousands and decimal commas are not read.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -287,7 +297,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def class_number(value: Any) -> int | None:
-    """Return the class whose number a label is: an integer from 0, or the shortest text of one."""
+    """Return a label that is an integer from 0, or its shortest text; None for any other value."""
     if _is_whole(value):
         value = int(value)
     return value if type(value) is int and value >= 0 else None

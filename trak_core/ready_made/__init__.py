@@ -1,1 +1,1 @@
-"""Offer ready-made studies, which a config names and a study of one's own may call and change."""
+"""Offer ready-made studies, which a config names and a user-defined study may call."""

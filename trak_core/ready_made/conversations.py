@@ -1,7 +1,7 @@
-"""Write conversations, lists of messages, as texts by the chat template of a tokenizer."""
+"""Convert conversations, lists of messages, to texts by the chat template of a tokenizer."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date as Date
 from typing import Any
@@ -9,9 +9,10 @@ from typing import Any
 from trak_core.data.rows import parsed_json
 from trak_core.errors import InputError
 
-# What a row may give to a chat template, by the names of transformers and TRL.
-ROW_ARGUMENTS = ("tools", "documents", "chat_template_kwargs")
-# transformers gives this function to templates, and takes no other in its place.
+# Fields of a row that are passed to the chat template, and their types. The names are those of
+# transformers and TRL.
+ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+# transformers gives this function to templates, and does not accept a replacement.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
     "study_arguments: date must be a day, because the tokenizer's chat template writes today's "
@@ -20,15 +21,15 @@ _NO_DATE = (
 )
 _NO_FORM = (
     "A chat template that writes today's date must call strftime_now with a format in quotes. "
-    "Found another call. Write the date into the template that lies with the weights."
+    "Found another call. Write the date into the chat template in the folder of the weights."
 )
 
 
 def messages_in(value: Any) -> list[dict[str, Any]] | None:
     """Return the messages in a value, a list of objects with a `role` or the JSON of one.
 
-    None for any other value. Parquet fills in the keys that a message lacks with None; they are
-    left out.
+    Returns None for any other value. Keys with the value None are left out, except for `content`,
+    because Parquet adds them at all depths if other rows have them (TRL leaves them out too).
     """
     value = _parsed(value)
     if not (isinstance(value, list) and value):
@@ -36,13 +37,19 @@ def messages_in(value: Any) -> list[dict[str, Any]] | None:
     if not all(isinstance(message, dict) and "role" in message for message in value):
         return None
     return [
-        {key: part for key, part in message.items() if part is not None or key == "content"}
+        {k: _without_none(v) for k, v in message.items() if v is not None or k == "content"}
         for message in value
     ]
 
 
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
+
+
 def _parsed(value: Any) -> Any:
-    """Return the list or object that a text is the JSON of, as in a cell of a table."""
+    """Return a list or an object for a text with its JSON, as in a cell of a table."""
     if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
         with suppress(ValueError):
             return parsed_json(value)
@@ -55,56 +62,113 @@ def chat_texts(
     answer: Sequence[dict[str, Any]],
     row: Mapping[str, Any],
     date: str | None,
+    notify: Callable[[str], None],
 ) -> tuple[str, str]:
     """Return a conversation up to the answer, and with the answer, as the model reads them.
 
     Args:
-        tokenizer: One of transformers' with a chat template.
-        prompt: The messages before the answer, one at least.
-        answer: The messages that count. The last one must be the assistant's.
-        row: Its fields ``tools``, ``documents`` and ``chat_template_kwargs`` go to the template.
-        date: The day, as in 2024-07-26, that a template gets which writes today's date.
+        tokenizer: A tokenizer of transformers with a chat template.
+        prompt: The messages before the answer, at least one.
+        answer: The messages with the tokens of the model output. The last role is `assistant`.
+        row: The row, whose fields ``ROW_ARGUMENTS`` are passed to the template.
+        date: The day, as in 2024-07-26, that a template writes instead of today's date.
+        notify: It is called with a sentence if the template leaves a message out.
 
     Raises:
-        InputError: If the template can't write this conversation, or writes its first part
-            otherwise where an answer follows.
+        InputError: If the template can't write this conversation, would write a value of Python in
+            place of a message's text, or writes the prompt differently if an answer follows.
     """
     if not tokenizer.chat_template:
         raise InputError(
-            "The tokenizer of a model that is asked by messages must have a chat template. Found "
-            "none. Write prompt and text into fields of their own, or save the tokenizer of the "
-            "training with the weights.",
+            "The tokenizer must have a chat template if rows have messages. Found none. Write "
+            "prompt and text into separate fields, or save the tokenizer of the training with the "
+            "weights.",
             code="studies.chat_template",
         )
     if not prompt or not answer or answer[-1]["role"] != "assistant":
         roles = ", ".join(str(message["role"]) for message in [*prompt, *answer])
         raise InputError(
-            "A conversation must have a message before its last one, which must be the "
-            f"assistant's, because the last one is explained. Found messages of: {roles}. Leave "
-            "out what follows the assistant's last message, or leave out the row.",
+            "A conversation must have at least two messages, and the last one must be the "
+            f"assistant's, because it is explained. Found messages of: {roles}. Leave out what "
+            "follows the assistant's last message, or leave out the row.",
             code="studies.chat_roles",
         )
-    given = {name: _parsed(row[name]) for name in ROW_ARGUMENTS if row.get(name)}
+    messages = [*prompt, *answer]
+    _check_contents(messages)
+    given = _row_arguments(row)
     arguments = {**given, **given.pop("chat_template_kwargs", {}), "tokenize": False}
     arguments["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), date)
+
+    def written(messages: Sequence[dict[str, Any]], **more: Any) -> str:
+        return tokenizer.apply_chat_template(messages, **more, **arguments)
+
     try:
-        before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **arguments)
-        whole = tokenizer.apply_chat_template([*prompt, *answer], **arguments)
-    except MemoryError:
+        before, whole = written(prompt, add_generation_prompt=True), written(messages)
+        _refuse_python(messages, whole, written)
+    except (MemoryError, InputError):
         raise
-    except Exception as error:  # whatever the template, which is code of the model, raises
+    except Exception as error:  # a template is code of the model, and may raise any error
         is_dated = str(error) in {_NO_DATE, _NO_FORM}
         fails = "" if is_dated else "The tokenizer's chat template must write the row's messages: "
         code = "studies.chat_date" if is_dated else "studies.chat_template"
         raise InputError(f"{fails}{error}", code=code) from error
     if not whole.startswith(before):
         raise InputError(
-            "A chat's template must write a conversation as it begins, whatever follows. Found "
-            f"{before[-40:]!r} before the answer, {whole[: len(before)][-40:]!r} with it. "
-            "Write prompt and text into fields of their own, in the model's form.",
+            "A chat template must write a conversation's beginning in the same way whatever "
+            f"follows. Found {before[-40:]!r} before the answer, {whole[: len(before)][-40:]!r} "
+            "with it. Write prompt and text into separate fields, in the model's form.",
             code="studies.chat_template",
         )
+    for message in messages:
+        text = message.get("content")
+        # Templates of reasoning models leave out the thoughts of assistants.
+        if isinstance(text, str) and message["role"] != "assistant" and text.strip() not in whole:
+            notify(
+                f"the chat template does not write the content of a message of the role "
+                f"{message['role']!r}, {text.strip()[:40]!r}, or changes it."
+            )
     return before, whole
+
+
+def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a message without text, for which most templates write nothing, or None."""
+    for message in messages:
+        has_calls = bool(message.get("tool_calls"))
+        if message.get("content") is None and not has_calls:
+            raise InputError(
+                "A message must have its text in `content`, or have `tool_calls`. Found one of the "
+                f"role {message['role']!r} with {', '.join(message)}.",
+                code="studies.messages",
+            )
+
+
+def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: _without_none(_parsed(row[name])) for name in ROW_ARGUMENTS if row.get(name)}
+    for name, value in given.items():
+        if not isinstance(value, ROW_ARGUMENTS[name]):
+            raise InputError(
+                f"The field {name} must be a {ROW_ARGUMENTS[name].__name__} for the chat template, "
+                f"or the JSON of one. Found {value!r:.80}.",
+                code="studies.messages",
+            )
+    return given
+
+
+def _refuse_python(
+    messages: Sequence[dict[str, Any]], whole: str, written: Callable[..., str]
+) -> None:
+    """Refuse contents, such as lists of parts, that a template writes as Python prints them."""
+    for i, message in enumerate(messages):
+        content = message.get("content", "")
+        if isinstance(content, str) or str(content) not in whole:
+            continue
+        others = [*messages[:i], {**message, "content": ""}, *messages[i + 1 :]]
+        if whole.count(str(content)) > written(others).count(str(content)):
+            raise InputError(
+                "The content of a message must be a text, because the chat template writes it as "
+                f"Python prints it. Found {content!r:.80}.",
+                code="studies.messages",
+            )
 
 
 def _dated(template: str, date: str | None) -> str:
@@ -118,7 +182,7 @@ def _dated(template: str, date: str | None) -> str:
         ) from error
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-    # A macro hides the function of transformers in every call that is left.
+    # A macro overrides the function of transformers in all other calls.
     fails = _NO_DATE if day is None else _NO_FORM
     macro = (
         f"{{% macro strftime_now(format) %}}{{{{ raise_exception({fails!r}) }}}}{{% endmacro %}}"

@@ -1,5 +1,6 @@
-"""Study a classifier of images that lie in a folder for each class, or that a table names."""
+"""Define the study of an image classifier: a folder for each class, or a table of images."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -23,7 +24,9 @@ from trak_core.ready_made.ready_study import (
     needed,
 )
 
-_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+_SUFFIXES = frozenset({
+    *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+})
 
 
 def image_folder(
@@ -36,20 +39,20 @@ def image_folder(
     """Return the study of images that trained a classifier.
 
     Args:
-        images: The training images: a folder with a folder for each class, whose images have their
-            paths as ids; or a table with the columns ``path`` (from the table's folder), ``label``
-            and perhaps ``id``.
-        model: The name of a network of timm's, or of torchvision's where timm has none of the name:
-            ``resnet18``, or ``timm/resnet18`` and ``torchvision/resnet18`` to say whose. Or
+        images: The training images: a folder with a folder for each class, where ids are relative
+            paths; or a table with the columns ``path`` (relative to the table's folder), ``label``
+            and optionally ``id``. Images have 8 bits a channel.
+        model: The name of a network of timm or torchvision: ``resnet18``, ``timm/resnet18`` or
+            ``torchvision/resnet18``. Without a library, timm is tried first. Or
             ``file.py:function`` of a function that takes the number of classes and returns the
             module, weights unset.
-        targets: Images to explain, likewise; the training images, if there are none.
-        classes: Names of the classes in the order of the model's logits; sorted, if not given.
-        transform: ``file.py:function`` of a function that makes a tensor of a PIL image in RGB,
-            as in evaluation; if not given, RGB from 0 to 1 in the image's own size.
+        targets: Images to explain, likewise; the training images if not given.
+        classes: Names of the classes in the order of the model's logits; sorted if not given.
+        transform: ``file.py:function`` of a function that converts a PIL image in RGB to a tensor,
+            as in evaluation; if not given, RGB from 0 to 1 in the image's size.
     """
     needed("PIL", "vision")
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     rows = _rows(Path(images))
     target_rows = _rows(Path(targets)) if targets else rows
@@ -67,6 +70,13 @@ def image_folder(
                 code="studies.label",
             )
         with Image.open(row["path"]) as image:
+            if image.mode.startswith(("I", "F")):
+                raise InputError(
+                    f"An image must have 8 bits a channel, because PIL cuts larger values off at "
+                    f"255. Found the mode {image.mode} in {row['path']}. Save it with 8 bits, as "
+                    "training had it.",
+                    code="studies.image_depth",
+                )
             pixels = prepared(image.convert("RGB"))
         if not isinstance(pixels, Tensor):
             raise InputError(
@@ -77,17 +87,12 @@ def image_folder(
         return pixels, torch.tensor(numbers[name])
 
     def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        if not Path(str(row["path"])).is_file():
-            raise InputError(
-                f"The image of a line must be a file. Found nothing at {row['path']} (from "
-                f"{Path.cwd()}).",
-                code="studies.asked_image",
-            )
         try:
             return sample(row)
-        except UnidentifiedImageError as error:
+        except OSError as error:  # of a missing file too, and of one that PIL can't read
             raise InputError(
-                f"The image of a line must be a picture. Found none in {row['path']}.",
+                f"The image of a line must be a file that PIL can read. Reading {row['path']} from "
+                f"{Path.cwd()} failed: {error}.",
                 code="studies.asked_image",
             ) from error
 
@@ -119,7 +124,7 @@ def image_folder(
 
 
 def _network(model: str, n_classes: int) -> nn.Module:
-    """Return the network that a name or a function stands for, weights unset."""
+    """Return the network of a name, or that a function returns, weights unset."""
     if ":" in model or model.endswith(".py"):
         return function_at(model, "model")(n_classes)
     library, _, name = model.rpartition("/")
@@ -143,14 +148,14 @@ def _network(model: str, n_classes: int) -> nn.Module:
         "torchvision/resnet18",
     ]
     raise InputError(
-        "study_arguments: model must name a network of timm's or torchvision's, or a function as "
-        f"file.py:function. Found {model}; there are such as {', '.join(close)}.",
+        "study_arguments: model must name a network of timm or torchvision, or a function as "
+        f"file.py:function. Found {model}; similar names are {', '.join(close)}.",
         code="studies.network",
     )
 
 
 def _class_names(rows: RowFile) -> list[str]:
-    """Return the classes in order: by number if all labels are numbers, else by the alphabet."""
+    """Return the classes, by number if all labels are numbers, else in alphabetical order."""
     labels = [row.get("label") for row in rows]
     for index, label in enumerate(labels):
         if label == "" or not isinstance(label, str | int | float):
@@ -158,50 +163,64 @@ def _class_names(rows: RowFile) -> list[str]:
                 f"{rows.place(index)}: a label must be a text or a number. Found {label!r}.",
                 code="studies.label",
             )
-    if rows.numbers:  # the names of folders are texts
+    if rows.numbers:  # a table; names of folders are texts
         numbers = [as_number(label) for label in labels]
         known = [number for number in map(class_number, labels) if number is not None]
         if len(known) == len(labels):
             return [str(number) for number in range(max(known) + 1)]
         if all(isinstance(number, float) and number.is_integer() for number in numbers):
             raise InputError(
-                "study_arguments: classes must list labels such as "
-                f"{labels[0]} in the order of the model's logits, which is not the alphabet's.",
+                "study_arguments: classes must list labels that are decimal numbers, in the order "
+                f"of the model's logits. Found {labels[0]}, and no classes.",
                 code="studies.label",
             )
     return sorted({str(label) for label in labels})
 
 
 def _rows(images: Path) -> RowFile:
-    """Return path, label and id of every image of a folder, without numbers, or of a table."""
+    """Return path, label and id of every image in a folder or a table.
+
+    Hidden files are left out, as in ``data_files``. A notice names other files that are left out.
+    """
     if images.is_dir():
-        # As `data_files` are watched: without what is hidden, and not through links.
-        inside = (path.relative_to(images) for path in sorted(images.glob("*/**/*")))
+        inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
         shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-        linked = [path for path in shown if (images / path.parts[0]).is_symlink()]
+        linked = [p for p in shown if len(p.parts) == 1 and _is_linked_folder(images / p)]
         if linked:
             raise InputError(
                 f"study_arguments: {images} must hold its images itself. Found a link, "
-                f"{linked[0].parts[0]}, through which changes go unnoticed. Name the folder that "
-                "it leads to, or copy it.",
+                f"{linked[0].parts[0]}, whose files are not watched for changes. Name the folder "
+                "that it leads to, or copy it.",
                 code="studies.linked_images",
             )
-        files = [images / path for path in shown if path.suffix.lower() in _SUFFIXES]
-        if not files:
+        relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
+        unread = sorted({p for p in shown if (images / p).is_file()} - {*relative})
+        if unread:
+            print(
+                f"Notice: {len(unread)} files in {images} are not read, such as {unread[0]}. "
+                "Images are in a folder for each class, with the endings "
+                f"{', '.join(sorted(_SUFFIXES))}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not relative:
             raise InputError(
                 f"study_arguments: {images} must hold a folder of images for each class. Found "
                 f"none with the endings {', '.join(sorted(_SUFFIXES))}.",
                 code="studies.no_images",
             )
-        relative = [path.relative_to(images) for path in files]
         entries = [
-            {"path": str(path), "label": inside.parts[0], "id": inside.as_posix()}
-            for path, inside in zip(files, relative, strict=True)
+            {"path": str(images / path), "label": path.parts[0], "id": path.as_posix()}
+            for path in relative
         ]
         return RowFile(images, entries, ())
     rows = read_rows(images)
     entries = [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
     return replace(rows, rows=entries)
+
+
+def _is_linked_folder(path: Path) -> bool:
+    return path.is_symlink() and path.is_dir()
 
 
 def _as_is(image: Any) -> Tensor:

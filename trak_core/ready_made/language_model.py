@@ -1,9 +1,9 @@
-"""Study a causal language model of Hugging Face's: weights, a file of texts, nothing else."""
+"""Define the study of a causal language model: a folder of weights and a file of texts."""
 
 import json
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -30,7 +30,7 @@ from trak_core.ready_made.ready_study import (
 from trak_core.spec import ADAPTER_CONFIG
 from trak_core.study.weight_files import refuse_quantized
 
-# "Prompt", "promt" and "prompts" are nearer to "prompt", "prompt_id" isn't.
+# The similarity of "Prompt", "promt" and "prompts" to "prompt" is larger, that of "prompt_id" less.
 _NEAR = 0.83
 
 
@@ -47,17 +47,20 @@ def language_model(
 
     Args:
         texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
-        weights: A folder with the model's ``config.json`` and tokenizer: of the model, of a LoRA
-            adapter, or one in which a Trainer saved several.
-        targets: Rows to explain, by id; not needed where experiments bring ``data`` of their own.
-        text: What counts, a template with fields of a row such as ``"{completion}"``. If not given,
-            the last message of a conversation in the field ``messages``, or the field ``text``, or
-            ``completion`` where no row has a ``text``.
-        prompt: What comes before and doesn't count, likewise. If not given, the field ``prompt`` of
-            the rows that have one. Where the fields of both are lists of messages, as TRL writes
-            them, the tokenizer's chat template joins them.
-        max_tokens: Where to cut longer texts; if not given, all stay whole.
+        weights: A folder with ``config.json`` and tokenizer: of the model, of a LoRA adapter, or
+            one with the checkpoints of a Trainer.
+        targets: Rows to explain, by id; not needed if experiments have ``data``.
+        text: The text whose tokens are in the model output, a template with fields of a row such
+            as ``"{completion}"``. If not given, the last message in the field ``messages``, or the
+            field ``text``, or ``completion`` if no row has a ``text``.
+        prompt: The text before it, likewise, which is only read. If not given, the field ``prompt``
+            of the rows that have one. If the fields of both are lists of messages, as in TRL, the
+            tokenizer's chat template joins them.
+        max_tokens: The length to which texts are cut; if not given, they are not cut.
         date: The day, such as ``"2024-07-26"``, for a chat template that writes today's date.
+
+    Raises:
+        InputError: If a row has two texts or two prompts, so that one would not be read.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoTokenizer
@@ -66,28 +69,47 @@ def language_model(
     tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, _tokenizer_source(folder))
     if not tokenizer.is_fast:
         raise InputError(
-            "The tokenizer must be a fast one, which tells where each token is in the text. Found "
-            f"{type(tokenizer).__name__}, which is none. Write a study of your own.",
+            "The tokenizer must be a fast one, which returns the offsets of tokens in the text. "
+            f"Found {type(tokenizer).__name__}. Write a study of your own.",
             code="studies.slow_tokenizer",
         )
     rows = read_rows(texts)
     template = text or _default_text(rows)
     used = used_by(prompt, template) | {"messages", *ROW_ARGUMENTS}
     used |= {"prompt"} if prompt is None else set()
-    told: set[bool] = set()
+    notified: set[str] = set()
+
+    def notify(notice: str, about: str) -> None:
+        """Print a notice, once for each thing that it is about."""
+        if about not in notified:
+            notified.add(about)
+            print(f"Notice: {notice}", file=sys.stderr, flush=True)
+
+    def chat(prompt: Any, answer: Any, row: Mapping[str, Any]) -> tuple[str, str, bool]:
+        notify_of_chat = partial(notify, about="the chat template")
+        return *chat_texts(tokenizer, prompt, answer, row, date, notify_of_chat), True
 
     def texts_of(row: Mapping[str, Any], *, is_asked: bool) -> tuple[str, str, bool]:
-        """Return what comes before, all of it, and whether a chat template wrote it."""
+        """Return the prompt, the prompt with its text, and whether a chat template wrote them."""
         if text is None and row.get("messages") is not None:
             messages = messages_in(row["messages"])
             if messages is None or row.get("text") is not None:
                 raise InputError(
                     "The field messages must be a list of objects with `role` and `content`, in a "
-                    "row without `text`, unless `text` in study_arguments names the field that "
-                    f"counts. Found {shortened(row)}.",
+                    "row without `text`, unless `text` in study_arguments names the field with the "
+                    f"text. Found {shortened(row)}.",
                     code="studies.messages",
                 )
-            return *chat_texts(tokenizer, messages[:-1], messages[-1:], row, date), True
+            _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
+            return chat(messages[:-1], messages[-1:], row)
+        texts_given = [name for name in ("text", "completion") if row.get(name) is not None]
+        if text is None and len(texts_given) == 2:
+            raise InputError(
+                "A row must have one text. Found text and completion. Say in study_arguments which "
+                "to explain, text: '{text}' or text: '{completion}'; and prompt: '' if it has the "
+                "prompt already.",
+                code="studies.two_texts",
+            )
         if prompt is None and "prompt" not in row:
             _refuse_near_prompt([name for name in row if name not in used])
         own = "" if row.get("prompt") is None else "{prompt}"  # ruff: ignore[missing-f-string-syntax]
@@ -96,7 +118,7 @@ def language_model(
         if answer and not own:  # a whole conversation
             asked, answer = answer[:-1], answer[-1:]
         if answer is not None and asked is not None:
-            return *chat_texts(tokenizer, asked, answer, row, date), True
+            return chat(asked, answer, row)
         if answer or asked:
             raise InputError(
                 "Prompt and text must both be lists of messages, or both be texts. Found messages "
@@ -104,14 +126,12 @@ def language_model(
                 code="studies.chat_roles",
             )
         before, after = filled_in(own, row), filled_in(template, row)
-        if _runs_on(before, after) and is_asked not in told:
-            told.add(is_asked)
+        if _runs_on(before, after):
             joined = f"{before.split()[-1]}{after.split()[0]}"
-            print(
-                f"Notice: a prompt and its text are joined without a space, into {joined[:80]!r}. "
+            notify(
+                f"a prompt and its text are joined without a space, into {joined[:80]!r}. "
                 "If a space was between them in training, the text must begin with it.",
-                file=sys.stderr,
-                flush=True,
+                about=f"spaces, {is_asked}",
             )
         return before, before + after, False
 
@@ -120,30 +140,30 @@ def language_model(
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
-            add_special_tokens=not is_chat,  # a chat's template writes them
+            add_special_tokens=not is_chat,  # a chat template writes them
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )
         ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
         if ids[:2] == [tokenizer.bos_token_id] * 2 and whole.startswith(tokenizer.bos_token):
-            ids, offsets = ids[1:], offsets[1:]  # the text has the one that the tokenizer adds
+            ids, offsets = ids[1:], offsets[1:]  # the tokenizer added what the text has already
         if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
                 f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
-                f"in a text that begins with {whole[:40]!r}. Say in study_arguments where training "
-                f"cut its texts, such as max_tokens: {context}; or max_tokens: {len(ids)} if it "
-                "read them whole.",
+                f"in a text that begins with {whole[:40]!r}. Give in study_arguments the length to "
+                f"which training cut texts, such as max_tokens: {context}; or max_tokens: "
+                f"{len(ids)} if it did not.",
                 code="studies.context",
             )
         input_ids = torch.tensor(ids, dtype=torch.long)
-        # Tokens that the tokenizer adds have no characters of the text.
+        # Tokens that the tokenizer adds have the offsets (0, 0).
         in_prompt = [i for i, (_, end) in enumerate(offsets) if 0 < end <= len(before)]
         labels = input_ids.clone()
         labels[: max(in_prompt, default=-1) + 1] = -100
         if (labels == -100).all():
             raise InputError(
-                f"A text must have a part that counts, after its prompt. Found none in "
-                f"{shortened(row)}. Is it empty, or does max_tokens cut it off?",
+                f"A text must have tokens after its prompt. Found none in {shortened(row)}. Is it "
+                "empty, or does max_tokens cut it off?",
                 code="studies.empty_text",
             )
         return {"input_ids": input_ids, "labels": labels}
@@ -157,7 +177,7 @@ def language_model(
     def train_data() -> Rows:
         samples = Rows(rows, sample)
         if max_tokens is None:
-            # The longest text is the likeliest to exceed the context, and is refused at once.
+            # The longest text is read at once, because it is the likeliest to exceed the context.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
             samples[lengths.index(max(lengths))]
         return samples
@@ -165,8 +185,8 @@ def language_model(
     def target_rows() -> RowFile:
         if targets is None:
             raise InputError(
-                "study_arguments: targets must name a file of rows where an experiment picks "
-                "targets by id. Found none. Give one, or `data: asked.jsonl` in the experiment.",
+                "study_arguments: targets must name a file of rows if an experiment has ids of "
+                "targets. Found none. Give one, or `data: asked.jsonl` in the experiment.",
                 code="studies.no_targets",
             )
         return read_rows(targets)
@@ -198,52 +218,68 @@ def language_model(
 
 
 def _default_text(rows: RowFile) -> str:
-    """Return the template of what counts: the field ``text``, or TRL's ``completion``."""
+    """Return the template of the default text: the field ``text``, or TRL's ``completion``."""
     fields = {name for row in rows for name in row}
     return "{completion}" if "completion" in fields and "text" not in fields else "{text}"
 
 
 def _only_field(template: str) -> str:
-    """Return the field that a template consists of, ``text`` of ``"{text}"``; empty if of more."""
+    """Return the only field of a template such as ``"{text}"``; empty for a longer template."""
     return next((name for name in used_by(template) if template == f"{{{name}}}"), "")
 
 
+def _refuse_unread(
+    row: Mapping[str, Any], names: Iterable[str], messages: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse a row with messages if another field has a prompt or text that they lack."""
+    contents = ["", *(str(message.get("content")).strip() for message in messages)]
+    for name in sorted(names):
+        given = messages_in(row.get(name)) or [{"content": row.get(name)}]
+        texts = ["" if part.get("content") is None else str(part["content"]) for part in given]
+        if any(text.strip() not in contents for text in texts):
+            raise InputError(
+                f"A row must have either messages or the field {name}. Found both, with different "
+                "texts. Remove one of them, or rename it.",
+                code="studies.two_texts",
+            )
+
+
 def _refuse_near_prompt(names: Sequence[str]) -> None:
-    """Refuse fields called nearly as a prompt is: without a word the model would not get it."""
+    """Refuse fields with nearly the name of the prompt, which would silently not be read."""
     for name in names:
         if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
             raise InputError(
-                "What comes before a row's text must be in its field prompt. Found the field "
-                f"{name!r}, which the model would not get. Rename it; if it is no prompt, say so "
-                "in study_arguments: prompt: ''.",
+                f"A row's prompt must be in its field prompt. Found the field {name!r}, which "
+                "would not be read. Rename it; if it is no prompt, give prompt: '' in "
+                "study_arguments.",
                 code="studies.near_prompt",
             )
 
 
 def _runs_on(before: str, after: str) -> bool:
-    """Return whether two words would become one, in scripts that have capitals and spaces."""
+    """Return whether two words would be joined to one, in scripts with capitals and spaces."""
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
 
 
 def _config_folder(weights: Path) -> Path:
-    """Return the folder with a config: the folder itself, or a Trainer's last checkpoint in it."""
+    """Return the folder itself if it has a config, else a Trainer's last checkpoint in it."""
     saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     for folder in (weights, *reversed(saved)):
         if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
             return folder
     raise InputError(
-        f"study_arguments: weights must be a folder with config.json or {ADAPTER_CONFIG}, by "
-        f"itself or in a Trainer's checkpoint-<step>. Found none in {weights} (from {Path.cwd()}).",
+        f"study_arguments: weights must be a folder with config.json or {ADAPTER_CONFIG}, or with "
+        f"a Trainer's checkpoint-<step>. Found none in {weights} (from {Path.cwd()}).",
         code="studies.weights",
     )
 
 
 def _base(folder: Path) -> str | None:
-    """Return the folder that an adapter stands on, found without network; None without adapter.
+    """Return the folder of an adapter's base model; None if ``folder`` has no adapter.
 
-    A relative path counts from the adapter's folder, then from here. A name on the hub stands for
-    what is in the hub's cache, because jobs may have no network, and wait for it for minutes.
+    A relative path is looked up in the adapter's folder and then in the working folder. A name on
+    the hub is looked up in the hub's cache only, because jobs may have no network.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
@@ -251,40 +287,39 @@ def _base(folder: Path) -> str | None:
 
     settings = json.loads((folder / ADAPTER_CONFIG).read_text())
     base = str(settings.get("base_model_name_or_path"))
-    for place in (folder / base, Path(base)):
-        if place.is_dir():
-            return str(place)
+    for path in (folder / base, Path(base)):
+        if path.is_dir():
+            return str(path)
     cached = None
-    with suppress(ValueError):  # a path, and no name
+    with suppress(ValueError):  # of a path, which is no name on the hub
         cached = try_to_load_from_cache(base, "config.json", revision=settings.get("revision"))
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise InputError(
-        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder, from there or from "
-        f"{Path.cwd()}, or a model in the hub's cache. Found {base}, which is neither. Put the "
-        "base's folder there; a model of the hub comes into the cache by "
-        "`AutoModelForCausalLM.from_pretrained(name)` and `AutoTokenizer`'s.",
+        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder, relative to this "
+        f"one or to {Path.cwd()}, or a model in the hub's cache. Found {base}. Copy the base "
+        "there, or load it once by `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.",
         code="studies.adapter_base",
     )
 
 
 def _tokenizer_source(folder: Path) -> str:
-    """Return where the tokenizer lies: beside the weights, above them, or with the base."""
-    for place in (folder, folder.parent):
-        if (place / "tokenizer_config.json").is_file():
-            return str(place)
+    """Return the folder of the tokenizer: that of the weights, its parent, or the base's."""
+    for path in (folder, folder.parent):
+        if (path / "tokenizer_config.json").is_file():
+            return str(path)
     base = _base(folder)
     if base is None:
         raise InputError(
-            f"study_arguments: a tokenizer must lie beside the weights. Found none in {folder} or "
-            f"{folder.parent}. Save it there: `tokenizer.save_pretrained({str(folder)!r})`.",
+            f"study_arguments: the folder of weights must have a tokenizer. Found none in {folder} "
+            f"and {folder.parent}. Save it: `tokenizer.save_pretrained({str(folder)!r})`.",
             code="studies.tokenizer",
         )
     return base
 
 
 def _model(folder: Path) -> nn.Module:
-    """Return the model with weights unset, or an adapter's layers on its base."""
+    """Return the model with weights unset, or the base with an adapter's layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     base = _base(folder)

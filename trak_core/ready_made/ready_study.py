@@ -1,4 +1,4 @@
-"""Say what a ready-made study consists of, read its rows, and find functions that it names."""
+"""Define the parts of a ready-made study, read its rows, and import functions that it names."""
 
 import importlib.util
 import re
@@ -20,10 +20,10 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class ReadyStudy:
-    """The functions of a study (``trak_core.study.study`` says what each does).
+    """The functions of a study, which ``trak_core.study.study`` documents.
 
-    ``to_change_samples`` says which of its arguments has the model get other samples. ``as_read``
-    returns what the model reads of a sample, for the user to compare with the training.
+    ``to_change_samples`` is a sentence that names the arguments on which samples depend.
+    ``as_read`` returns the model's input, for the user to compare with the training.
     """
 
     to_change_samples: str
@@ -42,7 +42,7 @@ class ReadyStudy:
 
 
 class Rows:
-    """Samples that are made from rows on access; errors name the row's line."""
+    """Samples that are converted from rows on access; errors name the row's line."""
 
     def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
         self._rows, self._sample = rows, sample
@@ -61,10 +61,10 @@ class Rows:
 def encoder(
     sample: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], names: Iterable[str]
 ) -> Callable[..., Any]:
-    """Return the study's ``encode``: a sample of a line, which must have the fields ``names``.
+    """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
 
-    ``row`` is one that has them, for who must be told what a line is. Where one name is enough, a
-    plain line, which comes as the field ``text``, is that field.
+    If it is one field, the field ``text`` is taken in its place, which plain text becomes in
+    ``trak ask``. ``row`` is an example for messages.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -83,26 +83,25 @@ def encoder(
     return encode
 
 
-# A character has four bytes at most, and a token of it one at least.
-_MOST_PIECES = 4
+_MAX_PIECES = 4  # tokens in a character: it has at most four bytes in UTF-8
 
 
 def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text that a tokenizer of Hugging Face's makes of all.
+    """Return the part of the decoded text that each token adds.
 
-    A token that ends within a character adds "", and the one that ends it the character. Put
-    together they are the text, with the spaces that a token by itself doesn't have. The cost grows
-    with the number of tokens: each is decoded behind the few before it.
+    The parts joined are the text of all tokens, with spaces that ``decode`` of a single token
+    lacks. A token that ends within a character adds "", and the token that completes it the
+    character. The cost is linear, because each token is decoded after a few before it.
     """
 
     def decoded(first: int, end: int) -> str:
-        # Cleaning takes spaces away before what comes later.
+        # Cleaning would remove spaces before a later token.
         return tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
 
     texts, first, whole = list[str](), 0, 0
     for end in range(1, len(ids) + 1):
         before, text = decoded(first, whole), decoded(first, end)
-        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and end - whole < _MOST_PIECES
+        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and end - whole < _MAX_PIECES
         if is_open and end < len(ids):
             texts.append("")
             continue
@@ -112,12 +111,11 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def needed(package: str, extra: str) -> None:
-    """Refuse to go on without a package, and say which extra of this one brings it."""
+    """Raise an InputError if a package is missing, with the extra that installs it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
-            f"This study must find the package {package}. Found none: call "
-            f"`{Path(sys.executable)} -m pip install {package}`, or install "
-            f"'trak-core[{extra}]', which has all that such studies need.",
+            f"This study needs the package {package}. Found none. Call "
+            f"`{Path(sys.executable)} -m pip install {package}`, or install 'trak-core[{extra}]'.",
             code="studies.package",
         )
 
@@ -125,40 +123,35 @@ def needed(package: str, extra: str) -> None:
 def function_at(place: str, argument: str) -> Callable[..., Any]:
     """Return the function that ``file.py:function`` names."""
     file, _, name = place.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        problem = f"no file {file} in {Path.cwd()}" if path.suffix == ".py" else place
-        raise InputError(
-            f"study_arguments: {argument} must name a function as file.py:function. Found "
-            f"{problem}.",
-            code="studies.function",
-        )
-    function = getattr(Study.load(path).module, name, None)
+    path, function = Path(file), None
+    if path.suffix == ".py" and path.is_file():
+        function = getattr(Study.load(path).module, name, None)
     if not callable(function):
         raise InputError(
-            f"study_arguments: {argument} must name a function of {file}. Found no {name} there.",
+            f"study_arguments: {argument} must name a function as file.py:function. Found none at "
+            f"{place} (from {Path.cwd()}).",
             code="studies.function",
         )
     return function
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return the rows' fields as columns: those that the model doesn't get, and are short."""
+    """Return the rows' short fields that are not ``used`` by the model, as columns."""
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     return short_columns({name: rows.column(name) for name in names})
 
 
 def used_by(*templates: str | None) -> set[str]:
-    """Return the fields that templates such as ``"{prompt}{completion}"`` fill in."""
+    """Return the names of the fields in templates such as ``"{prompt}{completion}"``."""
     parts = (part for template in templates if template for part in Formatter().parse(template))
     return {re.split(r"[.\[]", name)[0] for _, name, _, _ in parts if name}
 
 
 def field(row: Mapping[str, Any], name: str) -> Any:
-    """Return a row's field, or say which it has."""
+    """Return a row's field, or raise an InputError that lists its fields."""
     if name not in row:
         raise InputError(
-            f"study_arguments: a field must be one of the rows'. Found {name}; a row has "
+            f"study_arguments: a field must be in every row. Found no {name} in a row with "
             f"{', '.join(row)}.",
             code="studies.field",
         )
@@ -166,7 +159,7 @@ def field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
-    """Return the number of each class by its label in the rows; YAML may have made it a number."""
+    """Return the number of each class by its label as a text; YAML may have parsed it."""
     numbers = {str(name): number for number, name in enumerate(classes)}
     if len(numbers) < len(classes):
         raise InputError(
@@ -179,7 +172,7 @@ def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
 
 
 class _Template(Formatter):
-    """A template whose fields must be texts or numbers: a list would be written as Python's."""
+    """A template that refuses fields other than texts and numbers."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
@@ -189,9 +182,9 @@ class _Template(Formatter):
 
 
 def filled_in(template: str, row: Mapping[str, Any]) -> str:
-    """Return a template such as ``"{prompt} {completion}"`` with a row's fields, none missing.
+    """Return a template such as ``"{prompt} {completion}"`` with a row's fields.
 
-    Numbers are written as the file has them. Values of other types are refused.
+    Numbers are written as in the file. Missing fields and values of other types are refused.
     """
     row = {key: value for key, value in row.items() if value is not None and value == value}
     try:
@@ -203,21 +196,9 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         missing = sorted(used_by(template) - row.keys())
-        if missing:
-            has = f"values in {', '.join(row)}" if row else "no value at all"
-            texts = [
-                key
-                for key, value in row.items()
-                if isinstance(value, str) and key not in {"id", "prompt"}
-            ]
-            own = "{" + [*texts, "answer"][0] + "}"
-            raise InputError(
-                f"A row must have a value in the field {missing[0]}. Found {has}. Fill it in, or "
-                f"name the rows' own fields in study_arguments, as in text: '{own}'.",
-                code="studies.template",
-            ) from error
         raise InputError(
-            f"study_arguments: a row must have the fields of the template {template!r}. Found "
-            f"{shortened(row)}.",
+            f"A row must have a value in each field of the template {template!r}. Found none in "
+            f"{', '.join(missing) or 'a part'}, and values in {', '.join(row) or 'no field'}. Fill "
+            "it in, or name other fields in study_arguments, as in text: '{answer}'.",
             code="studies.template",
         ) from error

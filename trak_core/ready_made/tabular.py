@@ -1,4 +1,4 @@
-"""Study a model of tables: numbers in columns, and a class or a number to predict."""
+"""Define the study of a model of tables: columns of numbers, and a class or number to predict."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,17 +34,14 @@ def tabular(
         table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
         label: The column to predict.
         model: ``file.py:function`` of a function that returns the module, weights unset.
-        targets: Rows to explain; the training rows, if there are none.
+        targets: Rows to explain; the training rows if not given.
         columns: The model's inputs, in its order; if not given, all columns except ``label`` and
             ``id``. They must be numbers, as the model was trained on them.
-        classes: Labels in the order of the model's logits, for labels that are names. Without it
+        classes: Labels in the order of the model's logits, if labels are names. If not given,
             labels are numbers: integers if all training labels are, else floats.
-        scale: ``standard`` takes from each input the mean of the training rows and divides by their
-            standard deviation (by n, as scikit-learn's ``StandardScaler``), where that isn't 0.
-            Pages show inputs as the table has them.
-
-    Raises:
-        InputError: If ``scale`` is another word.
+        scale: ``standard`` subtracts from each input the mean of the training rows and divides by
+            their standard deviation (by n, as scikit-learn's ``StandardScaler``) unless it is 0.
+            Pages show unscaled inputs.
     """
     if scale not in {None, "standard"}:
         raise InputError(
@@ -59,14 +56,14 @@ def tabular(
     labels = [as_number(row.get(label)) for row in rows]
     are_whole = all(isinstance(value, int) for value in labels)
 
-    answer = f"one of `classes`, written so: {listed([*numbers])}" if classes else "a number"
+    answer = f"one of the classes {listed([*numbers])}" if classes else "a number"
 
     def refused(row: Mapping[str, Any], column: str) -> InputError:
         return InputError(
             f"{label} must be {answer}, and the model's inputs numbers: {', '.join(names)}. Found "
-            f"{shortened({column: row[column]})}. Write what training "
-            "had for it, without separators of thousands and with a decimal point, or delete the "
-            "row if training did. `columns` in study_arguments names the model's inputs.",
+            f"{shortened({column: row[column]})}. Write the number of the training, without "
+            "separators of thousands and with a decimal point, or delete the row if training did. "
+            "`columns` in study_arguments names the model's inputs.",
             code="studies.numbers",
         )
 
@@ -85,12 +82,11 @@ def tabular(
             raise refused(row, label)
         return torch.tensor(values, dtype=torch.float64), numbers[str(row[label])]
 
-    # What each input is less of, and divided by.
     means, deviations = torch.zeros(len(names)), torch.ones(len(names))
     if scale:
         inputs = torch.stack([values for values, _ in Rows(rows, measured)])
         deviations, means = torch.std_mean(inputs, dim=0, correction=0)
-        # The mean of equal numbers is one of them, up to rounding.
+        # The deviation of equal numbers is 0 up to the rounding of their mean.
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
         deviations.masked_fill_(is_constant, 1.0)
 

@@ -1,4 +1,4 @@
-"""Study a classifier of texts of Hugging Face's: weights, a file of texts with labels."""
+"""Define the study of a text classifier: a folder of weights and a file of labelled texts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.data.rows import as_number, class_number, read_rows
+from trak_core.data.rows import as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
@@ -23,8 +23,7 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 
-# Tokens to which texts are padded, if nothing says otherwise.
-_LENGTH = 128
+_LENGTH = 128  # tokens to which texts are padded by default
 
 
 def text_classification(
@@ -41,17 +40,18 @@ def text_classification(
     Args:
         texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
         weights: A folder with the model's ``config.json`` and tokenizer.
-        targets: Rows to explain, by id; ``texts`` themselves, if there are none.
+        targets: Rows to explain, by id; ``texts`` if not given.
         text: The text, a template with fields of a row.
         label: The field with the label: a class's number, or its name in the model's config.
         max_tokens: All texts are cut or padded to this length. If not given, they are padded to 128
             tokens, or to the model's context if that is less, and longer ones are refused.
-        classes: The labels of the rows in the order of the model's logits, where they are neither
-            or could be both: ``[0, 1, 2]`` for the numbers of classes that are called "1" to "3".
+        classes: The labels of the rows in the order of the model's logits, one for each. They are
+            needed if labels are neither numbers nor names of classes, or could be both: ``[0, 1,
+            2]`` for the numbers of classes that are called "1" to "3".
 
     Raises:
-        InputError: If a name of the model's classes is the number of another class, and there are
-            no ``classes``.
+        InputError: If a name of the model's classes is the number of another class, and ``classes``
+            is not given.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -64,35 +64,34 @@ def text_classification(
     tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, weights)
     if tokenizer.pad_token is None:
         raise InputError(
-            "The tokenizer must have a pad token, with which short texts are filled up. Found none "
-            f"in {weights}. Save it with the one that training took: "
+            "The tokenizer must have a pad token for short texts. Found none in "
+            f"{weights}. Save it with that of the training: "
             "`tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
             code="studies.pad_token",
         )
     config: Any = from_folder(AutoConfig.from_pretrained, weights)
-    # Names of classes that aren't numbered from 0 tell nothing of the logits.
+    # Names that aren't numbered from 0 are not those of the logits.
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
-    # Without names transformers calls the classes so.
+    # These are the default names of transformers.
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
-    said: dict[str, int] = config.label2id or {}
-    numbers = {name: number for number, name in enumerate(given)} or said
-    is_said_twice = len(numbers) < len(given) or (names and said and said != numbers)
+    inverse: dict[str, int] = config.label2id or {}
+    numbers = {name: number for number, name in enumerate(given)} or inverse
+    is_ambiguous = len(numbers) < len(given) or (names and inverse and inverse != numbers)
     if classes is not None:
         numbers = class_numbers(classes)
-    elif is_said_twice:
-        raise InputError(
-            f"study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because id2label and label2id in {weights}/config.json differ. Found "
-            f"{config.id2label} and {said}.",
-            code="studies.ambiguous_labels",
-        )
-    elif any(as_number(name) not in {None, number} for name, number in numbers.items()):
+        if len(numbers) != config.num_labels:
+            raise InputError(
+                "study_arguments: classes must have a label for each of the model's "
+                f"{config.num_labels} logits. Found {listed([*numbers])}.",
+                code="studies.classes",
+            )
+    elif is_ambiguous or any(as_number(n) not in {None, i} for n, i in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because names of the model's classes could be numbers of others: "
-            f"{listed([*numbers])}. Give classes: {list(range(len(numbers)))} if labels "
-            f"count classes from 0, and classes: {[*numbers]} if they are names.",
+            f"logits, because names in {weights}/config.json differ, or could be numbers of other "
+            f"classes. Found id2label {config.id2label} and label2id {inverse}. Give classes: "
+            f"{list(range(config.num_labels))} for numbers, or classes: {[*numbers]} for names.",
             code="studies.ambiguous_labels",
         )
 
@@ -103,27 +102,31 @@ def text_classification(
         return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
-        of_row = field(row, label)
-        number = numbers.get(str(of_row))
+        value = field(row, label)
+        number = numbers.get(str(value))
         if number is None and classes is None:
-            number = class_number(of_row)
+            number = class_number(value)
         if number is None:
             raise InputError(
                 f"A label must be a class's number or one of {listed([*numbers])}. Found "
-                f"{of_row!r:.80}.",
+                f"{value!r:.80}.",
                 code="studies.label",
             )
+        written = filled_in(text, row)
+        if not written.strip():
+            raise InputError(
+                f"A text must not be empty. Found {shortened(row)}. Fill it in, or leave out the "
+                "row.",
+                code="studies.empty_text",
+            )
         tokens = tokenizer(
-            filled_in(text, row),
-            truncation=max_tokens is not None,
-            max_length=length,
-            padding="max_length",
+            written, truncation=max_tokens is not None, max_length=length, padding="max_length"
         )
         n_tokens = len(tokens["input_ids"])
         if n_tokens > length:
             raise InputError(
-                f"A text must have at most {length} tokens where study_arguments have no "
-                f"max_tokens. Found {n_tokens}. Give the length to which training cut its texts.",
+                f"A text must have at most {length} tokens if study_arguments have no max_tokens. "
+                f"Found {n_tokens}. Give the length to which training cut its texts.",
                 code="studies.context",
             )
         inputs = {name: torch.tensor(values) for name, values in tokens.items()}

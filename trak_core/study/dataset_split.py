@@ -1,4 +1,4 @@
-"""Read the samples of a split, check their ids, and give them other labels."""
+"""Read the samples of a split, check their ids, and replace labels."""
 
 import traceback
 from collections import Counter
@@ -14,11 +14,11 @@ from torch.utils.data import Subset, default_collate
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, listed, no_room
 
-_MAX_ID = 255
+_MAX_ID_BYTES = 255
 
 
 class Samples(Protocol):
-    """Map-style data: what ``torch.utils.data.Dataset`` with a length is."""
+    """A map-style dataset, such as a ``torch.utils.data.Dataset`` with ``len()``."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -37,9 +37,10 @@ class Split:
     ids: list[int] | list[str]
 
     def take(self, ids: Sequence[int | str]) -> "Split":
-        """Return the samples with these ids, in this order; each id must be there, and once."""
+        """Return the samples with these distinct ids, in this order."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
-        unknown = [i for i in ids if i not in position]
+        # True equals 1, and would select the sample 1.
+        unknown = [i for i in ids if i not in position or isinstance(i, bool)]
         if unknown:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
@@ -72,7 +73,7 @@ class Split:
 
 
 def _entries(sample: Any) -> dict[str, Any]:
-    """Return the entries of a sample by name or number."""
+    """Return the entries of a sample by name, or by number."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if isinstance(sample, list | tuple):
@@ -86,8 +87,11 @@ def _entries(sample: Any) -> dict[str, Any]:
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     """Stack one entry of several samples: tensors, arrays, numbers or lists of numbers."""
     try:
-        # default_collate takes a list of numbers for numbers of several samples.
-        tensors = [torch.as_tensor(p) if isinstance(p, list) else p for p in parts]
+        # default_collate would transpose lists, and convert bytes and floats to one type.
+        tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
+        dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
+        if len(dtypes) > 1:
+            raise TypeError(f"their types differ, {', '.join(sorted(dtypes))}")
         stacked = default_collate(tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
@@ -108,10 +112,9 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
 
 @contextmanager
 def users_code(call: str) -> Generator[None, None, None]:
-    """Make an exception of the study's own code an ``InputError`` that says where it came from.
+    """Convert an exception of the study's own code to an ``InputError`` with its traceback.
 
-    That includes SystemExit. A full disk or memory, and a job that is told to stop, are no mistakes
-    of the study's and pass through.
+    SystemExit is converted too. Errors of a full disk or memory, and the signal to stop, are not.
     """
     try:
         yield
@@ -120,7 +123,7 @@ def users_code(call: str) -> Generator[None, None, None]:
     except (Exception, SystemExit) as error:
         if came_from_no_memory(error) or no_room(error):
             raise
-        # Without this function's frame, and the one that called the study's code.
+        # Without the frames of this function and of its caller.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
         raise InputError(
@@ -134,18 +137,24 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # HDF5 fills up fixed-length strings with NUL, which isn't printable; lone surrogates have no
-    # UTF-8; pandas reads nan in an index as a missing value.
+    # NUL, which pads strings in HDF5, isn't printable. Lone surrogates have no UTF-8. pandas reads
+    # nan in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"
-        and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID
+        and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID_BYTES
         and sample_id.isprintable()
     )
 
 
 def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
-    """Return plain ids from ``function``: all integers or all short names, each its own."""
+    """Return the ids as Python's integers or strings, after a check of their number and kind.
+
+    Args:
+        ids: Ids of samples: distinct, all integers of 64 bits or all short printable strings.
+        n_samples: How many there must be.
+        function: Their origin, for messages.
+    """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
         raise InputError(
@@ -155,8 +164,9 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         is_good = _is_number if type(plain[0]) is int else _is_name
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
-            f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
-            f"of printable text only, other than nan. Found {', '.join(repr(i) for i in bad[:3])}."
+            f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID_BYTES} "
+            "bytes of printable text only, other than nan. Found "
+            f"{', '.join(repr(i) for i in bad[:3])}."
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
@@ -172,14 +182,13 @@ def label_of(sample: Any) -> torch.Tensor:
 
 
 def with_label(sample: Any, label: int) -> Any:
-    """Return a sample with another label, of the type of its own."""
+    """Return a sample with another label, of the type of the old one."""
     if isinstance(sample, Mapping):
         return {**sample, "labels": _like(sample["labels"], label)}
     return (*sample[:-1], _like(sample[-1], label))
 
 
 def _like(old: Any, label: int) -> Any:
-    """Return a label of the type of the one it replaces."""
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, label)
     return np.full_like(old, label) if isinstance(old, np.ndarray) else type(old)(label)

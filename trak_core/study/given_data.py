@@ -8,18 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
+from trak_core.study.load_checkpoint import hash_tensors
 
-# Samples that are read twice.
-_READ_AGAIN = 32
+_READ_TWICE = 32  # samples
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Tensors with a row a sample, by name or in order."""
+    """Samples in tensors with a row a sample, by name or by number."""
 
     columns: Mapping[Any, Any]
     is_named: bool
@@ -34,7 +40,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """Samples of a DataLoader with a ``collate_fn`` of its own, which makes a batch of each."""
+    """Samples of a DataLoader with a user-defined ``collate_fn``, called with one sample."""
 
     loader: DataLoader[Any]
 
@@ -45,9 +51,18 @@ class _Collated:
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
         batch = collate([dataset[index]])
-        if isinstance(batch, Mapping):
-            return {name: values[0] for name, values in batch.items()}
-        return tuple(values[0] for values in batch)
+        named = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
+        for name, values in named.items():
+            if not hasattr(values, "__len__") or len(values) != 1:
+                size = getattr(values, "shape", type(values).__name__)
+                raise InputError(
+                    "A DataLoader's collate_fn must return tensors whose first dimension is the "
+                    f"sample. Found {size} in entry {name} for one sample. Give the data as a "
+                    "Dataset.",
+                    code="study.given_collate",
+                )
+        sample = {name: values[0] for name, values in named.items()}
+        return sample if isinstance(batch, Mapping) else tuple(sample.values())
 
 
 def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
@@ -69,10 +84,17 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
-    if not isinstance(loader.sampler, SequentialSampler | RandomSampler):
+    """Return the dataset of a loader that takes each of its samples once an epoch."""
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", batches)
+    is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
+    takes_each = is_shuffled or isinstance(sampler, SequentialSampler)
+    takes_all = takes_each and len(sampler) == len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    if type(batches) is not BatchSampler or not takes_all:
+        kind = "none (batch_size=None)" if batches is None else type(sampler).__name__
         raise InputError(
-            "A DataLoader must take all samples of its dataset. Found the sampler "
-            f"{type(loader.sampler).__name__}. Give the samples as a Dataset, such as a Subset.",
+            "A DataLoader must make batches of all samples of its dataset, each once. Found the "
+            f"sampler {kind}. Give the samples as a Dataset, such as a Subset.",
             code="study.given_sampler",
         )
     return loader.dataset if loader.collate_fn is default_collate else _Collated(loader)
@@ -82,11 +104,11 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     """Return samples with their ids.
 
     Args:
-        data: A tuple of tensors or arrays, a row a sample: the model's inputs and, last, the
-            labels. A dict of them: the model's named inputs and ``labels``. Anything with ``len()``
-            and ``[i]`` whose entries are samples: a torch Dataset, a list, a Hugging Face dataset.
-            A ``Split``, which has ids. Or a DataLoader: its dataset in order, whatever ``shuffle``,
-            ``batch_size`` and ``drop_last`` are; a ``collate_fn`` gets one sample at a time.
+        data: A tuple of tensors or arrays with a row a sample: the model's inputs, then the labels.
+            A dict of them: the model's named inputs and ``labels``. Anything with ``len()`` and
+            ``[i]`` whose entries are samples: a torch Dataset, a list, a Hugging Face dataset. A
+            ``Split``, which has ids. Or a DataLoader: its dataset in order, for any ``shuffle``,
+            ``batch_size`` and ``drop_last``; a ``collate_fn`` is called with one sample at a time.
         ids: An id a sample, integers or short texts; None for 0, 1, 2, ...
     """
     if isinstance(data, Split):
@@ -95,22 +117,22 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
         data = _dataset_of(data)
     if isinstance(data, Mapping) or (isinstance(data, tuple) and not hasattr(data, "_fields")):
         data = _columns_of(data)
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or hasattr(data, "iloc"):
         raise InputError(
             "Data must be tensors, a DataLoader, or samples with len() and [i], such as a torch "
-            f"Dataset. Found {type(data).__name__}. `list(data)` makes samples of an iterable.",
+            f"Dataset. Found {type(data).__name__}. `list(data)` converts an iterable.",
             code="study.given_data",
         )
     size = len(data)
     if size == 0:
         raise InputError("Data must hold samples. Found none.", code="study.given_nothing")
     split = Split(data, checked_ids(range(size) if ids is None else [*ids], size, "`ids`"))
-    spread = [i * (size - 1) // (_READ_AGAIN - 1) for i in range(_READ_AGAIN)]
+    spread = [i * (size - 1) // (_READ_TWICE - 1) for i in range(_READ_TWICE)]
     first = subset_digest(split, spread)
     if first != subset_digest(split, spread):
         raise InputError(
             "Data must give the same sample each time it is read, because every checkpoint reads "
-            f"it. Found other values when {_READ_AGAIN} samples were read again: is there random "
+            f"it. Found other values when {_READ_TWICE} samples were read again: is there random "
             "augmentation? Give the data without it.",
             code="study.given_random",
         )
@@ -122,8 +144,5 @@ def subset_digest(split: Split, rows: Iterable[int]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         batch = split.batch(row, row + 1)
-        for name, tensor in batch.items() if isinstance(batch, dict) else enumerate(batch):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            values = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(values.view(torch.uint8).numpy().data)
+        hash_tensors(digest, batch if isinstance(batch, dict) else dict(enumerate(batch)))
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Fit the weights of a checkpoint to a model."""
+"""Read the weights of a checkpoint, and load them into a model."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +23,8 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-# Entries that are checked at a time, and bytes that are read at a time.
-_PIECE, _PIECE_BYTES = 2**20, 2**26
-# How modules take weights: copies, and torch's norms, which only add what old files lack.
+_PIECE_BYTES = 2**26  # of weights that are copied from one memory map
+# Methods that copy weights; those of torch's norms also add what old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -34,19 +33,15 @@ _PLAIN_LOADS = {
 
 
 class Weights(NamedTuple):
-    """The weights that are taken from files.
-
-    ``within`` are the keys that lead to them in a file, joined by dots; ``notice`` says that others
-    could have been taken.
-    """
+    """The weights read from a checkpoint."""
 
     state: dict[str, Tensor]
-    within: str
-    notice: str
+    within: str  # the keys that lead to them in a file, joined by dots
+    notice: str  # empty, or a sentence that names other state dicts in the file
 
 
-def _taken(saved: Any, path: Path) -> Weights:
-    """Take the state dict out of what a file holds, where nothing says which."""
+def _default_part(saved: Any, path: Path) -> Weights:
+    """Return the state dict in a file: the file itself, or what is under the usual keys."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -63,8 +58,8 @@ def _taken(saved: Any, path: Path) -> Weights:
         return Weights(state, name, notice if others else "")
     remedy = _REMEDY
     if parts:
-        ways = " or ".join(f"`state_dict: {part}`" for part in parts)
-        remedy = f"Say which for the checkpoint in the config: {ways}."
+        choices = " or ".join(f"`state_dict: {part}`" for part in parts)
+        remedy = f"Say which for the checkpoint in the config: {choices}."
     entries = saved if isinstance(saved, dict) else {}
     raise InputError(
         f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
@@ -75,7 +70,7 @@ def _taken(saved: Any, path: Path) -> Weights:
 
 
 def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) -> Weights:
-    """Return what is taken from all files of a checkpoint; see ``read_state_dict``."""
+    """Return the weights in all files of a checkpoint; see ``read_state_dict``."""
     state, within, notice = dict[str, Tensor](), part or "", ""
     files, config = weight_files(checkpoint)
     if digest is not None and config is not None:
@@ -83,12 +78,14 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     for path in files:
         saved = read_tensors(path, _MUST, _REMEDY, digest)
         if part is None:
-            shard, within, notice = _taken(saved, path)
+            shard, within, notice = _default_part(saved, path)
         else:
-            named = state_dicts(saved)
-            shard = {f"{name}.{k}" if name else k: v for name, own in named for k, v in own.items()}
+            shard = {
+                f"{name}.{key}" if name else key: value
+                for name, weights in state_dicts(saved)
+                for key, value in weights.items()
+            }
         twice = sorted(state.keys() & shard.keys())
-        # Two saves into one folder: nobody knows which one is older.
         if twice:
             raise InputError(
                 f"{path}: each weight must be in one file of a checkpoint folder. Found in another "
@@ -105,36 +102,36 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
-    odd = {key: kind for key, value in chosen.items() if (kind := _odd_kind(value))}
-    if odd:
+    unusual = {key: kind for key, value in chosen.items() if (kind := _unusual_kind(value))}
+    if unusual:
         raise InputError(
             f"{checkpoint}: weights must be tensors of plain numbers. Found "
-            f"{listed(f'{key}, {kind}' for key, kind in odd.items())}. Save whole tensors in "
+            f"{listed(f'{key}, {kind}' for key, kind in unusual.items())}. Save whole tensors in "
             "floating point, `model.state_dict()` of the model as it was trained.",
             code="study.tensor_file",
         )
     return Weights(chosen, within, notice)
 
 
-def _odd_kind(value: Tensor) -> str:
-    """Return what a tensor is that is no array of numbers; empty for one that is."""
+def _unusual_kind(value: Tensor) -> str:
+    """Return the kind of a tensor that is no array of numbers, such as DTensor; else nothing."""
     if type(value) not in {Tensor, nn.Parameter}:
-        return type(value).__name__  # a piece of one, for one
+        return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
     return next((kind for kind, is_so in kinds.items() if is_so), "")
 
 
 def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str, Tensor], str]:
-    """Read the weights of a checkpoint, on the CPU.
+    """Read the weights of a checkpoint as memory maps on the CPU.
 
-    It is a state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging Face folder,
-    sharded or not, or a folder of an adapter of PEFT's; anything else is an ``InputError``. Where a
-    file has several state dicts, ``part`` are the keys that lead to one, joined by dots; keys of
-    one state dict that begin so are a part too.
+    Args:
+        checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
+            Face folder, sharded or not, or a folder of a PEFT adapter.
+        part: The keys that lead to one of several state dicts, or a prefix of keys, with dots.
 
     Returns:
-        Names to tensors; and the SHA-256 of the files that decide the numbers, in order. An
-        adapter's config, or an index, comes before the weights.
+        Names to tensors; and the SHA-256 of the files in order, after an adapter's config or an
+        index.
     """
     digest = hashlib.sha256()
     return read_weights(checkpoint, part, digest).state, digest.hexdigest()
@@ -143,35 +140,33 @@ def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str
 def load_state_dict(
     model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
 ) -> None:
-    """Put weights into ``model``, and the model into evaluation mode.
+    """Load weights into ``model``, and put it into evaluation mode.
 
-    Every parameter and buffer of the model must be there, with its shape, and nothing else. Tied
-    parameters need to be there once, and must be equal otherwise; ``num_batches_tracked`` of norms
-    may be missing, because evaluation mode doesn't read it. ``fit_weights`` says which prefixes and
-    wrappers in names don't count; a line on standard output tells of them. Weights must be finite.
-    An ``InputError`` lists what doesn't fit, and names the ``source`` of the weights, and the keys
-    ``within`` it that lead to them.
+    Every parameter and buffer of the model must be in ``state``, with its shape, finite, and
+    nothing else. Tied parameters must be equal, and one of them may be missing.
+    ``num_batches_tracked`` of norms may be missing, because evaluation mode does not read it.
+    ``fit_weights`` documents which names fit, and the other arguments.
     """
-    fitting, _, told = fit_weights(model, state, source, within)
-    _put(model, [fitting], fitting, source, told)
+    fitting, _, notices = fit_weights(model, state, source, within)
+    _copy_weights(model, [fitting], fitting, source, notices)
 
 
-def _put(
+def _copy_weights(
     model: nn.Module,
     pieces: Iterable[Mapping[str, Tensor]],
     whole: Mapping[str, Tensor],
     source: str,
-    told: Iterable[str],
+    notices: Iterable[str],
 ) -> None:
-    """Copy weights into a model, piece after piece of the ``whole``, and say what was done."""
+    """Copy the ``pieces`` of the ``whole`` weights into a model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, whole, source)
     for piece in pieces:
         _check_finite({k: v for k, v in piece.items() if k in parameters}, source)
         model.load_state_dict(piece, strict=False)
     model.eval()
-    for text in told:
-        print(f"{source}: {text}")
+    for notice in notices:
+        print(f"{source}: {notice}")
 
 
 def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
@@ -185,27 +180,24 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if not values.is_floating_point():
-        return True
-    # The least and the greatest: nearly ten times as fast as torch.isfinite.
-    parts = values.flatten().split(_PIECE) if values.numel() else ()
-    return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    # The extremes are NaN if any entry is. They take a tenth of the time of torch.isfinite.
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _check_tied(
-    parameters: Mapping[str, Tensor], fitting: Mapping[str, Tensor], source: str
+    parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Refuse two weights for one parameter: the model would silently have the last."""
+    """Refuse different weights for one parameter: the model would silently have the last."""
     first: dict[int, str] = {}
     differing = set[str]()
-    for key, own in parameters.items():
-        if key not in fitting:
+    for key, parameter in parameters.items():
+        if key not in weights:
             continue
-        other = first.setdefault(id(own), key)
-        if other != key and not torch.equal(*(fitting[k].to(own.dtype) for k in (key, other))):
-            differing |= {other, key}
+        other = first.setdefault(id(parameter), key)
+        if other != key:
+            values, others = (weights[k].to(parameter.dtype) for k in (key, other))
+            differing |= set() if torch.equal(values, others) else {other, key}
     if differing:
         raise InputError(
             f"{source}: weights of parameters that the model ties must be equal. Found different "
@@ -216,11 +208,11 @@ def _check_tied(
 
 
 def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
-    """Return the model that is to get a checkpoint's weights.
+    """Return the model into which a checkpoint's weights will be loaded.
 
-    Weights that it will get are not drawn first, where that decides no number.
+    Weights that the checkpoint replaces are not drawn, unless a number depends on the draw.
     """
-    # An adapter's files have a few of the weights. A model's own way to load may leave some out.
+    # An adapter's files have a few of the weights. A user-defined method of loading may skip some.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):
@@ -229,18 +221,15 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> dict[str, str]:
-    """Put the weights of a file or folder into ``model``, and the model into evaluation mode.
+    """Load the weights in a file or folder into ``model``, and put it into evaluation mode.
 
-    ``read_state_dict`` says what is read and what ``part`` is, ``load_state_dict`` what fits. A
-    notice on standard output says where a file has more than the weights that are taken. A folder
-    of an adapter of PEFT's gives the active adapter of a PeftModel its weights: every one must be
-    there, with its shape, and nothing else; and the model must have the settings that it was saved
-    with, because they decide what its weights mean. The base's weights don't change.
+    ``read_state_dict`` documents ``checkpoint`` and ``part``, ``load_state_dict`` which weights
+    fit. The folder of an adapter sets the active adapter of a PeftModel, whose keys, shapes and
+    settings must be the same.
 
     Returns:
-        What tells these weights from others: ``sha256``, of the files (see ``read_state_dict``).
-        An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
-        model has with it, so that files made on different bases are never taken together.
+        ``sha256`` of the files (see ``read_state_dict``). For an adapter also ``model_sha256`` of
+        all weights, because the same adapter on another base is another model.
     """
     digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
@@ -248,20 +237,19 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     if weights.notice:
         print(f"Notice: {checkpoint}: {weights.notice}")
     if not (checkpoint / ADAPTER_CONFIG).is_file():
-        fitting, names, told = fit_weights(model, weights.state, source, weights.within)
+        fitting, names, notices = fit_weights(model, weights.state, source, weights.within)
         pieces = [fitting]
         if names is not None and _loads_plainly(model):
             pieces = _pieces(checkpoint, part, names, weights.state, before)
-        _put(model, pieces, fitting, source, told)
+        _copy_weights(model, pieces, fitting, source, notices)
         return {"sha256": sha256}
-    state = weights.state
-    adapter = _fitting_adapter(model, state, checkpoint)
-    _check_finite(state, source)
-    adapter.put(state)
+    adapter = _fitting_adapter(model, weights.state, checkpoint)
+    _check_finite(weights.state, source)
+    adapter.load(weights.state)
     model.eval()
-    # Modules may keep what is no tensor there.
-    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    return {"sha256": sha256, "model_sha256": state_dict_sha256(own)}
+    # get_extra_state() of a module may return something other than a tensor.
+    tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return {"sha256": sha256, "model_sha256": state_dict_sha256(tensors)}
 
 
 def _pieces(
@@ -271,9 +259,10 @@ def _pieces(
     state: Mapping[str, Tensor],
     before: list[tuple[int, ...]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights by the model's ``names``, mapped anew: what was read of the last is let go.
+    """Yield weights in pieces by the model's ``names``, each from a new memory map.
 
-    Files must be those of ``before``, by their ``_stamps``: other numbers have another digest.
+    Pages that were read stay in memory as long as their map. With one map, a job would hold all
+    weights twice. ``before`` are the stamps of the files that were hashed.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -285,24 +274,23 @@ def _pieces(
             keys, n_bytes = [], 0
     if _stamps(checkpoint) != before:
         raise InputError(
-            f"{checkpoint}: a checkpoint must stay as it is while it is read. Found that it was "
+            f"{checkpoint}: a checkpoint must not change while it is read. Found that it was "
             "replaced. Run the job again.",
             code="study.checkpoint_replaced",
         )
 
 
 def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Return what tells that files were replaced or written to since."""
+    """Return numbers of each file that differ once it is replaced or written to."""
     stats = [path.stat() for path in weight_files(checkpoint)[0]]
     return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Whether loading a model's weights is copying them, each to the tensor of its name."""
+    """Return whether loading weights copies each to the tensor of its name, without hooks."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    own_way = type(model).load_state_dict is not nn.Module.load_state_dict
     return (
-        not own_way
+        type(model).load_state_dict is nn.Module.load_state_dict
         and model.state_dict().keys() <= named.keys()
         and not any(
             module._state_dict_hooks
@@ -316,18 +304,14 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 class Checked(NamedTuple):
-    """What the preflight has seen of a checkpoint that fits.
+    """Facts about a checkpoint that fits."""
 
-    ``is_renamed`` says whether transformers must rename its weights, for which more than one copy
-    is held; ``notice`` that a file has other weights than those that are taken, empty elsewhere.
-    """
-
-    is_renamed: bool = False
-    notice: str = ""
+    is_renamed: bool = False  # by transformers, which takes memory for a second copy
+    notice: str = ""  # as in ``Weights``
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
-    """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread."""
+    """Check what ``load_checkpoint`` does, without reading numbers and comparing checksums."""
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)
@@ -338,11 +322,11 @@ def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
-    """Return the model's adapter, which the weights fit."""
-    adapter = Adapter.of(model, folder)
-    settings, of_keys = adapter.other_settings(folder / ADAPTER_CONFIG)
+    """Return the model's adapter if weights and settings in a folder fit it."""
+    adapter = Adapter.active(model, folder)
+    settings, layer_settings = adapter.differing_settings(folder)
     misfits = misfits_of(state, adapter.weights(state))
-    settings += of_keys if misfits else []
+    settings += layer_settings if misfits else []
     if settings:
         misfits["of another setting"] = settings
     if misfits:
@@ -355,11 +339,16 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
     return adapter
 
 
-def state_dict_sha256(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of weights in memory: names, dtypes, shapes and bytes, in order."""
-    digest = hashlib.sha256()
-    for name, tensor in state.items():
+def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
+    """Update a digest with names, dtypes, shapes and bytes of tensors, in order."""
+    for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         values = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(values.view(torch.uint8).numpy().data)
+
+
+def state_dict_sha256(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of weights in memory: names, dtypes, shapes and bytes, in order."""
+    digest = hashlib.sha256()
+    hash_tensors(digest, state)
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""Read Adam's second moments from the optimizer's state that lies with a checkpoint.
+"""Read Adam's second moments from the optimizer's state that is saved with a checkpoint.
 
-An optimizer's state numbers its parameters, group after group, and has names only if the optimizer
-was given them. Without names, parameters are matched to groups by order and shape; an ambiguous
+An optimizer's state numbers its parameters, group after group. It has names only if the optimizer
+was given them. Without names, parameters are matched to groups by order and shape, and an ambiguous
 match is refused.
 """
 
@@ -19,8 +19,7 @@ from trak_core.spec import OPTIMIZER_FILE
 from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-# Where a file of model and optimizer has the latter.
-_KEYS = ("optimizer_state_dict", "optimizer")
+_KEYS = ("optimizer_state_dict", "optimizer")  # in a file of model and optimizer
 _TAKES = (
     "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
@@ -34,17 +33,24 @@ def adam_scales(
     trained: Collection[str],
     checkpoint: Path,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return what Adam multiplies each entry of a gradient by: 1 / (sqrt(v / (1 - b^t)) + eps).
+    """Return the factors by which Adam multiplies a gradient: 1 / (sqrt(v / (1 - b^t)) + eps).
 
-    v is the running mean of squared gradients (with ``amsgrad`` the largest that there was), b its
-    rate beta_2, and t how many steps it has seen.
-    An entry whose gradient was always 0 in training gets 0: nothing in training moved it.
+    v is the running mean of squared gradients (with ``amsgrad`` its maximum), b its rate beta_2,
+    and t the number of steps. The factor of an entry with v = 0 is 0, because its gradient was 0 in
+    all of training.
 
-    The ``parameters`` are those to differentiate; ``trained`` names those that had
-    ``requires_grad`` when the study had made the model. The checkpoint is a folder with
-    ``optimizer.pt``, as transformers' Trainer saves it, or a file with the state of model and
-    optimizer. Without a state of an Adam that is known to be theirs, there is an ``InputError``.
-    With factors by name, float32, on the CPU, comes the SHA-256 of the file with the state.
+    Args:
+        model: The model.
+        parameters: The parameters that are differentiated, by name.
+        trained: Names of the parameters that had ``requires_grad`` after ``make_model()``.
+        checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
+            with the states of model and optimizer.
+
+    Returns:
+        Factors by name, float32, on the CPU; and the SHA-256 of the file with the state.
+
+    Raises:
+        InputError: If there is no state of an Adam, or its parameters cannot be identified.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
@@ -55,8 +61,8 @@ def adam_scales(
     if lacking:
         raise InputError(
             f"{source}: every parameter that is differentiated must have second moments. Found "
-            f"none for {listed(lacking)}, which had no gradient in training. Leave out what was "
-            "not trained, by `parameters`.",
+            f"none for {listed(lacking)}, which had no gradient in training. Exclude them by "
+            "`parameters`.",
             code="study.second_moments",
         )
     group_of = {number: group for group in groups for number in group["params"]}
@@ -78,12 +84,11 @@ def adam_scales(
 
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
-    """Return groups of parameters, what has second moments by number, and the file's SHA-256."""
-    is_safe = source.suffix == ".safetensors"
-    if is_safe or not source.is_file():
-        file = "safetensors, which hold no optimizer; name their folder" if is_safe else "no file"
+    """Return groups of parameters, states with second moments by number, and the file's SHA-256."""
+    if not source.is_file():
         raise InputError(
-            f"{source}: the optimizer's state must lie with the weights. Found {file}. {_TAKES}",
+            f"{source}: the optimizer's state must be saved with the weights. Found no file. "
+            f"{_TAKES}",
             code="study.optimizer_state",
         )
     must = "an optimizer's state must be a whole file of torch.save"
@@ -107,8 +112,8 @@ def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str,
     if not moments or not all("betas" in group and "eps" in group for group in groups):
         keys = sorted({str(key) for entry in state["state"].values() for key in entry})
         raise InputError(
-            f"{source}: the optimizer must be an Adam of torch's, with `exp_avg_sq` in its state "
-            "and `betas` and `eps` in its groups, and have taken a step. Found in its state "
+            f"{source}: the optimizer must be an Adam of torch's that has taken a step, with "
+            "`exp_avg_sq` in its state and `betas` and `eps` in its groups. Found in its state "
             f"{', '.join(keys[:8]) or 'nothing'}. Leave `preconditioner` out.",
             code="study.optimizer_kind",
         )
@@ -123,13 +128,13 @@ def _numbers(
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
 ) -> dict[str, int]:
-    """Return the number of every parameter that the optimizer had, by name."""
+    """Return the optimizer's number of each of its parameters, by name."""
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
-    if all("param_names" in group for group in groups):  # optimizers that were given names
+    if all("param_names" in group for group in groups):  # the optimizer was given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        # The shortest prefix without which most names are the model's own: a part of it may have
-        # parameters of the same names as itself.
+        # A submodule may have parameters of the same names as the model. So the shortest prefix is
+        # removed without which most names are the model's.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
@@ -147,7 +152,7 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # Those that are trained; where all were frozen for inference, those that are differentiated.
+    # A model that is frozen for inference has no trained parameters; the selected ones are tried.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
@@ -156,12 +161,12 @@ def _numbers(
                 return dict(zip(own, orders[0], strict=True))
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
-        "returns, group after group in its order, told apart by their shapes. Found "
-        f"{len(shapes)} in {len(ids)} groups, beside {len(trained)} with requires_grad of the "
-        f"model's {len(named)}, and {'several ways' if orders else 'no way'} to tell which is "
-        "which. Let make_model() freeze what was frozen in training and nothing else "
-        "(PeftModel.from_pretrained takes is_trainable=True), or give the optimizer names, "
-        "`AdamW(model.named_parameters())`, which it then saves.",
+        "returns, in its order within each group, and unambiguous by their shapes. Found "
+        f"{len(shapes)} in {len(ids)} groups, {len(trained)} with requires_grad among the "
+        f"model's {len(named)}, and {'several matches' if orders else 'no match'}. Let "
+        "make_model() freeze what was frozen in training and nothing else "
+        "(PeftModel.from_pretrained takes is_trainable=True), or train with named parameters, "
+        "`AdamW(model.named_parameters())`, whose names the state keeps.",
         code="study.optimizer_order",
     )
 
@@ -171,16 +176,16 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Merge the groups, each in its order, in every way that fits; two stand for any more."""
-    # By how many are taken from each group.
+    """Return at most two interleavings of the groups whose shapes are the expected ones."""
+    # The key of a partial match is the number of parameters taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
     for shape in expected:
         longer = defaultdict(list)
-        for places, orders in partial.items():
-            for i, (place, group) in enumerate(zip(places, groups, strict=True)):
-                if place < len(group) and shapes[group[place]] in (shape, None):
-                    after = longer[*places[:i], place + 1, *places[i + 1 :]]
-                    after += [[*order, group[place]] for order in orders[: 2 - len(after)]]
+        for taken, orders in partial.items():
+            for i, (position, group) in enumerate(zip(taken, groups, strict=True)):
+                if position < len(group) and shapes[group[position]] in (shape, None):
+                    after = longer[*taken[:i], position + 1, *taken[i + 1 :]]
+                    after += [[*order, group[position]] for order in orders[: 2 - len(after)]]
         partial = longer
         if len(partial) > _MAX_MATCHES:
             break

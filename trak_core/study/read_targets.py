@@ -1,8 +1,8 @@
-"""Read the targets of an experiment: the study's own, or those in a file that the experiment names.
+"""Read the targets of an experiment, in the study or in a file that the experiment names.
 
-A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study has. In any other file
-(``trak_core.data.rows`` reads it) each row is one target: the study's ``encode(**row)`` makes a
-sample of it. The field ``id`` is its id; where no row has one, they are numbered from 0.
+A Python file has ``target_data()`` and may have ``target_ids()``, like a study. In any other file
+each row is a target, which the study's ``encode(**row)`` converts to a sample. The field ``id`` is
+its id. If no row has one, targets are numbered from 0. ``trak_core.data.rows`` reads such files.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _PYTHON = ".py"
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Samples that the study's ``encode`` makes from rows."""
+    """Samples that the study's ``encode`` returns for rows."""
 
     study: Study
     rows: RowFile
@@ -44,15 +44,20 @@ def split_of(
 ) -> Split:
     """Return the training samples, or the targets of an experiment.
 
-    ``targets`` are their ids, in order; None for all. ``question`` is the experiment's own file,
-    whose lines the study encodes; None for the study's ``target_data()``.
+    Args:
+        study: The study.
+        name: ``TRAIN``, or the experiment.
+        targets: Ids of the samples, in order; None for all.
+        question: The experiment's own file of targets; None for the study's ``target_data()``.
     """
     if question is None:
         return study.split(name, targets)
     if question.suffix == _PYTHON:
         split = Study.load(question).split("target", None)
     else:
-        split = _encoded_targets(question, study)
+        ids, rows = read_questions(question)
+        study.function("encode")  # refused here if it is missing
+        split = Split(_Encoded(study, rows), ids)
     return split if targets is None else split.take(targets)
 
 
@@ -74,21 +79,15 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
     return ids, replace(rows, rows=fields)
 
 
-def _encoded_targets(path: Path, study: Study) -> Split:
-    ids, rows = read_questions(path)
-    study.function("encode")
-    return Split(_Encoded(study, rows), ids)
-
-
 def encoded_line(
     study: Study, line: str | bytes | Mapping[str, Any], number: int
 ) -> tuple[int | str, Any, dict[str, Any]]:
-    """Return the sample that the study's ``encode`` makes of a single line, or of its fields.
+    """Return the sample that the study's ``encode`` returns for a line, or for its fields.
 
-    A line that is no JSON object is the field ``text``.
+    A line that is no JSON object becomes the field ``text``.
 
     Returns:
-        The field ``id``, or else ``number``; the sample; and the other fields.
+        The field ``id``, or ``number`` without one; the sample; and the other fields.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
@@ -108,7 +107,7 @@ def encoded_line(
 
 
 def _parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields of a line: those of a JSON object, or ``text`` of any other line."""
+    """Return the fields of a JSON object, or any other line as the field ``text``."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
     except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
-"""Read what a study knows of its samples beside the label: who labelled them, where they are from.
+"""Read the user-defined columns of samples, such as their source or annotator.
 
 A study's ``train_columns()`` and ``target_columns()`` return columns by name, with a value for each
-sample of ``train_data()`` and ``target_data()``. Targets from lines of a file have the fields
-of the lines.
+sample of ``train_data()`` and ``target_data()``. Targets in a file of rows have the fields of the
+rows as columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from trak_core.study.dataset_split import checked_ids, users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
 
-# Columns that the scores file's tables `train` and `targets`, and answers, have of their own.
+# Columns that tables `train` and `targets` of the scores file, and answers, always have.
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
@@ -31,33 +31,33 @@ _MOST_BYTES = 255
 def columns_of(
     study: Study | None, name: str, ids: Sequence[int | str], question: Path | None = None
 ) -> pd.DataFrame:
-    """Return the study's own columns of its training samples, or of an experiment's targets.
+    """Return the user-defined columns of the samples ``ids``, a row each, in their order.
 
-    There is a row a sample, in the order of ``ids``. A column is int64, float64 or texts of at most
-    255 bytes; one in which a value is missing is texts. No columns, where nothing is known. The
-    study is None where ``question``, the experiment's own file of targets, has lines.
+    ``name`` and ``question`` are as in ``read_targets.split_of``; the study may be None if
+    ``question`` is a file of rows. A column is int64, float64, or texts of at most 255 bytes. A
+    column with a missing value has texts.
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
         columns = {name: rows.column(name) for name in rows[0]}
-        # Rows stay where no field is short.
+        # Without the index a table without columns would have no rows.
         frame = pd.DataFrame(short_columns(columns), index=range(len(rows)))
     else:
-        asked = study if question is None else Study.load(question)
-        assert asked is not None
+        source = study if question is None else Study.load(question)
+        assert source is not None
         pool = "train" if name == TRAIN else "target"
-        frame = _called(asked, f"{pool}_columns")
+        frame = _study_columns(source, f"{pool}_columns")
         if frame.columns.empty:
             return pd.DataFrame(index=range(len(ids)))
         # The ids of all samples, without reading the samples.
         known: Sequence[Any] = range(len(frame))
-        if asked.has(f"{pool}_ids"):
-            with users_code(f"{asked.path}: {pool}_ids(), which gives one id a sample,"):
-                known = list(asked.function(f"{pool}_ids")())
-            known = checked_ids(known, len(known), f"{asked.path}: {pool}_ids()")
+        if source.has(f"{pool}_ids"):
+            with users_code(f"{source.path}: {pool}_ids(), which gives one id a sample,"):
+                known = list(source.function(f"{pool}_ids")())
+            known = checked_ids(known, len(known), f"{source.path}: {pool}_ids()")
         if len(known) != len(frame):
             raise InputError(
-                f"{asked.path}: {pool}_columns() must have a value for each of the {len(known)} "
+                f"{source.path}: {pool}_columns() must have a value for each of the {len(known)} "
                 f"samples. Found {len(frame)}.",
                 code="study.columns_length",
             )
@@ -75,9 +75,9 @@ def columns_of(
 def with_class_names(
     rows: pd.DataFrame, columns: Sequence[str], study_file: Path, model_output: str
 ) -> pd.DataFrame:
-    """Return rows with the study's names of classes in place of their numbers in some columns.
+    """Return rows with names of classes instead of their numbers in some columns.
 
-    A number without a name stays, and all do where labels are no classes.
+    Numbers without a name do not change, nor do labels of a model output that has no classes.
     """
     names = Study.load(study_file).class_names()
     if not names or not about_output(model_output).labels_are_classes:
@@ -91,9 +91,9 @@ def with_class_names(
 
 
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-    """Return the columns that say something short: no text above 255 bytes, no lists or objects.
+    """Return the columns without texts above 255 bytes, lists and objects.
 
-    Names that the tables have of their own get ``own_`` before them.
+    A name in ``RESERVED`` gets the prefix ``own_``, again if that is the name of another column.
     """
     kept = {}
     for name, values in columns.items():
@@ -105,12 +105,15 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
             for value in plain
         )
         if is_short and name != "id" and _is_name(name):
-            kept[f"own_{name}" if name in RESERVED else name] = _column(plain)
+            given = name
+            while name in RESERVED or (name != given and name in columns):
+                name = f"own_{name}"
+            kept[name] = _column(plain)
     return pd.DataFrame(kept)
 
 
-def _called(study: Study, function: str) -> pd.DataFrame:
-    """Return what the study's function gives, checked; nothing, if it has none."""
+def _study_columns(study: Study, function: str) -> pd.DataFrame:
+    """Return the columns that a study's function returns; no columns if it is missing."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):
@@ -137,7 +140,7 @@ def _called(study: Study, function: str) -> pd.DataFrame:
                 raise InputError(
                     f"{study.path}: {function}() must return numbers, or texts of at most "
                     f"{_MOST_BYTES} bytes. Found {len(text.encode())} bytes in {name}: "
-                    f"{text[:40]!r}. What is longer belongs into describe().",
+                    f"{text[:40]!r}. describe() may return longer texts.",
                     code="study.column_text",
                 )
     return pd.DataFrame(made)
@@ -148,18 +151,25 @@ def _is_name(name: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text as Python has it; None for what is missing."""
+    """Return a value of NumPy or pandas as Python's; None for a missing one."""
     value = value.item() if hasattr(value, "item") else value
     if value is pd.NaT or value is pd.NA:
         return None
     return None if isinstance(value, float) and value != value else value
 
 
+def _is_float64(value: float) -> bool:
+    return abs(value) <= 2**53 if isinstance(value, int) else abs(value) < float("inf")
+
+
 def _column(values: Sequence[Any]) -> np.ndarray:
-    """Return a column of whole numbers, of numbers, or of texts in one line."""
+    """Return a column of int64, of float64, or of texts without ends of lines.
+
+    Integers that a float64 would round become texts if a column has floats too.
+    """
     if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)
-    if all(isinstance(value, int | float) and abs(value) < float("inf") for value in values):
+    if all(isinstance(value, int | float) and _is_float64(value) for value in values):
         return np.array([float(value) for value in values])
     texts = ["" if value is None else " ".join(str(value).split()) for value in values]
     printable = ["".join(c if c.isprintable() else " " for c in text) for text in texts]

@@ -1,4 +1,4 @@
-"""Show samples to readers: drawn by the study, or in its own words, or printed."""
+"""Show samples to readers: drawn or described by the study, or printed."""
 
 import base64
 import hashlib
@@ -16,25 +16,22 @@ import torch
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
-# Characters that are shown of a text among others.
-BEGINNING = 200
-# Twice the size that it is shown at, for screens of high density: 200 dots.
+BEGINNING = 200  # characters of a text in a list
+# Pictures have 200 pixels, twice the size in CSS pixels, for screens of high density.
 _INCHES, _DPI = 1.0, 200
-# A larger picture is a photograph, which JPEG keeps in a fifth of the bytes.
+# A larger PNG is a photograph, which takes a fifth of the bytes as JPEG.
 _PNG_BYTES = 12_000
-# How high a picture is in a notebook.
-_NOTEBOOK_PIXELS = 64
-# Printed values, and characters of a printed text.
-_N_VALUES, _CHARACTERS = 12, 240
-# Without them letters of some scripts, and emoji, stand alone that belong together.
+_NOTEBOOK_PIXELS = 64  # height of a picture in a notebook
+_N_VALUES, _CHARACTERS = 12, 240  # of a sample that is printed
+# These are not printable, but join letters of some scripts, and emoji.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A sample, drawn: the bytes of a png or jpeg, its size in CSS pixels, the text below it.
+    """A picture of a sample: bytes of a PNG or JPEG, the size in CSS pixels, the text below it.
 
-    The text is what the study's ``describe`` says, if it has one.
+    The text is that of the study's ``describe``, if it has one.
     """
 
     kind: str
@@ -45,21 +42,18 @@ class Picture:
 
     @property
     def src(self) -> str:
-        """The picture itself, as an address."""
+        """The picture as a data URL."""
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
 class Words(str):
-    """What stands in place of a sample, where there is none to show."""
+    """A text to show in place of a sample that does not exist, such as a mean of samples."""
 
     __slots__ = ()
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether samples show as pictures: by the study's ``draw``, or because they are images.
-
-    The first training sample decides it.
-    """
+    """Return whether the study has ``draw``, or its first training sample is an image."""
     if study.has("draw"):
         return True
     with users_code(f"reading sample {train.ids[0]}"):
@@ -70,16 +64,16 @@ def are_drawn(study: Study, train: Split) -> bool:
 def show_sample(
     study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
 ) -> Picture | str:
-    """Return a sample drawn, with its text if there is one; or its text; or printed.
+    """Return a picture of a sample with its text, its text alone, or its printed values.
 
-    A target that is a mean of others has words alone, those of ``targets_of_mean``.
+    A text has at most ``characters``. ``draws`` is the value of ``are_drawn``.
     """
     if isinstance(sample, Words):
         return str(sample)
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
     if draws and text in study.class_names():
-        text = ""  # pages show the class anyway
+        text = ""  # pages show the class already
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)
@@ -91,7 +85,7 @@ def show_sample(
 def sample_as_html(
     sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
 ) -> str:
-    """Return a sample as HTML: a picture if it is an image, or a text, or printed."""
+    """Return a sample as HTML: a picture of an image, a text, or printed values."""
     if study is not None:
         draws = study.has("draw") or _image(sample) is not None
         shown = show_sample(study, sample_id, sample, BEGINNING, draws)
@@ -107,7 +101,7 @@ def sample_as_html(
 
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
-    """Return the beginning of a sample's text on one line, or of what is printed of it."""
+    """Return the beginning of a sample's text, or of its printed values, in one line."""
     if isinstance(sample, Words):
         text = str(sample)
     else:
@@ -117,14 +111,14 @@ def short_text(study: Study, sample_id: Any, sample: Any) -> str:
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return a text for each token of a sample: the study's, else the number of the token."""
+    """Return a text for each token of a sample: that of the study, or the token's number."""
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
     return [f"{i} " for i in token_numbers(sample, n_tokens)]
 
 
 def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
-    """Return the ids of a sample's tokens where it names them; else their places, from 1."""
+    """Return the ids of a sample's tokens in ``input_ids``; without it their positions, from 1."""
     if isinstance(sample, Mapping) and "input_ids" in sample:
         ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
         if len(ids) >= n_tokens:
@@ -139,18 +133,18 @@ def _image(sample: Any) -> torch.Tensor | None:
         return None
     image = inputs[0]
     is_image = image.shape[0] in (1, 3) and image.numel() > 0
-    # Other integers count or name something.
+    # Other integers are counts or indices.
     return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
 
 
 def _levels_of(image: torch.Tensor) -> np.ndarray:
-    """Return numbers from 0 to 1, or bytes, as bytes, channels last; others are stretched."""
+    """Return an image as bytes, channels last. Floats beyond 0 and 1 are scaled to that range."""
     pixels = image.detach().cpu().float().numpy() / np.float32(
         255 if image.dtype == torch.uint8 else 1
     )
     finite = pixels[np.isfinite(pixels)]
     if finite.size and (finite.min() < 0 or finite.max() > 1):
-        pixels = pixels.astype(np.float64)  # float32 may not hold the distance of its own extremes
+        pixels = pixels.astype(np.float64)  # the range of float32 values can overflow float32
         low, high = float(finite.min()), float(finite.max())
         pixels = (pixels - low) / max(high - low, 1e-9)
     shades = np.clip(np.nan_to_num(pixels, nan=0, posinf=1, neginf=0), 0, 1)
@@ -158,15 +152,15 @@ def _levels_of(image: torch.Tensor) -> np.ndarray:
 
 
 def _picture_of(image: torch.Tensor) -> Picture:
-    """Return an image's picture. Axes of matplotlib's would take five to forty times as long."""
-    from PIL import Image  # pages and notebooks alone need it
+    """Return a picture of an image by PIL, which is 5 to 40 times as fast as matplotlib."""
+    from PIL import Image  # only pages and notebooks need it
 
     levels = _levels_of(image)
     picture = Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
     size = int(_INCHES * _DPI)
     width, height = (max(1, round(size * side / max(picture.size))) for side in picture.size)
     times = size // max(picture.size)
-    if times > 1:  # each pixel as large as the next
+    if times > 1:  # an integer factor, so that all pixels have the same size
         sides = picture.width * times, picture.height * times
         picture = picture.resize(sides, Image.Resampling.NEAREST)
     elif times == 0:
@@ -185,7 +179,7 @@ def _written(picture: Any, **settings: Any) -> bytes:
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     """Return a sample's picture, by the study's ``draw(axes, sample)``."""
-    from matplotlib.figure import Figure  # pages and notebooks alone need it
+    from matplotlib.figure import Figure  # only pages and notebooks need it
 
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -196,43 +190,34 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     kind, data = "png", png
     if len(png) > _PNG_BYTES:
         kind, data = "jpeg", _saved(figure, format="jpeg", pil_kwargs={"quality": 85})
-    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # PNG's own header
+    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # in the header of PNG
     return Picture(kind, data, width // 2, height // 2)
 
 
 def _saved(figure: Any, **settings: Any) -> bytes:
     buffer = io.BytesIO()
-    # "tight" keeps what a study draws outside of its axes, and cuts empty margins.
+    # "tight" includes what a study draws outside of its axes, and cuts empty margins.
     figure.savefig(buffer, bbox_inches="tight", pad_inches=0, **settings)
     return buffer.getvalue()
 
 
 def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
-    """Return a sample's entries in a few words: shape and first values of each.
-
-    The label, which stands beside it anyway, is left out of a tuple.
-    """
+    """Return shape and first values of a sample's entries; of a tuple without the label."""
     entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
     return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
 
 
 def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a sample's entries but its label, with the names of a dict's."""
+    """Return the names and values of a sample's entries without the label."""
     if isinstance(sample, Mapping):
         return [(name, value) for name, value in sample.items() if name != "labels"]
     return [("", value) for value in (sample[:-1] if len(sample) > 1 else sample)]
 
 
 def contents_digest(sample: Any) -> bytes:
-    """Return a digest of what a model reads of a sample: equal for equal samples of any labels."""
+    """Return a digest of a sample's inputs, which does not depend on the label."""
     digest = hashlib.blake2b(digest_size=16)
-    if isinstance(sample, Words):
-        inputs = [("", sample)]
-    else:
-        inputs = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
-    for name, value in inputs:
-        if name == "labels":
-            continue
+    for name, value in [("", sample)] if isinstance(sample, Words) else _inputs(sample):
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()
             value = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
@@ -264,8 +249,8 @@ def _short(value: Any) -> str:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return so many characters of a text at most, in lines; three dots stand for the others."""
-    # Little is kept of a book, so that not all of it is looked at.
+    """Return at most ``characters`` of a text, in lines, with three dots if it is longer."""
+    # Only the beginning of a long text is processed.
     begun = text[: 20 * characters]
     lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
     whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
@@ -275,7 +260,7 @@ def readable(text: str, characters: int) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return a text with spaces for tabs and ends of lines, without what could steer a terminal."""
+    """Return a text with spaces for tabs and ends of lines, without control characters."""
     return "".join(map(_printable, text))
 
 
@@ -284,7 +269,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Controls say nothing to an eye (NUL pads, others turn the direction of all that follows);
-    # halves of surrogate pairs have no UTF-8.
+    # Controls are invisible (NUL is padding, others change the direction of the text). Halves of
+    # surrogate pairs have no UTF-8.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""Load a study, the user's Python file that says what model and data are, and have it train.
+"""Load a study, the user's Python file that defines model and data, and have it train.
 
 Its functions take no arguments unless said otherwise:
 
@@ -6,18 +6,18 @@ Its functions take no arguments unless said otherwise:
     train_data()             the training samples: anything with len() and [i]
     target_data()            the pool of samples to explain, likewise
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
-    train_columns(), target_columns()  optional: what is known of the samples, values by name
-    train(**arguments)       optional: trains and returns a model; arguments come from the config
-    encode(**line)           optional: makes a sample of a line of an experiment's own `data`
+    train_columns(), target_columns()  optional: further facts of the samples, values by name
+    train(**arguments)       optional: trains and returns a model; the config has the arguments
+    encode(**line)           optional: converts a line of an experiment's `data` to a sample
     draw(axes, sample)       optional: draws one sample into matplotlib axes
     describe(sample)         optional: returns one sample as a text to read
-    as_read(sample)          optional: returns what the model reads of one sample, as a text
-    token_texts(sample)      optional: returns what stands for each of its tokens, a list of texts
+    as_read(sample)          optional: returns the model's input for one sample, as a text
+    token_texts(sample)      optional: returns a text for each token of a sample
     class_names()            optional: names of the classes, in the order of the labels 0, 1, 2, ...
 
-A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
-named arguments, and the label as `labels`. Image-text pairs have no label. All samples have the
-same shapes; only texts of a language model may differ, in their number of tokens.
+A sample is a tuple of the model's positional arguments and the label, or a dict of the model's
+named arguments with the label as `labels`. Image-text pairs have no label. All samples have the
+same shapes; only texts of a language model may differ in their number of tokens.
 """
 
 import ast
@@ -27,7 +27,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from trak_core.study.dataset_split import Samples, Split, checked_ids, users_cod
 
 
 class _InWords(dict[int, int | None]):
-    """Characters that words are made of, by themselves, and a space for all others."""
+    """A table for ``str.translate`` that keeps letters, marks, digits and ``_`` only."""
 
     def __missing__(self, code: int) -> int:
         # Half of Hindi's vowels are marks, which are no letters.
@@ -53,76 +53,71 @@ class _InWords(dict[int, int | None]):
         return own
 
 
-# Soft hyphens and zero-width joiners stand within words, and say only how these look.
+# Soft hyphens and zero-width joiners, which occur within words, are deleted.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
-
-
-# Characters of a text that are shown from its beginning, and from its end.
-_SHOWN = 400
+_SHOWN = 400  # characters of a long text, at its beginning and at its end
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _trains_when_run(path: Path) -> str | None:
-    """Return the first call outside of functions that leads to ``backward()``, and its line.
+    """Return the first call at import that leads to ``backward()``, and its line.
 
-    Calls are followed through the file's own functions, methods left out; what stands below a
-    question about ``__name__`` doesn't count. None for a file without one, or that Python can't
-    parse: running it says so better.
+    Calls are followed through the file's functions, without methods. Code under a condition on
+    ``__name__`` is left out. Returns None for a file without such a call, or with an error of
+    syntax, which running it reports.
     """
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):
         return None
-    called = {
-        node.name: [part for part in ast.walk(node) if isinstance(part, ast.Call)]
-        for node in body
-        if isinstance(node, _Function)
-    }
-    training: set[str] = set()
-    for _ in called:
-        training |= {name for name, calls in called.items() if _first(calls, training)}
+    functions = [node for node in body if isinstance(node, _Function)]
+    training = {"backward"}
+    for _ in functions:
+        training |= {f.name for f in functions if _first_call(ast.walk(f), training)}
     for node in body:
-        is_question = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
-        call = None if is_question else _first(_calls_at_once(node), training)
-        if call is not None:
-            name = call.func.id if isinstance(call.func, ast.Name) else "backward"
-            return f"{name}() called in line {call.lineno}"
+        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
+            continue
+        if call := _first_call(_run_at_import(node), training):
+            return f"{_called_name(call)}() called in line {call.lineno}"
     return None
 
 
-def _calls_at_once(node: ast.AST) -> list[ast.Call]:
-    """Return the calls of a statement, without those that wait in functions and classes."""
-    if isinstance(node, _Function | ast.ClassDef | ast.Lambda):
-        return []
-    own = [node] if isinstance(node, ast.Call) else []
-    return own + [call for part in ast.iter_child_nodes(node) for call in _calls_at_once(part)]
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a statement, without the bodies of functions and classes."""
+    if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
+        yield node
+        for part in ast.iter_child_nodes(node):
+            yield from _run_at_import(part)
 
 
-def _first(calls: list[ast.Call], training: set[str]) -> ast.Call | None:
-    """Return the first call of ``backward()``, or of a function that trains."""
-    for call in calls:
-        named = call.func.id if isinstance(call.func, ast.Name) else None
-        if getattr(call.func, "attr", "") == "backward" or named in training:
-            return call
-    return None
+def _called_name(call: ast.Call) -> str:
+    """Return the name of a function that is called; of methods, only ``backward`` has one."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return "backward" if getattr(call.func, "attr", "") == "backward" else ""
+
+
+def _first_call(nodes: Iterable[ast.AST], names: Collection[str]) -> ast.Call | None:
+    calls = (node for node in nodes if isinstance(node, ast.Call))
+    return next((call for call in calls if _called_name(call) in names), None)
 
 
 def beginning_and_end(text: str) -> str:
-    """Return a text, or the beginning and the end of a long one, for a person to read."""
+    """Return a text, or the beginning and the end of a long one."""
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The functions of a study's file, checked as they are used."""
+    """The functions of a study's file. What they return is checked when they are called."""
 
     path: Path
     module: ModuleType
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Return the study in a Python file, which is run: not one that would train by it."""
+        """Import a study's Python file, unless that would train a model."""
         if not path.is_file():
             raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
         training = _trains_when_run(path)
@@ -132,7 +127,7 @@ class Study:
                 f'it. Found {training}. Put what trains under `if __name__ == "__main__":`.',
                 code="study.trains",
             )
-        # Modules beside the study import as they would for a script.
+        # Modules in the study's folder can be imported, as in a script.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -146,8 +141,8 @@ class Study:
         if after != before:
             os.chdir(before)
             raise InputError(
-                f"{path}: the study's file must not change the working folder, because the "
-                f"config's paths count from it. Found a change to {after}. Leave os.chdir() out, "
+                f"{path}: the study's file must not change the working folder, to which the "
+                f"config's paths are relative. Found a change to {after}. Leave os.chdir() out, "
                 "and begin the study's own paths with Path(__file__).parent.",
                 code="study.chdir",
             )
@@ -155,9 +150,10 @@ class Study:
 
     @property
     def name(self) -> str:
-        """What the config calls it: its file, or the ready-made study that it was written for.
+        """The name in the config: the study's file, or the ready-made study.
 
-        ``bind_study_arguments`` names such files, and marks by ``own`` those that pass on a user's.
+        ``bind_study_arguments`` writes files with such names. They have an attribute ``own`` if
+        they pass arguments to a user's file.
         """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:
@@ -165,7 +161,7 @@ class Study:
         return f"{written[1]}.py" if hasattr(self.module, "own") else written[1]
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return one of the study's functions; without it, raise an InputError."""
+        """Return one of the study's functions; raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
             own = [
@@ -184,7 +180,7 @@ class Study:
         return callable(getattr(self.module, name, None))
 
     def make_model(self) -> nn.Module:
-        """Return the study's model, weights unset; anything but a module is an InputError."""
+        """Return the study's model, weights unset, after a check that gradients can be taken."""
         function = self.function("make_model")
         with users_code(f"{self.path}: make_model()"):
             model = function()
@@ -195,26 +191,23 @@ class Study:
             )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise InputError(
-                f"{self.path}: make_model() must return a model in Python, whose layers can be "
-                f"watched. Found {type(model).__name__} with code of torch.jit.script, trace or "
-                "load. Return the model that it was made of; `module.state_dict()` has the "
-                "checkpoint's weights under the same names.",
+                f"{self.path}: make_model() must return a model in Python. Found "
+                f"{type(model).__name__} with code of torch.jit.script, trace or load. Return the "
+                "model from before; `module.state_dict()` has its weights under the same names.",
                 code="study.scripted_model",
             )
-        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
-        if len(places) > 1:
+        devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
+        if len(devices) > 1:
             raise InputError(
-                f"{self.path}: make_model() must return a model that lies on one device: a job "
-                "moves it to its own and splits samples, not layers. Found `device_map` with "
-                f"{', '.join(places)}. Leave device_map out. If the model is too large for one "
-                "GPU, run with `compute: {device: cpu}`, or attribute to an adapter of a smaller "
-                "one.",
+                f"{self.path}: make_model() must return a model on one device. Found `device_map` "
+                f"with {', '.join(devices)}. Leave device_map out. If the model is too large for a "
+                "GPU, run with `compute: {device: cpu}`.",
                 code="study.device_map",
             )
         return model
 
     def describe(self, sample_id: int | str, sample: Any, by: str = "describe") -> str:
-        """Return the text of a sample that the study's ``describe`` or ``as_read`` returns."""
+        """Return the text that the study's ``describe`` or ``as_read`` returns for a sample."""
         function = self.function(by)
         with users_code(f"{self.path}: {by}() of sample {sample_id}"):
             text = function(sample)
@@ -226,16 +219,15 @@ class Study:
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return what the model reads of the first sample; empty if the study doesn't say it."""
+        """Return ``as_read`` of the first sample; an empty text if the study has none."""
         if not self.has("as_read"):
             return ""
         with users_code(f"reading sample {split.ids[0]}"):
             sample = split.samples[0]
-        text = self.describe(split.ids[0], sample, "as_read")
-        return beginning_and_end(text)
+        return beginning_and_end(self.describe(split.ids[0], sample, "as_read"))
 
     def words(self, split: Split) -> Iterator[list[str]]:
-        """Yield the words of each sample's text, as ``describe`` says it, whatever their case.
+        """Yield the words of each sample's ``describe``, in lower case.
 
         A word is a run of letters with their marks, digits and ``_``, in Unicode's form NFKC.
         """
@@ -246,7 +238,7 @@ class Study:
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
-        """Return the study's words for each token of a sample, which has so many."""
+        """Return the study's text for each of the ``n_tokens`` tokens of a sample."""
         function = self.function("token_texts")
         with users_code(f"{self.path}: token_texts() of sample {sample_id}"):
             texts = list(function(sample))
@@ -261,28 +253,24 @@ class Study:
         return texts
 
     def class_names(self) -> list[str]:
-        """Return the classes' names by their number; none if the study doesn't name them."""
+        """Return the names of the classes by number; an empty list if the study has none."""
         if not self.has("class_names"):
             return []
         with users_code(f"{self.path}: class_names()"):
             names = list(self.function("class_names")())
-        wrong = [type(name).__name__ for name in names if not isinstance(name, str)]
-        if wrong:
+        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        problems = [type(name).__name__ for name in names if not isinstance(name, str)]
+        problems += [f"{name!r} {names.count(name)} times" for name in repeated]
+        if problems:
             raise InputError(
-                f"{self.path}: class_names() must return a list of texts. Found {wrong[0]} in it.",
-                code="study.class_names",
-            )
-        again = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if again:
-            raise InputError(
-                f"{self.path}: class_names() must return a different name for each class. Found "
-                f"{again[0]!r} {names.count(again[0])} times.",
+                f"{self.path}: class_names() must return a different text for each class. Found "
+                f"{problems[0]}.",
                 code="study.class_names",
             )
         return names
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
-        """Return the training samples, for the name ``TRAIN``, or the targets of an experiment.
+        """Return the training samples if ``name`` is ``TRAIN``, else the targets of an experiment.
 
         ``targets`` are their ids, in order; None for all samples.
         """
@@ -316,9 +304,8 @@ def trained_model(
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    It gets ``arguments`` by name, the samples ``data``, and ``sample_weights``, float32, of shape
-    (n,): what each sample's loss is multiplied by. What is None isn't passed: then ``train`` takes
-    all samples, each with weight 1.
+    ``train`` gets ``arguments`` by name. It also gets the samples ``data`` and the factors of their
+    losses, ``sample_weights``, float32 of shape (n,), unless they are None.
     """
     last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
@@ -327,14 +314,12 @@ def trained_model(
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float]
 ) -> Generator[tuple[float, nn.Module]]:
-    """Train up to the last of the times, and yield each time with the model.
+    """Train up to the last of the ascending ``times``, and yield each time with the model.
 
-    It is one object, trained further between two of them. The ``times`` ascend; ``arguments`` are
-    as in ``trained_model``. A generator ``train`` must yield (time, model) at every one of them,
-    with finite weights.
+    ``train`` must be a generator that yields (time, model) at each of them, with finite weights.
 
     Yields:
-        The time, and the model there.
+        The time, and the model, which is the same object each time, trained further.
     """
     remaining = list(times)
     passed: list[str] = []
@@ -361,7 +346,7 @@ def _steps(
     data: Samples | None = None,
     sample_weights: torch.Tensor | None = None,
 ) -> Generator[tuple[float, Any]]:
-    """Yield what ``train`` yields, or the model it returns."""
+    """Yield the pairs that ``train`` yields, or time 0 and the model that it returns."""
     more = {"data": data, "sample_weights": sample_weights}
     train = study.function("train")
     call = f"{study.path}: train({arguments})"

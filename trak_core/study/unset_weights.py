@@ -1,8 +1,10 @@
-"""Build a model whose weights a checkpoint will give, without drawing them first.
+"""Build a model without drawing the weights that a checkpoint will replace.
 
-Drawing takes a large model's job longer than reading its weights does. Whatever comes of numbers
-that were not drawn is followed: if it is anywhere but in weights that will be read, the model is
-built again, with all its numbers.
+Drawing the weights of a large model takes longer than reading them. ``torch.nn.utils.skip_init``
+and the meta device serve single modules without buffers. This differs from them in: 1. any
+``make_model()`` is built; 2. values that do not depend on drawn numbers, such as buffers of
+frequencies, are computed; 3. the build is followed operation by operation, and a model whose other
+values depend on drawn numbers is built again, with all numbers.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -17,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _DRAWS = {torch.ops.aten.normal_, torch.ops.aten.uniform_}
-# What torch.nn.init does to numbers that it drew.
+# Operations by which torch.nn.init transforms drawn numbers.
 _IN_PLACE = {getattr(torch.ops.aten, name) for name in ("add_", "clamp_", "erfinv_", "mul_")}
-# How numbers leave torch without an operation of its own.
+# Methods that read numbers without an operation of torch.
 _READS = {
     *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__),
     *(Tensor.__deepcopy__, Tensor.__reduce_ex__),
@@ -27,7 +29,7 @@ _READS = {
 
 
 class _ReadError(Exception):
-    """Ends a build that looks at numbers which were not drawn."""
+    """End a build that reads undrawn numbers."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -35,57 +37,57 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _WithoutDraws(TorchDispatchMode):
-    """Leaves draws out, and knows the storages whose numbers are others for it."""
+    """Skip draws, and record the storages that depend on undrawn numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Weak, so that none is kept, and no other takes the place of one that is gone.
-        self._others: dict[int, StorageWeakRef] = {}
+        # Weak references keep no storage alive, and prevent the reuse of its address.
+        self._undrawn: dict[int, StorageWeakRef] = {}
         self.was_read = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, a second of every job, to pass this over
+        return False  # True would import torch's compiler, which takes a second
 
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._others
+    def is_undrawn(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._undrawn
 
     def refuse_to_read(self) -> None:
         self.was_read = True
         raise _ReadError
 
-    def is_within(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether what is still there of other numbers fills whole tensors of these."""
+    def are_all_in(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether each living undrawn storage is the whole of one of these tensors."""
         whole = {
             t.untyped_storage()._cdata for t in tensors if t.untyped_storage().nbytes() == t.nbytes
         }
-        return all(key in whole for key, ref in self._others.items() if not ref.expired())
+        return all(key in whole for key, ref in self._undrawn.items() if not ref.expired())
 
-    def _add(self, tensors: Iterable[Tensor]) -> None:
+    def _record(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._others:
-                self._others[storage._cdata] = StorageWeakRef(storage)
+            if storage._cdata not in self._undrawn:
+                self._undrawn[storage._cdata] = StorageWeakRef(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        if draws and func.overloadpacket in _DRAWS:
-            self._add(given)
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        if is_draw and func.overloadpacket in _DRAWS:
+            self._record(given)
             return args[0]
-        others = draws or any(map(self.holds, given))
-        if others and len(given) == 1 and func.overloadpacket in _IN_PLACE:
+        depends = is_draw or any(map(self.is_undrawn, given))
+        if depends and len(given) == 1 and func.overloadpacket in _IN_PLACE:
             return args[0]
         returned = func(*args, **kwargs)
-        if others:
+        if depends:
             if returned is not None and not _tensors(returned):
                 self.refuse_to_read()
-            self._add(_tensors(returned))
+            self._record(_tensors(returned))
             if func._schema.is_mutable:
-                self._add(given)
+                self._record(given)
         return returned
 
 
@@ -97,14 +99,14 @@ class _WatchReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _READS and any(map(self._build.holds, _tensors(args))):
+        if func in _READS and any(map(self._build.is_undrawn, _tensors(args))):
             self._build.refuse_to_read()
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _without_redraws() -> Generator[None, None, None]:
-    """Have torch draw truncated numbers as any others: it looks at them, and draws some again."""
+    """Have torch draw truncated normal numbers once: it reads them to draw some again."""
     name = "_no_grad_trunc_normal_"
     own: Any = getattr(nn.init, name, None)
 
@@ -122,20 +124,19 @@ def _without_redraws() -> Generator[None, None, None]:
 
 
 def built_without_draws(make_model: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return a model whose ``state_dict`` may hold any numbers, and that is as built otherwise.
+    """Return a model as ``make_model`` builds it, except for the numbers in its ``state_dict``.
 
-    None where that can't be told: a build that fails so, reads numbers that it drew, or keeps
-    anything that came of them outside of whole entries of the state dict, such as random features.
-    The random numbers of torch are then as before.
+    Returns None, and restores torch's random state, if the build fails, reads numbers that it drew,
+    or keeps a value that depends on them outside of whole entries of the state dict, such as random
+    features.
     """
     state = torch.get_rng_state()
     build = _WithoutDraws()
-    # Its own errors come when it is built with numbers.
-    with suppress(Exception):
+    with suppress(Exception):  # an error of make_model() is raised when it is called again
         with _without_redraws(), build, _WatchReads(build):
             model = make_model()
         stored = _tensors(list(model.state_dict().values()))
-        if not build.was_read and build.is_within(stored):
+        if not build.was_read and build.are_all_in(stored):
             return model
     torch.set_rng_state(state)
     return None

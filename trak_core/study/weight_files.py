@@ -1,17 +1,16 @@
 """Find the files of a checkpoint's weights, and read them by torch and safetensors.
 
-Nothing in a file is run. Tensors are maps of it: numbers are read from the disk when they are used.
+Nothing in a file is executed. Tensors are memory maps: their numbers are read when they are used.
 """
 
 import hashlib
 import json
-import mmap
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
@@ -20,24 +19,24 @@ from torch import Tensor
 from trak_core.errors import InputError, came_from_no_memory, listed
 from trak_core.spec import ADAPTER_CONFIG
 
-# How files of torch.save begin since 1.6; and safetensors, from their eighth byte on.
+# Files of torch.save begin with _ZIP since torch 1.6. Files of safetensors have _SAFETENSORS after
+# the 7 low bytes of their header's length.
 _ZIP, _SAFETENSORS = b"PK\x03\x04", b"\0{"
-_FOLDER = 0x10  # among a zip entry's attributes
-_AGAIN = "Copy it again."
+_FOLDER = 0x10  # among the attributes of an entry of a zip file
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Files of a Hugging Face folder, the first that exists counts; an index names shards.
+# Files of a Hugging Face folder. The first that exists is read; an index names shards.
 _FOLDER_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Where training frameworks put the state dict inside a larger dict.
+# Keys under which training frameworks store the state dict in a larger dict.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """Stands for an object of a file: neither its class nor its code is looked for."""
+    """Replace every object in a file that is no tensor; its class is never imported."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
@@ -50,14 +49,16 @@ class _LeftOut:
 
 
 def _load(path: Path, *, is_zip: bool) -> Any:
-    """Return what torch reads; of a larger dict around weights without entries that hold objects.
+    """Return what torch reads from a file, without the entries that contain objects.
 
-    Lightning's files have hyper-parameters beside the weights, others the arguments of a training.
+    Lightning stores hyper-parameters with the weights, other trainings their arguments. Objects
+    within a state dict, or in a file without one, raise torch's error.
     """
     name = str(path)
 
     def load() -> Any:
-        if is_zip and not name.endswith(".safetensors"):  # which torch takes for what it is not
+        # torch maps only zip files. It expects safetensors in a file of that name.
+        if is_zip and not name.endswith(".safetensors"):
             return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
         with path.open("rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -66,29 +67,28 @@ def _load(path: Path, *, is_zip: bool) -> Any:
         return load()
     except Exception as error:
         if "GLOBAL" in str(error):
-            # What this fails at too is told as it was before.
-            with suppress(Exception):
+            with suppress(Exception):  # the first error is raised instead
                 with path.open("rb") as file:
                     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
                 with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
                     saved = load()
-                saved = {key: value for key, value in saved.items() if not _holds_objects(value)}
+                saved = {key: value for key, value in saved.items() if not _has_objects(value)}
                 if any(name for name, _ in state_dicts(saved)):
                     return saved
         raise
 
 
 def is_state_dict(saved: object) -> bool:
-    """Whether something is a mapping of names to tensors."""
+    """Return whether an object is a dict of names to tensors."""
     return isinstance(saved, dict) and all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in saved.items()
     )
 
 
 def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the state dicts that a file holds, each after the keys that lead to it.
+    """Yield the keys that lead to each state dict in a file, joined by dots, and the state dict.
 
-    The keys are joined by dots. An optimizer's state is none, nor are numbers without a shape.
+    An optimizer's state and dicts of scalars are left out.
     """
     if is_state_dict(saved):
         if any(value.ndim and value.is_floating_point() for value in saved.values()):
@@ -99,28 +99,18 @@ def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Ten
                 yield from state_dicts(value, f"{name}.{key}" if name else key)
 
 
-def _holds_objects(value: Any) -> bool:
+def _has_objects(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return any(map(_holds_objects, (*value.keys(), *value.values())))
+        return any(map(_has_objects, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple | set | frozenset):
-        return any(map(_holds_objects, value))
+        return any(map(_has_objects, value))
     return value is _LeftOut or isinstance(value, _LeftOut)
 
 
-class _Mapped(mmap.mmap):
-    def seekable(self) -> bool:
-        """Say so, which Python's own does from 3.13 on."""
-        return True
-
-
-def _refuse_damage(path: Path) -> None:
-    """Compare the checksums of a zip file's parts, which torch doesn't; it maps only plain ones."""
-    with (
-        path.open("rb") as file,
-        _Mapped(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        zipfile.ZipFile(cast("IO[bytes]", mapped)) as archive,
-    ):
-        # torch may return unread memory for a part that is marked as a folder.
+def _check_zip(path: Path) -> None:
+    """Compare the checksums of a zip file's parts, which torch does not."""
+    with zipfile.ZipFile(path) as archive:
+        # torch maps only plain parts. For a part marked as a folder it may return unread memory.
         if any(part.compress_type or part.external_attr & _FOLDER for part in archive.infolist()):
             raise ValueError("its parts are compressed, or folders: torch.save never does that")
         damaged = archive.testzip()
@@ -132,12 +122,11 @@ def _refuse_damage(path: Path) -> None:
 
 
 def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
-    """Return what a file holds: tensors, and nothing that would run code, on the CPU.
+    """Return the tensors in a file of torch.save or safetensors, on the CPU.
 
-    Its first bytes tell whether it is of safetensors, not its name. With ``digest``, a hash that
-    gets the file's bytes, damage to files of torch.save is looked for.
-
-    An ``InputError`` of a file that cannot be read, or is damaged, says what it ``must`` be.
+    The file's first bytes tell its kind, not its name. ``must`` and ``remedy`` are parts of error
+    messages. A ``digest`` is updated with the file's bytes; then the checksums in files of
+    torch.save are compared too, which reads the whole file.
     """
     start = b""
     try:
@@ -148,14 +137,13 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
             raise EOFError("it begins as a zip file and ends as none: it was cut off")
         if digest is not None:
             if is_zip:
-                _refuse_damage(path)
+                _check_zip(path)
             with path.open("rb") as file:
                 hashlib.file_digest(file, lambda: digest)
         return load_file(path) if start[7:9] == _SAFETENSORS else _load(path, is_zip=is_zip)
-    except Exception as error:
+    except Exception as error:  # a damaged file may raise any error
         if came_from_no_memory(error):
             raise
-        # What a broken file makes of its reader is open-ended: any error is the file's.
         is_known = start.startswith((_ZIP, b"\x80")) or start[7:9] == _SAFETENSORS
         begins = "" if is_known else f" It begins with {start[:32]}."
         raise InputError(
@@ -166,17 +154,17 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return what a reader of tensors complains of, without the advice of torch."""
+    """Return the first line of a reader's error, without torch's advice to trust the file."""
     text = str(error) or type(error).__name__
-    if held := re.search(r"(?:global:|unsupported) GLOBAL (\S+)", text):
-        return f"it holds {held[1].rstrip('.')}"
+    if unsafe := re.search(r"(?:global:|unsupported) GLOBAL (\S+)", text):
+        return f"it holds {unsafe[1].rstrip('.')}"
     unpickler = re.search(r"WeightsUnpickler error:\s+(.+)", text)
     first = unpickler[1] if unpickler else text.splitlines()[0]
     return re.split(r" In PyTorch 2|\(Could this", first)[0].rstrip(". ")
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, all beside it."""
+    """Return the files in the same folder that an index names."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
@@ -185,29 +173,33 @@ def _shards(index: Path) -> list[Path]:
             raise ValueError(f"{other} a file of this folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
-            f"of names to files. Reading it failed: {type(error).__name__}: {error}. {_AGAIN}",
+            f"{index}: the index of a checkpoint must be JSON with a mapping `weight_map` of "
+            f"names to files. Reading it failed: {type(error).__name__}: {error}. Copy it again.",
             code="study.checkpoint_index",
         ) from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise InputError(
-            f"{index}: every file that the index of a checkpoint folder names must be beside it. "
-            f"Found no {listed(missing)}. Copy the whole folder again.",
+            f"{index}: every file that the index names must exist in its folder. Found no "
+            f"{listed(missing)}. Copy the whole folder again.",
             code="study.checkpoint_shards",
         )
     return [index.parent / name for name in names]
 
 
 def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
-    """Return the files of a checkpoint's weights; and an adapter's config or an index, if any."""
+    """Return a checkpoint's files of weights, and an adapter's config or an index if there is one.
+
+    Raises:
+        InputError: If a folder has no weights, or those of an adapter and of a whole model.
+    """
     if not checkpoint.exists():
         raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
             raise InputError(
                 f"{checkpoint}: an adapter's weights must come with its {ADAPTER_CONFIG}. Found "
-                "the weights alone; name their folder.",
+                "the file of weights; name its folder instead.",
                 code="study.adapter_folder",
             )
         return [checkpoint], None
@@ -226,7 +218,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         raise InputError(
             f"{checkpoint}: a folder of an adapter must hold {ADAPTER_CONFIG} and one of "
             f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
-            "Save the adapter again by PeftModel.save_pretrained, into a folder of its own.",
+            "Save the adapter again by PeftModel.save_pretrained, into a new folder.",
             code="study.adapter_folder",
         )
     raise InputError(
@@ -237,52 +229,38 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
 
 
 def _refuse_pieces(folder: Path) -> None:
-    """Name the command that makes weights of a folder where each process saved a piece."""
+    """Refuse a folder where each process saved a part of the weights, and name the remedy."""
     pieces = next(folder.rglob("*.distcp"), None)
     script = folder / "zero_to_fp32.py"
+    patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
+    of_zero = next((part for pattern in patterns for part in folder.rglob(pattern)), None)
     if pieces is not None:
         module = "torch.distributed.checkpoint.format_utils"
-        kind, command = "FSDP", f"python -m {module} dcp_to_torch {pieces.parent} weights.pt"
+        kind, remedy = "FSDP", f"`python -m {module} dcp_to_torch {pieces.parent} weights.pt`"
     elif script.is_file():
-        kind, command = "DeepSpeed", f"python {script} {folder} whole-weights"
-    elif (name := _parts_of_zero(folder)) is not None:
-        raise InputError(
-            f"{folder}: a checkpoint must hold whole weights. Found those of DeepSpeed, in pieces, "
-            f"one for each process, in {name}, without the script zero_to_fp32.py that DeepSpeed "
-            "writes beside them. Call "
-            "`deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint`, save what it "
-            "returns by torch.save, and name that file.",
-            code="study.checkpoint_pieces",
-        )
+        kind, remedy = "DeepSpeed", f"`python {script} {folder} whole-weights`"
+    elif of_zero is not None:
+        function = "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint"
+        kind, remedy = f"DeepSpeed in {of_zero.parent.name}", f"`{function}` and torch.save"
     else:
         return
     raise InputError(
-        f"{folder}: a checkpoint must hold whole weights. Found those of {kind}, in pieces, one "
-        f"for each process. Put them together by `{command}`, and name what that writes.",
+        f"{folder}: a checkpoint must hold whole weights. Found those of {kind}, where each "
+        f"process saved a part. Join them by {remedy}, and name the file that this writes.",
         code="study.checkpoint_pieces",
     )
 
 
-def _parts_of_zero(folder: Path) -> str | None:
-    """Return the name of a folder of DeepSpeed's with pieces, which may be this one."""
-    for pattern in ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt"):
-        for part in sorted(folder.rglob(pattern)):
-            return part.parent.name
-    return None
-
-
 def refuse_quantized(folder: Path) -> None:
-    """Refuse a Hugging Face folder whose weights are quantized, by what its files say."""
+    """Refuse a Hugging Face folder whose config files tell that its weights are quantized."""
+    names = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
+    sign = next((name for name in names if (folder / name).is_file()), "")
     config = folder / "config.json"
-    told = "`quantization_config` in config.json"
-    if not config.is_file() or b'"quantization_config"' not in config.read_bytes():
-        # Files of AutoGPTQ and AutoAWQ.
-        others = (folder / name for name in ("quantize_config.json", "quant_config.json"))
-        told = next((path.name for path in others if path.is_file()), "")
-    if told:
+    if config.is_file() and b'"quantization_config"' in config.read_bytes():
+        sign = "`quantization_config` in config.json"
+    if sign:
         raise InputError(
-            f"{folder}: a model's weights must be numbers of their own. Found quantized ones, "
-            f"by {told}. Take the weights from before, or save "
-            "`model.dequantize()`.",
+            f"{folder}: a checkpoint's weights must not be quantized. Found {sign}. Take the "
+            "weights from before quantization, or save `model.dequantize()`.",
             code="study.checkpoint_quantized",
         )

@@ -1,0 +1,188 @@
+"""Data that would be read as something else without an error: it is refused, or reported."""
+
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from refused import refused
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from trak_core.data.rows import read_rows
+from trak_core.ready_made.conversations import messages_in
+from trak_core.ready_made.image_folder import image_folder
+from trak_core.ready_made.language_model import language_model
+from trak_core.ready_made.text_classification import text_classification
+from trak_core.study.dataset_split import Split
+from trak_core.study.given_data import split_of_data
+from trak_core.study.sample_columns import short_columns
+
+NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
+DATA = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
+TURNS = [{"role": "user", "content": "sky"}, {"role": "assistant", "content": "blue"}]
+SYSTEM = {"role": "system", "content": "red"}
+ROLES = (
+    "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["ID", "Id"])
+def test_ids_in_a_field_of_nearly_that_name_are_refused(tmp_path, name):
+    """Rows would be numbered from 0, and the targets [5, 6] be others."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({name: 5, "text": "x"}))
+    with refused("data.near_id", repr(name)):
+        read_rows(tmp_path / "a.jsonl").ids()
+
+
+def test_a_header_with_spaces_is_refused(tmp_path):
+    """The field `id` would be missing."""
+    (tmp_path / "a.csv").write_text("text, id\nx, 5\n")
+    with refused("data.rows", "' id'"):
+        read_rows(tmp_path / "a.csv")
+
+
+def test_true_is_no_id():
+    with pytest.raises(ValueError, match="Found True"):
+        Split("ab", [0, 1]).take([True])
+
+
+def test_integers_that_floats_round_stay_distinct():
+    columns = short_columns({"user": [2**53 + 1, 2**53, 0.5], "n": [1, 2, 0.5]})
+    assert columns["user"].tolist() == [str(2**53 + 1), str(2**53), "0.5"]
+    assert columns["n"].tolist() == [1, 2, 0.5]
+
+
+def test_a_column_that_is_renamed_replaces_no_other():
+    columns = short_columns({"own_label": [1], "label": [2]})
+    assert columns.to_dict("list") == {"own_label": [1], "own_own_label": [2]}
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_bytes_among_floats_are_refused(kind):
+    samples = [(kind([0.5]), 0), (kind([255]), 1)]
+    with refused("study.sample_shapes", re.compile(r"float\d\d, torch.int64")):
+        Split(samples, [0, 1]).batch(0, 2)
+
+
+def test_keys_that_parquet_adds_are_left_out():
+    calls = [{"name": "f", "arguments": {"city": "Paris", "day": None}}]
+    (message,) = messages_in([{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert message["content"] is None
+    assert message["tool_calls"] == [{"name": "f", "arguments": {"city": "Paris"}}]
+
+
+def time_first(samples):
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x, dim=1), torch.stack(y)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "value"),
+    [
+        # Half of the samples; some twice; the label would be cut off.
+        ({"batch_sampler": BatchSampler(range(3), 2, drop_last=False)}, "given_sampler", "range"),
+        ({"sampler": RandomSampler(DATA, num_samples=3)}, "given_sampler", "RandomSampler"),
+        ({"sampler": RandomSampler(DATA, replacement=True)}, "given_sampler", "RandomSampler"),
+        ({"batch_size": None}, "given_sampler", "batch_size=None"),
+        ({"collate_fn": time_first}, "given_collate", "torch.Size([2, 1])"),
+    ],
+)
+def test_loaders_whose_samples_are_not_those_of_their_dataset(settings, code, value):
+    with refused(f"study.{code}", value):
+        split_of_data(DataLoader(DATA, **settings), None)
+
+
+def test_loaders_of_all_samples():
+    batches = BatchSampler(RandomSampler(DATA), 4, drop_last=True)
+    for settings in ({"shuffle": True, "batch_size": 4}, {"batch_sampler": batches}):
+        samples = split_of_data(DataLoader(DATA, **settings), None).samples
+        assert all(torch.equal(samples[i][0], DATA[i][0]) for i in range(6))
+
+
+def test_rows_of_pandas_are_no_samples():
+    """[i] is the sample with the label i."""
+    with refused("study.given_data", "Series"):
+        split_of_data(pd.Series([(1.0, 0), (2.0, 1)], index=[1, 0]), None)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    pytest.importorskip("transformers", reason="with the extra `test`")
+    few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
+    small.gpt2().save_pretrained(tmp_path / "out")
+    made = few_words.tokenizer()
+    made.chat_template = ROLES
+    made.save_pretrained(tmp_path / "out")
+    return str(tmp_path / "out")
+
+
+def read(tmp_path, weights, row, study=language_model, **arguments):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    return study(str(tmp_path / "rows.jsonl"), weights, **arguments).train_data()[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "values"),
+    [
+        ({"messages": TURNS, "prompt": "the sun"}, "two_texts", ["prompt"]),
+        ({"messages": TURNS, "completion": "sun"}, "two_texts", ["completion"]),
+        ({"prompt": "sky", "completion": "blue", "text": "sky blue"}, "two_texts", ["completion"]),
+        ({"messages": [{"role": "user", "text": "sky"}, TURNS[1]]}, "messages", ["role, text"]),
+        ({"messages": [{**TURNS[0], "content": None}, TURNS[1]]}, "messages", ["user"]),
+        ({"messages": [{**TURNS[0], "content": ["sky"]}, TURNS[1]]}, "messages", ["['sky']"]),
+        ({"messages": TURNS, "tools": "the sun"}, "messages", ["tools", "'the sun'"]),
+        ({"messages": TURNS, "chat_template_kwargs": [1]}, "messages", ["dict", "[1]"]),
+    ],
+)
+def test_texts_that_the_model_would_not_read(tmp_path, weights, row, code, values):
+    with refused(f"studies.{code}", "rows.jsonl, line 1", *values):
+        read(tmp_path, weights, row)
+
+
+def test_a_prompt_that_the_messages_have_is_read(tmp_path, weights, capsys):
+    row = {"messages": TURNS, "prompt": "sky", "completion": None}
+    alone = read(tmp_path, weights, {"messages": TURNS})
+    assert torch.equal(read(tmp_path, weights, row)["input_ids"], alone["input_ids"])
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
+    read(tmp_path, weights, {"messages": [TURNS[0], calls, *TURNS]})
+    assert "Notice" not in capsys.readouterr().err
+
+
+def test_a_message_that_the_template_leaves_out_is_reported(tmp_path, weights, capsys):
+    read(tmp_path, weights, {"messages": [SYSTEM, *TURNS]})
+    notice = (
+        "Notice: the chat template does not write the content of a message of the role 'system'"
+    )
+    assert notice in capsys.readouterr().err
+
+
+def test_texts_and_classes_of_a_classifier(tmp_path, weights):
+    with refused("studies.empty_text", "rows.jsonl, line 1"):
+        read(tmp_path, weights, {"text": " ", "label": 0}, text_classification)
+    with refused("studies.classes", 2, "a, b, c"):
+        read(
+            *(tmp_path, weights, {"text": "sky", "label": "a"}, text_classification),
+            classes=["a", "b", "c"],
+        )
+
+
+def test_images(tmp_path, capsys):
+    (tmp_path / "net.py").write_text(NET)
+    for name in ("cat/1.ppm", "dog/2.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(tmp_path / "images" / name)
+    arguments = str(tmp_path / "images"), f"{tmp_path}/net.py:net"
+    assert image_folder(*arguments).train_ids() == ["cat/1.ppm", "dog/2.png"]
+    assert not capsys.readouterr().err
+    for name in ("cat/3.heic", "4.png"):
+        (tmp_path / "images" / name).touch()
+    assert len(image_folder(*arguments).train_ids()) == 2
+    assert "Notice: 2 files in" in capsys.readouterr().err
+    # PIL would make all values above 255 white.
+    Image.fromarray(np.full((2, 2), 300, np.uint16)).save(tmp_path / "images/dog/2.png")
+    with refused("studies.image_depth", "I;16", "dog/2.png"):
+        image_folder(*arguments).train_data()[1]
