@@ -148,7 +148,7 @@ def test_many_processes_score_from_one_finished_store(start, tmp_path):
     assert not traker.saver.current_store["features"].flags.writeable
 
 
-def test_a_disk_without_file_locks_has_one_warning(tmp_path, monkeypatch, caplog):
+def test_a_save_dir_on_a_disk_that_knows_no_locks(tmp_path, monkeypatch, caplog):
     expected = scored(finalized(tmp_path / "locked")).finalize_scores("mine")
 
     def fails(*_):
