@@ -228,7 +228,7 @@ def test_each_line_has_an_answer_or_an_error(here, capsys):
     # Line numbers include empty lines, as in editors.
     lines_with_errors = re.findall(r"^Error: line (\d+): ", err, re.M)
     assert sorted(map(int, lines_with_errors)) == [*range(2, 11), 13]
-    assert len(re.findall("^Error: ", err, re.M)) == 10
+    assert len(re.findall(r"^Error: ", err, re.M)) == 10
     assert "Found x again, which is that of line 1." in err
     scores = read_scores(here / "scores/asked.h5")
     table = pd.read_csv("out.csv")
