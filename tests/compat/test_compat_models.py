@@ -72,14 +72,6 @@ def test_clip_needs_embeddings(tmp_path, monkeypatch):
         traker.featurize((torch.randn(4, 6), torch.randn(4, 5)), num_samples=4)
 
 
-def test_a_residual_network_with_batchnorm(tmp_path):
-    model = models.resnet()
-    data = [(models.images(n, seed=n), models.classes(n, seed=n)) for n in (40, 5)]
-    _, scores = walk(model, [model.state_dict()], *data, save_dir=tmp_path, proj_dim=16)
-    assert_finite(scores, (40, 5))
-    assert not model.training
-
-
 def test_bert_of_transformers(tmp_path):
     def batch(n):
         ids, mask = models.texts(n, seed=n)

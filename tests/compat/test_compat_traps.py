@@ -32,7 +32,7 @@ from trak_core.compat.projectors import (
     ChunkedCudaProjector,
     CudaProjector,
 )
-from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
+from trak_core.compat.score_computers import BasicScoreComputer
 
 TRAIN, TARGETS, STATES = images(N), images(M, seed=1), checkpoints(Net, 2)
 
@@ -293,15 +293,6 @@ def test_misspelt_arguments_are_errors(tmp_path):
     BasicProjector(
         grad_dim=10, proj_dim=5, seed=0, proj_type="normal", device="cpu", max_batch_size=8
     )
-
-
-def test_the_single_block_score_computer_honours_lambda(tmp_path):
-    single, blocks = (
-        scored(finalized(tmp_path / kind.__name__, score_computer=kind, lambda_reg=0.5))
-        for kind in (BasicSingleBlockScoreComputer, BasicScoreComputer)
-    )
-    expected = blocks.finalize_scores("mine")
-    np.testing.assert_allclose(single.finalize_scores("mine"), expected, rtol=1e-5)
 
 
 def test_a_cuda_projector_needs_a_cuda_device():

@@ -84,12 +84,6 @@ def test_a_trainer_s_folder_without_a_second_file():
     assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
 
 
-def test_an_adapter_is_taken_and_its_base_left_out(capsys):
-    files = {"lora/adapter_config.json": ADAPTER, "base/config.json": CAUSAL, "train.jsonl": TEXTS}
-    assert written(files)["checkpoints"] == {"lora": "lora"}
-    assert "left out: base: " in capsys.readouterr().out
-
-
 def test_a_folder_whose_weights_do_not_load_is_left_out(capsys):
     write({"out/config.json": CAUSAL, "cut/config.json": CAUSAL, "train.jsonl": TEXTS})
     Path("cut/model.safetensors").write_bytes(b"")
@@ -183,12 +177,6 @@ def test_weights_of_timm_name_their_network(capsys):
     assert (config["study"], config["study_arguments"]) == ("image_folder", arguments)
     assert config["checkpoints"] == {"model": "out/model.safetensors"}
     assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["transform"]
-
-
-def test_no_network_is_guessed_from_python_files():
-    code = {"net.py": "from torch import nn\n\nclass Net(nn.Module):\n    pass\n"}
-    config = written({**code, "train.csv": "a,label\n1.5,1\n2,0\n", "m.pt": ""})
-    assert config["study_arguments"]["model"] == "nets.py:net"
 
 
 @pytest.mark.parametrize(

@@ -318,16 +318,6 @@ def test_typed_lines_end_by_ctrl_d_or_ctrl_c(here, monkeypatch, capsys, end):
     assert err.endswith("\n\nwrote: typed.csv\n")  # after a line break, which was not typed
 
 
-def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(OpenRun, "load", stopped)
-    with pytest.raises(SystemExit) as ended:
-        main(["ask", "mine.yaml", "--target", "2"])
-    assert ended.value.code == 130
-
-
 def test_a_closed_pipe_is_no_error(here, monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)

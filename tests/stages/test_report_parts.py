@@ -13,7 +13,7 @@ from report_page import Page
 from reported import DESCRIBE, DRAW, HOSTILE, lds, page_of, results_of, study_with
 
 from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.report.charts import group_charts, influences_figure
+from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import EACH, Examples, targets_shown
 from trak_core.report.read_results import (
     File,
@@ -192,32 +192,6 @@ def test_integer_ids_stay_integers():
         ("794", "8"),
         ("18", "1"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(-0.5, 2.9), (1.25e-4, 2.4e-4), (-2.8e-4, 7.8e-4), (3e-9, 4e-9), (-9e4, 1e6)]
-)
-def test_tick_labels_of_a_chart_of_groups_do_not_overlap(monkeypatch, low, high):
-    """For scores of any size. Names of classes label the groups."""
-    names = ["zero", "a <b>very</b> long name of a class"]
-    groups = pd.DataFrame({"column": "label", "group": names, "n": [12, 8]})
-    middle = (low + high) / 2
-    groups = groups.assign(mean=[low, high], low=[low, middle], high=[middle, high])
-    drawn_as = []
-
-    def draw(title, alt, figure):
-        FigureCanvasAgg(figure).draw()
-        (axes,) = figure.axes
-        labels = [label for label in axes.get_xticklabels() if label.get_text()]
-        drawn_as.extend(label.get_window_extent() for label in labels)
-        assert axes.get_yticklabels()[0].get_text() == "zero"
-
-    monkeypatch.setattr("trak_core.report.charts._chart", draw)
-    group_charts(File("", "", {}, {}, {"groups": groups}))
-    assert len(drawn_as) > 2
-    for left, right in itertools.pairwise(drawn_as):
-        # At least the width of a digit, because a browser's font may be wider.
-        assert left.x1 + 8 < right.x0
 
 
 def warned(**numbers):

@@ -120,12 +120,9 @@ class BasicProjector(AbstractProjector):
         if n_params != self.grad_dim:
             message = f"Gradients must have {self.grad_dim} entries (grad_dim). Found {n_params}."
             raise InputError(message, code="compat.grad_dim")
+        kind, k = ProjectionKind(str(self.proj_type)), self.proj_dim
         return ProjectionSpec(
-            kind=ProjectionKind(str(self.proj_type)),
-            n_params=n_params,
-            proj_dim=self.proj_dim,
-            seed=self.seed,
-            stream=model_id,
+            kind=kind, n_params=n_params, proj_dim=k, seed=self.seed, stream=model_id
         )
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:

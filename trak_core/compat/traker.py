@@ -284,11 +284,9 @@ class TRAKer:
     ) -> None:
         """Compute features and loss weights of the training samples that have none yet.
 
-        Args:
-            batch: The tensors that the task takes, stacked along the first dimension.
-            inds: Positions of the samples in the training set. Exactly one of ``inds`` and
-                ``num_samples`` must be given.
-            num_samples: The number of samples, which follow those of the last call.
+        The batch has the tensors that the task takes, stacked along the first dimension. Give
+        either ``inds``, their positions in the training set, or ``num_samples``, which continues
+        the positions of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
             message = "Load a checkpoint using traker.load_checkpoint before featurizing."
@@ -332,10 +330,8 @@ class TRAKer:
     ) -> None:
         """Compute the features G K of each checkpoint that has none for this ``lambda_reg``.
 
-        Args:
-            model_ids: None means all in ``save_dir``.
-            del_grads: Whether to delete the gradients afterwards. Another ``lambda_reg`` would need
-                them.
+        ``model_ids`` None means all in ``save_dir``. ``del_grads`` deletes gradients afterwards,
+        which another ``lambda_reg`` would need.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
@@ -442,12 +438,9 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        Args:
-            exp_name: The experiment.
-            model_ids: None means all in ``save_dir`` with finalized features. A warning names
-                those that are left out.
-            allow_skip: Whether to leave out every checkpoint that has no scores, with a warning,
-                instead of raising an error.
+        ``model_ids`` None means all in ``save_dir`` with finalized features. A warning names those
+        that are left out. With ``allow_skip``, every checkpoint without scores is left out, with a
+        warning instead of an error.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the

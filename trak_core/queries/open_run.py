@@ -100,13 +100,10 @@ class OpenRun(FittedAttributor):
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
         """Return which training samples pushed a sample up and down.
 
-        The scores equal those of an experiment with this target. No file is written.
-
-        Args:
-            asked: A sample as the study returns it, such as a tuple; or the argument of the study's
-                ``encode``: a dict of the fields of a line, or a text for the field ``text``.
-            k: The number of training samples of either sign.
-            tokens: Whether the answer has scores by token too.
+        The scores equal those of an experiment with this target. No file is written. ``asked`` is a
+        sample as the study returns it, such as a tuple, or the argument of the study's ``encode``:
+        a dict of the fields of a line, or a text for the field ``text``. The answer has ``k``
+        training samples of either sign, and with ``tokens`` scores by token.
 
         Raises:
             InputError: If the run is not finished, does not belong to the present study, data and

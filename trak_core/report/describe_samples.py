@@ -72,14 +72,8 @@ def find_examples(
     """Return the targets and strongest training samples of each experiment, as they are shown.
 
     The study's ``draw(axes, sample)`` draws a sample, and its ``describe(sample)`` returns a text.
-    Without these, images are shown and other samples are printed.
-
-    Args:
-        study: The study.
-        experiments: Scores.
-        train: All training samples.
-        targets: The targets of each experiment, in its order.
-        also: Ids of further training samples to show.
+    Without these, images are shown and other samples are printed. ``targets`` has the targets of
+    each experiment, ``also`` the ids of further training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 

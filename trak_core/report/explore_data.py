@@ -289,13 +289,8 @@ def explore(
     has as many samples as fit: those of the first targets, all targets, and training samples by
     their best rank. Texts are shortened if more samples fit then.
 
-    Args:
-        experiment: Its scores.
-        show: Returns a sample as it is shown.
-        drawn: Whether samples are pictures.
-        described: Whether samples have texts of the study.
-        self_influence: Self-influence of training samples by id, if known.
-        tokens: Scores by token, if known.
+    ``show`` returns a sample as it is shown: as a picture if ``drawn``, with the study's text if
+    ``described``. ``self_influence`` is that of training samples, by id.
     """
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment

@@ -129,12 +129,8 @@ def read_experiment(
 ) -> File:
     """Return the scores of an experiment: all targets, and the strongest influences on some.
 
-    Args:
-        path: The scores file.
-        results: The results folder.
-        n_shown: The number of first targets whose influences are returned.
-        each: The number of influences of either sign.
-        train_split: The training samples, to compute ``fit``.
+    Influences are those on the first ``n_shown`` targets, ``each`` of either sign. ``fit`` is
+    computed if the training samples are given.
 
     Returns:
         Tables ``targets``; ``shown`` (the first of them); ``top_influences`` (on those); ``train``

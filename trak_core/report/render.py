@@ -301,15 +301,10 @@ def report(
     study: str,
     first: tuple[int | str, str],
 ) -> str:
-    """Return the report as one HTML document.
+    """Return the report of a ``study`` as one HTML document, with each experiment's examples.
 
-    Args:
-        results: The inputs of the report.
-        examples: Samples to show of each experiment.
-        shared: Training samples of several experiments, which ``examples`` has too.
-        study: The name of the study.
-        first: The id of the first training sample, and the text that the model reads of it, which
-            may be empty.
+    ``shared`` are training samples of several experiments, which ``examples`` has too. ``first`` is
+    the id of the first training sample and the text that the model reads of it, or "".
     """
     return rendered(
         "report",
