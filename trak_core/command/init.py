@@ -1,6 +1,6 @@
 """Write the config of a ready-made study for a folder of weights and data.
 
-Nothing is guessed that no file specifies. The config has a comment at each such line, which is
+Settings that no file specifies are not guessed. The config has a comment at each of them, which is
 printed too.
 """
 

@@ -48,7 +48,7 @@ class Examples:
 
 
 def targets_shown(n_experiments: int) -> list[int]:
-    """Return the largest number of targets of each experiment. It is 0 for very late ones."""
+    """Return the largest number of targets of each experiment; 0 after 120 targets in all."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 

@@ -4,7 +4,6 @@ A template shows the first targets, and the page's script shows all from the sam
 would make the page too large are left out, and the page gives their number.
 """
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -57,20 +56,15 @@ class Tokens:
     @classmethod
     def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
         """Return the scores in a table ``tokens``."""
-        of_tokens = table.loc[table["token"] >= 0, :]
         train: dict[tuple[Any, Any], np.ndarray] = {}
         targets: dict[Any, np.ndarray] = {}
-        columns = (of_tokens[name].tolist() for name in ("side", "target_id", "train_id"))
-        keys = list(zip(*columns, strict=True))
-        scores = np.asarray(of_tokens["score"])
-        starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
-        for start, stop in itertools.pairwise([*starts, len(keys)]):
-            side, target, sample = keys[start]
-            part = scores[start:stop]
+        keys = ["side", "target_id", "train_id"]
+        of_tokens = table.loc[table["token"] >= 0, :].groupby(keys, sort=False)["score"]
+        for (side, target, sample), scores in of_tokens:
             if side == "train":
-                train[target, sample] = part
+                train[target, sample] = scores.to_numpy()
             else:
-                targets[target] = targets.get(target, 0) + part
+                targets[target] = targets.get(target, 0) + scores.to_numpy()
         return cls(texts, train, targets)
 
 

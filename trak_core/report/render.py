@@ -173,19 +173,10 @@ def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
 
 
 _FOLDER = Path(__file__).parent
-# Filters of templates, such as `{{ n | plural("target") }}`.
+# Functions of template_filters that templates use, such as `{{ n | plural("target") }}`.
 _FILTERS = (
-    template_filters.number,
-    template_filters.signed,
-    template_filters.fixed,
-    template_filters.percent,
-    template_filters.thousands,
-    template_filters.plural,
-    template_filters.label,
-    template_filters.anchor,
-    template_filters.is_right,
-    template_filters.of_target,
-    template_filters.of_training_sample,
+    *("number", "signed", "fixed", "percent", "thousands", "plural", "label", "anchor"),
+    *("is_right", "of_target", "of_training_sample"),
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # The largest number of entries shown of a list or mapping in the config.
@@ -274,7 +265,7 @@ def _environment() -> Environment:
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )
-    environment.filters |= {function.__name__: function for function in _FILTERS}
+    environment.filters |= {name: getattr(template_filters, name) for name in _FILTERS}
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
         "limits": LIMITS,
