@@ -1,4 +1,4 @@
-"""What a user may get wrong in TRAK's interface, and the one clear error for it."""
+"""Errors of TRAK's interface for wrong arguments, batches, checkpoints and folders."""
 
 import json
 import re
@@ -21,9 +21,6 @@ from trak_core.errors import InputError
 TRAIN, TARGETS = images(N), images(M, seed=1)
 PAIR = [t[:2] for t in TRAIN]
 STATE, OTHER = checkpoints(Net, 2)
-WITHOUT_GPU = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="runs on a machine without a GPU"
-)
 
 
 @pytest.fixture
@@ -38,7 +35,6 @@ def loaded(tmp_path):
     [
         ({"proj_dim": -3}, "spec.range", re.compile(r"proj_dim|-3")),
         ({"lambda_reg": -1.0}, "compat.lambda_reg", -1.0),
-        ({"lambda_reg": float("nan")}, "compat.lambda_reg", "nan"),
         ({"grad_wrt": ["fc.weights"]}, "gradients.unmatched_pattern", "'fc.weights'"),
         ({"grad_wrt": []}, "spec.range", re.compile(r"n_params|0$")),
         ({"projector_seed": -1}, "spec.range", re.compile(r"seed|-1")),
@@ -47,12 +43,6 @@ def loaded(tmp_path):
 def test_constructing(arguments, code, value, tmp_path):
     with refused(code, value):
         tracer(tmp_path, **arguments)
-
-
-@WITHOUT_GPU
-def test_a_missing_gpu_is_told_at_once(tmp_path):
-    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
-        tracer(tmp_path, device="cuda")
 
 
 def test_a_projector_for_another_number_of_parameters(tmp_path):
@@ -67,14 +57,9 @@ def test_a_projector_for_another_number_of_parameters(tmp_path):
     ("changed", "values"),
     [
         ({"proj_dim": 13}, ["JL dimension", 12, 13]),
-        ({"train_set_size": N + 1}, ["train set size", N, N + 1]),
         ({"projector_seed": 1}, ["matrix", "'seed': 0", "'seed': 1"]),
         ({"grad_wrt": ["fc.bias"]}, ["matrix", "'n_params': 860", "'n_params': 4"]),
         ({"use_half_precision": True}, ["dtype", "'torch.float32'", "'torch.float16'"]),
-        (
-            {"projector": BasicProjector(860, 12, 0, "normal", "cpu")},
-            ["JL matrix type", "'rademacher'", "'normal'"],
-        ),
     ],
 )
 def test_a_folder_made_with_other_settings_is_refused(changed, values, tmp_path):
@@ -83,13 +68,6 @@ def test_a_folder_made_with_other_settings_is_refused(changed, values, tmp_path)
         with refused("compat.other_settings", *values) as caught:
             tracer(tmp_path, load_from_save_dir=load, **changed)
         assert isinstance(caught.value, AssertedError)
-
-
-def test_a_folder_of_the_original_is_refused(tmp_path):
-    content = {"JL dimension": 12, "JL matrix type": "rademacher", "train set size": N}
-    (tmp_path / "metadata.json").write_text(json.dumps(content))
-    with refused("compat.other_settings", "matrix", None):
-        tracer(tmp_path)
 
 
 def test_what_the_original_asserts_is_an_assertion_error_too(loaded, tmp_path):
@@ -103,9 +81,6 @@ def test_what_the_original_asserts_is_an_assertion_error_too(loaded, tmp_path):
         with refused(f"compat.{code}") as caught:
             call()
         assert isinstance(caught.value, AssertedError)
-    words = "Load a checkpoint using traker.load_checkpoint before featurizing"  # theirs
-    with pytest.raises(AssertionError, match=words):
-        unloaded.featurize(TRAIN, num_samples=N)
 
 
 @pytest.mark.parametrize("model_id", [-1, 2**32])
@@ -115,45 +90,30 @@ def test_model_ids_out_of_range(model_id, tmp_path):
     assert not list(tmp_path.glob("id_*.json"))
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [
-        ({}, r"missing.* conv1"),
-        ({**STATE, "head.bias": torch.zeros(3)}, r"unknown.* head\.bias"),
-        ({**STATE, "fc.bias": torch.zeros(9)}, r"shape.* fc\.bias \(9,\) for \(4,\)"),
-    ],
-)
-def test_checkpoints_that_do_not_fit_the_model(checkpoint, message, tmp_path):
-    with pytest.raises(InputError, match=message):
-        tracer(tmp_path).load_checkpoint(checkpoint, 0)
-    assert not list(tmp_path.glob("id_*.json"))
-
-
 def test_a_model_id_stands_for_one_checkpoint(loaded, tmp_path):
     loaded.load_checkpoint(OTHER, 0)
     featurize(loaded)
     loaded.finalize_features()
-    with refused("compat.other_weights", "model id 0"):
+    with refused("compat.other_weights", "as 0 in"):
         tracer(tmp_path).load_checkpoint(OTHER, 0)
-    with refused("compat.other_weights", "model id 0"):
+    with refused("compat.other_weights", "as 0 in"):
         loaded.start_scoring_checkpoint("mine", OTHER, 0, M)
 
 
 @pytest.mark.parametrize(
-    ("batch", "where", "code", "value"),
+    ("where", "code", "value"),
     [
-        (TRAIN, {"num_samples": N - 1}, "compat.positions", re.compile(r"39: .*7 and 31 more")),
-        (TRAIN, {"num_samples": -2}, "compat.positions", "40"),
-        (TRAIN, {"inds": np.arange(N) + 1}, "compat.positions", re.compile(r"40: 1, .*")),
-        (TRAIN, {"inds": np.arange(N) - 1}, "compat.positions", re.compile(r"40: -1, .*")),
-        (TRAIN, {"inds": [0] * N}, "compat.positions", re.compile(r"40: 0, 0.*")),
-        (TRAIN, {"inds": [0, 1]}, "compat.positions", "2: 0, 1"),
-        (TRAIN, {}, "compat.inds_or_num_samples", "neither"),
+        ({"num_samples": N - 1}, "compat.positions", re.compile(r"39: .*7 and 31 more")),
+        ({"num_samples": -2}, "compat.positions", "40"),
+        ({"inds": np.arange(N) + 1}, "compat.positions", re.compile(r"40: 1, .*")),
+        ({"inds": np.arange(N) - 1}, "compat.positions", re.compile(r"40: -1, .*")),
+        ({"inds": [0] * N}, "compat.positions", re.compile(r"40: 0, 0.*")),
+        ({}, "compat.inds_or_num_samples", "neither"),
     ],
 )
-def test_batches(batch, where, code, value, loaded):
+def test_positions_of_a_batch(where, code, value, loaded):
     with refused(code, value):
-        loaded.featurize(batch, **where)
+        loaded.featurize(TRAIN, **where)
     assert not loaded.saver.current_store["is_featurized"].any()
 
 
@@ -161,7 +121,6 @@ def test_batches(batch, where, code, value, loaded):
     ("batch", "message"),
     [
         ((TRAIN[0],), "a tuple of 1"),
-        ((TRAIN[0], TRAIN[1].float()), "integers.*float32"),
         ((TRAIN[0], TRAIN[1] + 3), "integers from 0 to 3"),
         ((TRAIN[0] / 0, TRAIN[1]), "samples 0, 1,"),
     ],
@@ -173,18 +132,12 @@ def test_batches_that_do_not_fit_the_model(batch, message, loaded):
 
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
-def test_labels_are_named_by_their_place(computer, tmp_path):
+def test_wrong_labels_are_reported_with_their_position(computer, tmp_path):
     traker = finalized(tmp_path, gradient_computer=computer)
     traker.start_scoring_checkpoint("mine", STATE, 0, M)
     for label in (-1, 4):
         with pytest.raises(InputError, match=f"{label} in sample 2"):
             traker.score((TARGETS[0][:1], torch.tensor([label])), inds=[2])
-
-
-def test_more_samples_than_there_are(loaded):
-    featurize(loaded)
-    with refused("compat.positions", N, re.compile(r"40: 40, 41, .* 32 more")):
-        loaded.featurize(TRAIN, num_samples=N)
 
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])

@@ -1,8 +1,7 @@
-"""Every public name of the original, its small functions, and the installation check."""
+"""Public names and signatures of the original, its utilities, and the installation check."""
 
 import inspect
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,13 +42,8 @@ def theirs():
         return pytest.importorskip("trak", reason="with the extra `test`, as `make test` has it")
 
 
-def test_nothing_inside_imports_the_small_functions():
-    for path in Path(ours.__file__).parent.glob("*.py"):
-        assert "compat.utils import" not in path.read_text() or path.stem == "__init__"
-
-
 def parameters(callable_):
-    """Names and defaults, of a function or of what a class is made with."""
+    """Names and defaults of the parameters of a function or constructor."""
     variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     taken = inspect.signature(callable_).parameters.values()
     return {p.name: p.default for p in taken if p.kind not in variadic}
@@ -76,7 +70,7 @@ def test_methods_take_the_arguments_of_the_original(name, theirs):
     assert parameters(getattr(ours.TRAKer, name)) == parameters(getattr(theirs.TRAKer, name))
 
 
-def test_small_functions_are_theirs(theirs):
+def test_utilities_return_the_same_as_the_original(theirs):
     torch.manual_seed(0)
     own, original = ours.utils, theirs.utils
     for model in (Net(), Text()):
@@ -101,7 +95,7 @@ def test_small_functions_are_theirs(theirs):
 
 
 @pytest.mark.parametrize("use_fast_jl", [True, False])
-def test_the_installation_check_says_what_it_checked(use_fast_jl, capsys):
+def test_the_installation_check_prints_the_device(use_fast_jl, capsys):
     ours.test_install(use_fast_jl=use_fast_jl)
     printed = capsys.readouterr().out
     where = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
@@ -109,7 +103,7 @@ def test_the_installation_check_says_what_it_checked(use_fast_jl, capsys):
     assert ("no CUDA device" in printed) == (use_fast_jl and where == "cpu")
 
 
-def test_what_users_call_on_projectors():
+def test_public_methods_of_projectors():
     given = {"seed": 0, "proj_type": "rademacher", "device": "cpu", "model_id": 2}
     single = BasicSingleBlockProjector(20, 5, **given)
     matrix = single.proj_matrix.clone()
@@ -134,7 +128,7 @@ def test_what_users_call_on_projectors():
 
 
 class RamSaver(AbstractSaver):
-    """A saver as one would write it for the original: arrays in memory, no more than is asked."""
+    """A user-defined saver for the original: arrays in memory, with the required methods only."""
 
     def __init__(self, train_set_size, proj_dim, **arguments):
         super().__init__(**arguments)
@@ -174,7 +168,7 @@ class RamSaver(AbstractSaver):
         self.arrays[model_id]["grads"] = None
 
 
-def test_a_saver_of_ones_own(tmp_path):
+def test_a_user_defined_saver(tmp_path):
     study = Net(), checkpoints(Net, 1), images(30), images(4, seed=1)
     traker, scores = walk(*study, save_dir=tmp_path / "ram", saver=RamSaver, proj_dim=8)
     _, expected = walk(*study, save_dir=tmp_path / "files", proj_dim=8)

@@ -1,4 +1,4 @@
-"""The numbers of the real ``traker`` package: same model, data and matrix, both in this process."""
+"""Compare with the package ``traker`` in one process: same model, data and matrix."""
 
 import copy
 import warnings
@@ -45,7 +45,7 @@ def store(traker, model_id, name):
     return np.array(traker.saver.current_store[name])
 
 
-# Each value of a setting with each of any other.
+# Each pair of values of two settings occurs.
 @pytest.mark.parametrize(
     ("task", "lambda_reg", "n_checkpoints", "subset"),
     [
@@ -70,7 +70,7 @@ def test_features_weights_and_scores_are_theirs(task, lambda_reg, n_checkpoints,
     expected, their_scores = their_walk(
         model, *study, save_dir=tmp_path / "theirs", projector=projector, **given
     )
-    # Our own projector: its matrix is the one that was injected into theirs.
+    # Our projector has the matrix that was injected into theirs.
     traker, scores = walk(own_model, *study, save_dir=tmp_path / "ours", proj_dim=K, **given)
     for model_id in range(n_checkpoints):
         for name in ("grads", "features", "out_to_loss"):
@@ -131,7 +131,7 @@ def test_functional_and_iterative_agree(task, subset):
 
 
 def test_half_precision_stores_what_theirs_computes(tmp_path):
-    """theirs sums in half precision too: only what is stored before any sum can be compared."""
+    """The original sums in half precision too, so only values before any sum are compared."""
     p = sum(q.numel() for q in Net().parameters())
     (state,), stored = checkpoints(Net, 1), []
     for name, package in (("theirs", theirs), ("ours", ours)):

@@ -1,4 +1,4 @@
-"""What the original gets wrong: for each trap, what happens here."""
+"""Behaviour that differs from the original, which computes a wrong number or fails there."""
 
 import json
 
@@ -32,18 +32,16 @@ from trak_core.compat.projectors import (
     ChunkedCudaProjector,
     CudaProjector,
 )
-from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
+from trak_core.compat.score_computers import BasicScoreComputer
 
 TRAIN, TARGETS, STATES = images(N), images(M, seed=1), checkpoints(Net, 2)
 
 
-def test_scoring_before_finalizing_says_what_is_missing(tmp_path):
+def test_scoring_before_finalizing_is_an_error(tmp_path):
     traker = featurized(tmp_path)
     traker.start_scoring_checkpoint("mine", STATES[0], 0, num_targets=M)
     with refused("compat.not_finalized", "model id 0"):
         traker.score(TARGETS, num_samples=M)
-    with refused("compat.unusable", "model id 0", "features are not finalized"):
-        traker.finalize_scores("mine")
     traker.finalize_features()
     with refused("compat.unusable", "model id 0", "targets 0, 1, 2, 3, 4, 5"):
         traker.finalize_scores("mine")
@@ -51,7 +49,7 @@ def test_scoring_before_finalizing_says_what_is_missing(tmp_path):
     assert np.isfinite(traker.finalize_scores("mine")).all()
 
 
-def test_allow_skip_skips_and_names_what_it_left_out(tmp_path):
+def test_allow_skip_leaves_out_checkpoints_with_a_warning(tmp_path):
     traker = finalized(tmp_path, (0, 1))
     scored(traker)
     alone = np.array(traker.finalize_scores("mine", model_ids=[0]))
@@ -61,7 +59,7 @@ def test_allow_skip_skips_and_names_what_it_left_out(tmp_path):
         assert np.array_equal(traker.finalize_scores("mine", allow_skip=True), alone)
 
 
-def test_checkpoints_nobody_asked_for_are_left_out_when_unfinished(tmp_path):
+def test_unfinished_checkpoints_are_left_out_unless_they_are_named(tmp_path):
     traker = featurized(tmp_path, (0, 1))
     traker.finalize_features(model_ids=[0])
     scored(traker)
@@ -71,7 +69,7 @@ def test_checkpoints_nobody_asked_for_are_left_out_when_unfinished(tmp_path):
         traker.finalize_scores("mine", model_ids=[0, 1])
 
 
-def test_only_what_is_missing_of_a_batch_is_computed(tmp_path):
+def test_only_missing_samples_of_a_batch_are_computed(tmp_path):
     whole = featurized(tmp_path / "whole").saver.current_store["grads"]
     traker = tracer(tmp_path / "parts")
     traker.load_checkpoint(STATES[0], 0)
@@ -108,11 +106,11 @@ def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys, m
 
 
 class Slow(FunctionalGradientComputer):
-    """The same numbers by whole gradients: what a subclass returns might be anything."""
+    """A subclass, whose gradients are formed and then projected."""
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
+def test_projecting_in_the_backward_pass_equals_projecting_gradients(tmp_path, half):
     trakers = [
         finalized(tmp_path / kind.__name__, gradient_computer=kind, use_half_precision=half)
         for kind in (Slow, FunctionalGradientComputer)
@@ -125,7 +123,7 @@ def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
 
 
 class InBatch(ImageClassificationModelOutput):
-    """SimCLR's loss: each sample among the others of its batch. Alone it is log 1."""
+    """SimCLR's loss, which is log 1 for a batch of one sample."""
 
     per_sample = False
 
@@ -136,13 +134,13 @@ class InBatch(ImageClassificationModelOutput):
 
 
 def test_a_loss_inside_the_batch_is_refused(tmp_path):
-    """The original gives the loss a whole batch, and no sample a gradient of its own."""
+    """The original passes the whole batch, and computes no per-sample gradients."""
     options = {"task": InBatch(), "gradient_computer": IterativeGradientComputer}
     traker = tracer(tmp_path, **options)
     traker.load_checkpoint(STATES[0], 0)
     with refused("compat.all_zero", N):
         traker.featurize(TRAIN, num_samples=N)
-    for i in range(N):  # one by one it may be honest
+    for i in range(N):
         traker.featurize([t[i : i + 1] for t in TRAIN], num_samples=1)
     with refused("compat.all_zero", N):
         traker.finalize_features()
@@ -160,7 +158,7 @@ def test_a_method_that_was_replaced_is_called(tmp_path):
 def test_a_batch_takes_one_forward_pass_and_forms_no_gradients(tmp_path, monkeypatch):
     traker = tracer(tmp_path)
     traker.load_checkpoint(STATES[0], 0)
-    # The first batch of a checkpoint is looked at besides.
+    # The first batch of a checkpoint has further passes for checks.
     traker.featurize([t[:10] for t in TRAIN], num_samples=10)
     monkeypatch.setattr(gradient_computers, "formed_gradients", None)
     calls = []
@@ -210,18 +208,15 @@ def test_another_lambda_needs_the_gradients(tmp_path):
         tracer(tmp_path, lambda_reg=1.0).finalize_features()
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-@pytest.mark.parametrize("proj_dim", [7, 12])
-def test_small_projections_on_any_spelling_of_the_cpu(device, proj_dim, tmp_path):
-    traker = finalized(tmp_path, device=device, proj_dim=proj_dim)
+def test_a_small_projection_on_a_torch_device(tmp_path):
+    traker = finalized(tmp_path, device=torch.device("cpu"), proj_dim=7)
     assert scored(traker).finalize_scores("mine").shape == (N, M)
-    assert isinstance(traker.projector, BasicProjector)
     assert traker.projector.proj_type == "rademacher"
 
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
 def test_only_the_chosen_parameters_are_differentiated(computer, tmp_path):
-    """A parameter that cannot be differentiated is no obstacle if it isn't asked for."""
+    """A parameter that cannot be differentiated raises no error if it is not in grad_wrt."""
 
     class Refusing(torch.autograd.Function):
         generate_vmap_rule = True
@@ -230,7 +225,7 @@ def test_only_the_chosen_parameters_are_differentiated(computer, tmp_path):
 
         @staticmethod
         def backward(ctx, g):
-            raise AssertionError("differentiated in vain")
+            raise AssertionError("must not be differentiated")
 
     class Model(Net):
         def forward(self, x):
@@ -294,23 +289,10 @@ def test_misspelt_arguments_are_errors(tmp_path):
         tracer(tmp_path, proj_dims=3)
     with pytest.raises(TypeError, match="blocksize"):
         BasicProjector(10, 5, 0, "rademacher", "cpu", blocksize=5)
-    with pytest.raises(TypeError, match="temprature"):
-        ImageClassificationModelOutput(temprature=2)
-    # The documented calls of the original go on working.
+    # A documented call of the original.
     BasicProjector(
         grad_dim=10, proj_dim=5, seed=0, proj_type="normal", device="cpu", max_batch_size=8
     )
-
-
-def test_the_single_block_score_computer_honours_lambda(tmp_path):
-    single, blocks = (
-        scored(finalized(tmp_path / kind.__name__, score_computer=kind, lambda_reg=0.5))
-        for kind in (BasicSingleBlockScoreComputer, BasicScoreComputer)
-    )
-    expected = blocks.finalize_scores("mine")
-    np.testing.assert_allclose(single.finalize_scores("mine"), expected, rtol=1e-5)
-    plain = BasicSingleBlockScoreComputer(torch.float32, "cpu")
-    assert plain.get_xtx(torch.eye(3)).shape == (3, 3)
 
 
 def test_a_cuda_projector_needs_a_cuda_device():

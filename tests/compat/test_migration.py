@@ -1,4 +1,4 @@
-"""The migration page is run: its code, and the output it shows."""
+"""Run the code of the migration page, and compare its output."""
 
 import contextlib
 import io

@@ -1,6 +1,5 @@
-"""Which files of weights `trak init` lists: those that load, of one network, with their times."""
+"""The files of weights that `trak init` lists: those of one network that load, with times."""
 
-import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def listed(files, n_classes=2):
-    """Return the checkpoints of the config for files and images, and what is told of the others."""
+    """Return the checkpoints of the config for files and images, and the report on the others."""
     write({f"train/class{n}/1.png": "" for n in range(n_classes)} | files)
     text, report = config_for(Path())
     checkpoints = yaml.safe_load(text)["checkpoints"].values()
@@ -42,11 +41,9 @@ IN(torch.ones(3)).sum().backward()
 ADAM.step()
 
 
-@pytest.mark.parametrize(
-    "name", ["a.pt", "a.pth", "a.ckpt", "a.safetensors", "a.pth.tar", "a.pt.tar", "a.bin", "A.PTH"]
-)
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a.pth.tar", "a.bin", "A.PTH"])
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "module."])
-def test_weights_of_every_ending_and_wrapper_are_seen(name, wrapper):
+def test_weights_of_every_ending_and_wrapper_are_listed(name, wrapper):
     if wrapper == "module.":
         contents = {f"module.{key}": tensor for key, tensor in NET.items()}
     elif wrapper and not name.endswith("safetensors"):
@@ -60,17 +57,12 @@ def test_weights_of_every_ending_and_wrapper_are_seen(name, wrapper):
     ("name", "contents", "told"),
     [
         ("optimizer.pt", ADAM.state_dict(), "state, param_groups"),
-        ("scheduler.pt", {"last_epoch": 3, "base_lrs": [0.1]}, "last_epoch, base_lrs"),
-        ("embedding.pt", torch.ones(3), "Found Tensor"),
         ("module.pt", torch.nn.Linear(2, 2), "it holds"),
         ("tokens.bin", b"\x01\x00\x02\x00", "It begins with"),
-        ("empty.pth.tar", b"", "It begins with b''"),
         ("cut.pt", b"PK\x03\x04 and no more", "was cut off"),
-        ("lfs.safetensors", b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
-        ("objects.pt", pickle.dumps({"a": Path()}), "Reading it failed"),
     ],
 )
-def test_what_does_not_load_is_left_out_with_the_reason(name, contents, told):
+def test_files_that_do_not_load_are_left_out_with_the_reason(name, contents, told):
     if isinstance(contents, bytes):
         Path(name).write_bytes(contents)
     else:
@@ -81,10 +73,10 @@ def test_what_does_not_load_is_left_out_with_the_reason(name, contents, told):
     assert told in line
 
 
-def test_files_that_do_not_load_alone_are_no_study():
+def test_only_files_that_do_not_load_are_no_study():
     torch.save(ADAM.state_dict(), "optimizer.pt")
     write({"train.csv": "a,label\n1,0\n"})
-    with pytest.raises(Exception, match=r"must hold a study.*left out: optimizer.pt"):
+    with pytest.raises(Exception, match=r"must have a study.*left out: optimizer.pt"):
         config_for(Path())
 
 
@@ -96,17 +88,17 @@ def test_files_that_do_not_load_alone_are_no_study():
         ({"b.pt": net(3, 9, 9), "z.pt": net(3, 5, 2)}, {"a1.pt": NET}),
     ],
 )
-def test_one_network_s_files_are_listed(others, kept):
-    """Those of the network that most files are of, or else the first."""
+def test_files_of_one_network_are_listed(others, kept):
+    """The network of most files, or of the first file."""
     checkpoints, lines = listed(others | kept)
     assert checkpoints == [*kept]
     first = next(iter(kept))
-    assert [line.split("; ")[0] for line in lines] == [
+    assert [line.split(", ")[0] for line in lines] == [
         f"left out: {name}: of another network than {first}" for name in others
     ]
 
 
-def test_states_whose_names_tell_no_time_are_listed_as_runs():
+def test_files_without_a_time_in_their_names_are_separate_runs():
     names = ["best.pt", "last.pt", "run1/last.pt"]
     assert listed(dict.fromkeys(names, NET)) == (names, [])
 
@@ -120,7 +112,7 @@ def test_states_whose_names_tell_no_time_are_listed_as_runs():
         (["m_step100.bin", "m_step20.bin"], [100, 20]),
     ],
 )
-def test_states_with_their_times_are_of_one_run(names, times):
+def test_files_with_times_are_of_one_run(names, times):
     checkpoints, told = listed(dict.fromkeys([*names, "other_best.pt"], NET))
     assert [c["at"] for c in checkpoints if isinstance(c, dict)] == times
     assert [c for c in checkpoints if isinstance(c, str)] == ["other_best.pt"]

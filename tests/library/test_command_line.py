@@ -1,4 +1,4 @@
-"""Values within ``--config key={...}``, which Snakemake hands over as text."""
+"""Values within ``--config key={...}``, which Snakemake passes as text."""
 
 import pytest
 import yaml
@@ -6,35 +6,29 @@ import yaml
 from trak_core.config.read_config import with_values_read
 from trak_core.errors import InputError
 
-TEXTS = [
-    "{proj_dim: 256, seed: 0}",
-    "{a: {b: 1e-3, c: 1.5, d: null, e: true, f: ''}}",
-    "{mine: {targets: [1506, '1506', patient-1]}}",
-    "{c0: {seed: 1, lr: [0.1, {a: '007'}]}}",
-    "[1, '2', {a: 3}]",
-    "{a: 'b: c', d: \"[1]\"}",
-]
 
-
-def as_snakemake_leaves_it(text):
-    return yaml.load(text, Loader=yaml.BaseLoader)
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{a: {b: 1e-3, c: 1.5, d: null, e: true, f: ''}}",
+        "{mine: {targets: [1506, '1506', patient-1]}}",
+        "[1, '2', {a: '007'}]",
+        "{a: 'b: c', d: \"[1]\"}",
+    ],
+)
 def test_they_are_read_as_in_a_file(text):
-    config = {"key": as_snakemake_leaves_it(text), "other": "5"}
-    found = with_values_read(config, [f"key={text}", "other=5"])
-    assert found == {"key": yaml.safe_load(text), "other": "5"}
-    assert config["key"] == as_snakemake_leaves_it(text)
+    as_text = yaml.load(text, Loader=yaml.BaseLoader)
+    config = with_values_read({"key": as_text, "other": "5"}, [f"key={text}", "other=5"])
+    assert config == {"key": yaml.safe_load(text), "other": "5"}
 
 
-def test_what_a_file_says_beside_them_stays():
+def test_other_values_of_the_file_are_kept():
     config = {"projection": {"kind": "normal", "proj_dim": "64"}, "checkpoints": {"1": "01"}}
-    found = with_values_read(config, ["projection={proj_dim: 64}", "checkpoints={1: '01'}"])
-    assert found == {"projection": {"kind": "normal", "proj_dim": 64}, "checkpoints": {"1": "01"}}
+    merged = with_values_read(config, ["projection={proj_dim: 64}", "checkpoints={1: '01'}"])
+    assert merged == {"projection": {"kind": "normal", "proj_dim": 64}, "checkpoints": {"1": "01"}}
 
 
-def test_what_is_no_value_is_refused():
+def test_a_value_that_is_not_yaml_is_refused():
     config = {"training": {"until": "2024-13-45"}}
     with pytest.raises(InputError, match="--config training: the value must be YAML"):
         with_values_read(config, ["training={until: 2024-13-45}"])

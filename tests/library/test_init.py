@@ -1,4 +1,4 @@
-"""`trak init`: the config of each kind of folder is a config, and says what it rests on."""
+"""`trak init`: the configs that it writes for folders, and its report."""
 
 import json
 import re
@@ -11,7 +11,6 @@ from folders import write
 from refused import refused
 
 from trak_core.command.init import config_for, init
-from trak_core.command.main import main
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
@@ -33,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def written(files, *words):
-    """Return the config for files, after the checks of a start that load no model."""
+    """Write the config for files, check it as a start does without loading models, return it."""
     write(files)
     init(words)
     text = Path("trak.yaml").read_text()
@@ -55,33 +54,28 @@ def test_weights_and_texts(capsys):
         "experiments": {"asked": {"data": "asked.jsonl"}},
         "results": "results-trak",
     }
-    printed = capsys.readouterr().out
-    assert "found: weights: out\n" in printed
-    assert "chose: train.jsonl as training data, asked.jsonl to explain" in printed
-    assert re.findall(r"check: (\w+)", printed) == ["scoring", "texts"]
+    assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["scoring", "texts"]
     before = Path("trak.yaml").read_text()
     with refused("command.config_name", "trak.yaml"):
         init(["out"])
     assert Path("trak.yaml").read_text() == before
 
 
-def test_each_config_has_results_of_its_own(capsys):
-    """Also one that follows another of the same name, whose results are there."""
+def test_each_config_has_a_results_folder_that_does_not_exist_yet():
     write({"out/config.json": CAUSAL, "train.jsonl": TEXTS})
+    Path("more").mkdir()
     for config, results in (
-        *(("trak.yaml", "results-trak"), ("more/my 2nd.yaml", "results-my_2nd")),
-        *(("trak.yaml", "results-trak-2"), ("trak.yaml", "results-trak-3")),
+        ("trak.yaml", "results-trak"),
+        ("more/my 2nd.yaml", "results-my_2nd"),
+        ("trak.yaml", "results-trak-2"),
     ):
-        Path("more").mkdir(exist_ok=True)
         init(["--config", config])
-        told = f"chose: {results} for the results: results-trak is there\n"
-        assert (told in capsys.readouterr().out) == (results[-2:] in {"-2", "-3"})
         assert yaml.safe_load(Path(config).read_text())["results"] == results
         Path(results).mkdir()
         Path(config).unlink()
 
 
-def test_a_trainer_s_folder_and_no_second_file():
+def test_a_trainer_s_folder_without_a_second_file():
     saved = {f"a b/run-1/checkpoint-{step}/config.json": CAUSAL for step in (4, 12)}
     config = written({**saved, "a b/yes.jsonl": TEXTS}, "a b")
     assert config["checkpoints"] == {"run_1": "a b/run-1"}
@@ -90,23 +84,13 @@ def test_a_trainer_s_folder_and_no_second_file():
     assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
 
 
-def test_an_adapter_is_taken_and_its_base_left_out(capsys):
-    files = {"lora/adapter_config.json": ADAPTER, "base/config.json": CAUSAL, "train.jsonl": TEXTS}
-    assert written(files)["checkpoints"] == {"lora": "lora"}
-    assert "left out: base: " in capsys.readouterr().out
-
-
-def test_a_folder_without_weights_that_load_is_left_out(capsys):
-    """Such as one of a config alone, or one whose copy was cut off."""
+def test_a_folder_whose_weights_do_not_load_is_left_out(capsys):
     write({"out/config.json": CAUSAL, "cut/config.json": CAUSAL, "train.jsonl": TEXTS})
     Path("cut/model.safetensors").write_bytes(b"")
-    for name in ("app", "config"):
-        Path(name).mkdir()
-        Path(name, "config.json").write_text(CAUSAL if name == "config" else "{}")
+    Path("app").mkdir()
+    Path("app/config.json").write_text("{}")
     assert written({})["checkpoints"] == {"out": "out"}
-    printed = capsys.readouterr().out
-    assert "left out: cut/model.safetensors: a checkpoint must be" in printed
-    assert printed.count(": a checkpoint folder must hold one of model.safetensors, ") == 2
+    assert "left out: cut/model.safetensors: " in capsys.readouterr().out
 
 
 BETWEEN = "what it had between the two"
@@ -117,28 +101,26 @@ LISTS = [[{"role": role, "content": "a"}] for role in ("user", "assistant")]
     ("row", "arguments", "told"),
     [
         ({"prompt": "A is", "completion": " B"}, {"text": "{completion}"}, BETWEEN),
-        ({"prompt": "A is ", "response": "B"}, {"text": "{response}"}, BETWEEN),
         ({"prompt": None, "completion": "B"}, {"text": "{completion}"}, BETWEEN),
         ({"question": "A?", "answer": "B"}, {"prompt": "{question}", "text": "{answer}"}, BETWEEN),
         (
             {"instruction": "A", "input": "in", "output": " B"},
             {"prompt": "{instruction}", "text": "{output}"},
-            f"{BETWEEN}, such as a space, and input, if training read it",
+            "and input, if training read it",
         ),
-        ({"sentence": "A B"}, {"text": "{sentence}"}, "an end token, belongs in here"),
+        ({"sentence": "A B"}, {"text": "{sentence}"}, "or an end token"),
         ({"text": "A B", "prompt": "p"}, {}, "such as an end token, by text"),
-        # A chat's template joins these.
+        # The chat template joins these.
         ({"prompt": LISTS[0], "completion": LISTS[1]}, {}, None),
         ({"messages": [*LISTS[0], *LISTS[1]]}, {}, None),
-        ({"messages": [*LISTS[0], *LISTS[1]], "prompt": "p", "completion": "c"}, {}, None),
     ],
 )
-def test_rows_are_joined_without_a_character_of_init_s(row, arguments, told, capsys):
+def test_templates_add_no_character_to_the_fields(row, arguments, told, capsys):
     files = {"out/config.json": CAUSAL, "train.jsonl": json.dumps(row) + "\n"}
     given = written(files)["study_arguments"]
     templates = {key: given[key] for key in ("prompt", "text") if key in given}
     assert templates == arguments
-    # What no row says stands behind the key, and is printed.
+    # The comment is in the config, and is printed.
     for text in (capsys.readouterr().out, Path("trak.yaml").read_text()):
         assert ("end token" in text) == (told is not None)
         assert told is None or told in text
@@ -163,13 +145,13 @@ def test_labelled_texts(capsys):
     assert "check" not in capsys.readouterr().out
 
 
-def test_of_several_texts_the_longest_is_taken_and_said(capsys):
+def test_the_longest_of_several_texts_is_used_with_a_comment(capsys):
     files = {"out/config.json": CAUSAL, "train.tsv": "title\tbody\nred\tthe sky is red\n"}
     assert written(files)["study_arguments"]["text"] == "{body}"
     printed = capsys.readouterr().out
-    told = "put a template of the rows' fields here; this is the longest of title, body"
-    assert f"check: text: {told}\n" in printed
-    assert f'text: "{{body}}"  # {told}\n' in Path("trak.yaml").read_text()
+    (comment,) = re.findall(r"check: text: (.*)\n", printed)
+    assert "longest of title, body" in comment
+    assert f'text: "{{body}}"  # {comment}\n' in Path("trak.yaml").read_text()
 
 
 def test_images_and_state_dicts(capsys):
@@ -187,7 +169,7 @@ def test_images_and_state_dicts(capsys):
         assert f"  {key}: {json.dumps(value)}  # {told}\n" in text
 
 
-def test_weights_of_timm_s_name_their_network(capsys):
+def test_weights_of_timm_name_their_network(capsys):
     images = {f"train/{name}/1.png": "" for name in ("a", "b")}
     saved = {"out/config.json": '{"architecture": "resnet18"}', "out/model.safetensors": ""}
     config = written({**images, **saved})
@@ -195,15 +177,6 @@ def test_weights_of_timm_s_name_their_network(capsys):
     assert (config["study"], config["study_arguments"]) == ("image_folder", arguments)
     assert config["checkpoints"] == {"model": "out/model.safetensors"}
     assert re.findall(r"check: (\w+)", capsys.readouterr().out) == ["transform"]
-
-
-def test_no_network_is_guessed(capsys):
-    """Whatever Python files are there."""
-    code = {"net.py": "from torch import nn\n\nclass Net(nn.Module):\n    pass\n"}
-    config = written({**code, "train.csv": "a,label\n1.5,1\n2,0\n", "m.pt": ""})
-    assert config["study_arguments"]["model"] == "nets.py:net"
-    told = "check: model: a placeholder, no network is guessed: give file.py:function of yours"
-    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -219,7 +192,7 @@ def test_a_table_and_a_state_dict(price, output):
 
 
 @pytest.mark.parametrize(("n", "targets"), [(2000, "all"), (2001, [0, 1, 2])])
-def test_some_thousand_labelled_targets_are_all_explained(n, targets):
+def test_up_to_2000_labelled_targets_are_explained(n, targets):
     rows = "".join(f"1.5,{int(i >= 1000)}\n" for i in range(n))
     config = written({"train.csv": f"a,label\n{rows}", "m.pt": ""})
     assert config["experiments"] == {"asked": {"targets": targets}}
@@ -231,22 +204,20 @@ IMAGES = "label", "image_classification"
 @pytest.mark.parametrize(
     ("table", "label", "output", "more"),
     [
-        # Classes that are texts have no number of their own, and floats are none.
+        # Texts are classes in alphabetical order. Floats are not classes.
         ("a,label\n1.5,dog\n2,cat\n", *IMAGES, {"classes": ["cat", "dog"]}),
         ("a,label\n1.5,1.0\n2,0.0\n", "label", "regression", {}),
         ("a,label\n1.5,True\n2,False\n", *IMAGES, {}),
         ("a,price,id\n1.5,2.5,7\n2,0.1,8\n", "price", "regression", {}),
         ("LABEL,a\n1,0.5\n0,0.1\n", "LABEL", "image_classification", {}),
-        ("a,label\n1,b 01\n2,a\n", *IMAGES, {"classes": ["a", "b 01"]}),
-        # Texts are no inputs; a number that is missing leaves its column one.
+        # Texts are not inputs. A column with a missing number is still an input.
         ("name,a,label\nx,,0\ny,2,1\n", *IMAGES, {"columns": ["a"]}),
-        # A column whose cells are mostly numbers is one of numbers, whatever stands in for one.
+        # A column whose cells are mostly numbers is numeric.
         ("a,b,label\n1,2,1\nn/a,3,0\n4,,1\n", *IMAGES, {}),
         ("a,label\n1,2.5\n2,?\n3,0.5\n", "label", "regression", {}),
-        ("a,label\n1,2\n2,?\n3,0\n", *IMAGES, {}),
         ("a,label\n1,x\n2,\n3,y\n", *IMAGES, {"classes": ["x", "y"]}),
         ("a,b,label\n2024-01-02,1,1\n2024-01-03,2,0\n", *IMAGES, {"columns": ["b"]}),
-        # Without the row numbers that pandas writes.
+        # Row numbers of pandas are not inputs.
         (",a,b,label\n0,1,2,1\n1,3,4,0\n", *IMAGES, {"columns": ["a", "b"]}),
     ],
 )
@@ -263,17 +234,13 @@ def test_labels_and_inputs_of_a_table(table, label, output, more):
     ("rows", "refusal"),
     [
         ("x,1,1\ny,n/a,0\nz,-,0\nz,2,0", ("n/a", "a", 2)),
-        ("x,1,1\ny,,0\nz,2,0", ("", "a", 2)),
         ("x,1,1\ny,2,0\nz,3,none", ("none", "label", 3)),
         ("x,1,cat\ny,2,\nz,3,dog", ("", "label", 2)),
         ("x,1,0\ny,2,1\nz,3,0", None),
     ],
 )
-def test_a_cell_that_is_no_number_stays_in_its_column_and_the_run_names_it(rows, refusal, capsys):
+def test_a_cell_that_is_not_a_number_is_refused_when_the_table_is_read(rows, refusal):
     config = written({"train.csv": f"name,a,label\n{rows}\n", "m.pt": ""})
-    assert "check: columns: the model's inputs, in its order; texts are none" in (
-        capsys.readouterr().out
-    )
     data = tabular(**config["study_arguments"]).train_data()
     if refusal is None:
         assert [float(x) for x, _ in data] == [1, 2, 3]
@@ -284,36 +251,23 @@ def test_a_cell_that_is_no_number_stays_in_its_column_and_the_run_names_it(rows,
         list(data)
 
 
-def test_files_named_by_epochs_are_times_of_one_run():
-    names = ("net-epoch08.pt", "net-epoch12.pt", "step_5.pt", "sweep_1.pt", "sweep_2.pt")
-    write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
-    text, report = config_for(Path())
-    told = "names that differ in an epoch or a step alone are of one run, all others of their own"
-    assert f"check: checkpoints: {told}" in report
-    checkpoints = yaml.safe_load(text)["checkpoints"].values()
-    told = [value for value in checkpoints if isinstance(value, dict)]
-    assert [(value["path"], value["at"]) for value in told] == [(names[0], 8), (names[1], 12)]
-    assert len({value["run"] for value in told}) == 1
-    assert [value for value in checkpoints if isinstance(value, str)] == [*names[2:]]
-
-
-def test_folders_of_one_name_hold_runs_of_their_own():
+def test_files_with_epochs_in_each_folder_are_separate_runs():
     names = [f"{seed}/checkpoints/epoch{at}.pt" for seed in ("a", "b") for at in (1, 2)]
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
     text, _ = config_for(Path())
-    told = {c["path"]: (c["run"], c["at"]) for c in yaml.safe_load(text)["checkpoints"].values()}
-    times = [("run1", 1), ("run1", 2), ("run2", 1), ("run2", 2)]
-    assert told == dict(zip(names, times, strict=True))
+    times = {c["path"]: (c["run"], c["at"]) for c in yaml.safe_load(text)["checkpoints"].values()}
+    expected = [("run1", 1), ("run1", 2), ("run2", 1), ("run2", 2)]
+    assert times == dict(zip(names, expected, strict=True))
 
 
-def test_every_checkpoint_has_a_key_of_its_own():
+def test_each_checkpoint_has_a_different_key():
     names = ("m-1.pt", "m.1.pt", "m_1.pt", "m_1_0.pt")
     write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
     text, _ = config_for(Path())
     assert sorted(yaml.safe_load(text)["checkpoints"].values()) == sorted(names)
 
 
-def test_images_do_not_lie_where_results_come(folder, monkeypatch):
+def test_images_in_the_current_folder_are_refused(folder, monkeypatch):
     write({f"here/{name}/1.png": "" for name in ("a", "b")} | {"here/m.pt": ""})
     monkeypatch.chdir("here")
     with refused("command.results_here", folder / "here", "init here"):
@@ -328,10 +282,10 @@ def test_images_do_not_lie_where_results_come(folder, monkeypatch):
         with_ready_study({**config, **own})
 
 
-def test_a_folder_that_is_no_study_is_refused(folder):
+def test_a_folder_without_a_study_is_refused(folder):
     write({"train/a/1.png": "", "train/b/1.png": ""})
     with refused(
-        "command.no_study", "4 folders deep in it, at train. Found folders of images: train"
+        "command.no_study", "4 levels of subfolders, train. Found folders of images: train"
     ):
         init([])
     rmtree("train")
@@ -348,39 +302,30 @@ def test_a_folder_that_is_no_study_is_refused(folder):
     write({"out/config.json": "{"})
     with refused("command.weights_config", "out/config.json", re.compile(r"Expecting.*[)]")):
         init([])
-    with pytest.raises(SystemExit, match="Error: `trak init` must get a folder"):
-        main(["init", "nowhere"])
     assert not (folder / "trak.yaml").exists()
 
 
-def test_a_study_may_lie_four_folders_deep(capsys):
+def test_a_study_is_found_in_subfolders():
     files = {"runs/first/out/checkpoint-5/config.json": CAUSAL, "data/train.jsonl": TEXTS}
     config = written({**files, "data/asked.jsonl": TEXTS, "runs/venv/pyvenv.cfg": ""})
     assert config["checkpoints"] == {"out": "runs/first/out"}
     assert config["study_arguments"] == {"texts": "data/train.jsonl"}
-    assert "found: weights: runs/first/out\n" in capsys.readouterr().out
     rmtree("runs")
     Path("trak.yaml").unlink()
     images = [f"data/{split}/{name}/1.png" for split in ("train", "val") for name in ("x", "y")]
-    written({**dict.fromkeys(images, ""), "models/old/run.pt": ""})
-    assert (
-        yaml.safe_load(Path("trak.yaml").read_text())["study_arguments"]["images"] == "data/train"
-    )
+    config = written({**dict.fromkeys(images, ""), "models/old/run.pt": ""})
+    assert config["study_arguments"]["images"] == "data/train"
 
 
-def test_a_study_that_is_not_found_is_told_where_it_was_looked_for():
-    write({
-        "a/b/c/d/e/run.pt": "",
-        "results/train.csv": "",
-        ".git/run.pt": "",
-        "table.csv": "a\n1\n",
-    })
-    looked = "4 folders deep in it, at a, a/b, a/b/c, a/b/c/d. Found rows: table.csv"
-    with refused("command.no_study", looked):
+def test_folders_that_are_not_searched():
+    deep = {"a/b/c/d/e/run.pt": "", "results/train.csv": "", ".git/run.pt": ""}
+    write({**deep, "table.csv": "a\n1\n"})
+    searched = "4 levels of subfolders, a, a/b, a/b/c, a/b/c/d. Found rows: table.csv"
+    with refused("command.no_study", searched):
         init([])
 
 
-def test_results_come_neither_into_the_weights_nor_nowhere(folder, monkeypatch):
+def test_wrong_names_of_configs_and_weights_in_the_current_folder_are_refused(folder, monkeypatch):
     write({"out/config.json": CAUSAL, "out/train.jsonl": TEXTS})
     with refused("command.config_name", "none/trak.yaml"):
         init(["--config", "none/trak.yaml"])
@@ -389,13 +334,12 @@ def test_results_come_neither_into_the_weights_nor_nowhere(folder, monkeypatch):
     monkeypatch.chdir("out")
     with refused("command.results_here", folder / "out", "init out"):
         init([])
-    write({"checkpoint-4/config.json": CAUSAL})  # a Trainer's folder: each checkpoint has its own
+    write({"checkpoint-4/config.json": CAUSAL})  # a Trainer's
     init([])
     assert yaml.safe_load(Path("trak.yaml").read_text())["checkpoints"] == {"run": "."}
 
 
-def test_names_are_what_they_were_in_yaml():
-    """`yes`, numbers and colons stay text."""
+def test_ids_with_a_colon_stay_text_in_yaml():
     write({"out/config.json": CAUSAL, "train.jsonl": '{"text": "a", "id": "12: no"}\n'})
     text, _ = config_for(Path())
     assert yaml.safe_load(text)["experiments"]["asked"]["targets"] == ["12: no"]

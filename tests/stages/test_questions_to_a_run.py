@@ -1,4 +1,4 @@
-"""A finished run, opened and asked: the workflow's own numbers, and what is refused."""
+"""Questions to a finished run: the numbers of the workflow, and errors."""
 
 import json
 import os
@@ -56,7 +56,7 @@ CONFIG = {
     "experiments": {"asked": {"data": "asked.jsonl"}, "few": {"targets": ["patient-342"]}},
     "projection": {"proj_dim": 16},
 }
-# The defaults of checkpoints from along runs are `unit_average` and `curvature`.
+# Defaults for several checkpoints of one run are `unit_average` and `curvature`.
 KINDS = {
     "projected": {"scoring": {"normalize": True}},
     "products": {
@@ -69,7 +69,7 @@ KINDS = {
 
 
 def save_checkpoints(folder):
-    """Three networks after a few steps each, with the optimizer's state."""
+    """Save three networks after a few steps, with the state of the optimizer."""
     names = ("weight", "bias")
     for i in range(3):
         torch.manual_seed(i)
@@ -117,7 +117,7 @@ def here(projected, monkeypatch):
 
 
 def close(answer, expected):
-    """Whether scores are the workflow's, beside the largest of them."""
+    """Return whether scores equal the expected ones, relative to the largest."""
     difference = np.abs(answer.scores.to_numpy() - expected.to_numpy()).max()
     return difference <= 1e-6 * np.abs(expected).max()
 
@@ -126,8 +126,8 @@ def written(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_the_scores_are_those_of_an_experiment(run):
-    """From another folder than the run's, by a line and by the sample itself."""
+def test_scores_equal_those_of_an_experiment(run):
+    """For a line and for the sample, called from another folder than the run's."""
     before = written(run)
     results = trak_core.open(str(run))
     expected = read_scores(run / "scores/asked.h5")
@@ -146,7 +146,7 @@ def test_the_scores_are_those_of_an_experiment(run):
     assert written(run) == before
 
 
-def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
+def test_an_answer_has_the_columns_of_training_samples(projected):
     results = trak_core.open(str(projected))
     answer = results.ask({"row": 400}, k=3)
     expected = read_scores(projected / "scores/asked.h5")[0].sort_values(ascending=False)
@@ -157,10 +157,7 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
         assert row["clinic"] == f"clinic {row['train_id'] % 3}"
         assert row["described_text"] == f"progress {row['label']:.2f}"
     assert answer.side(-1)["train_id"].tolist() == expected.index[::-1][:3].tolist()
-    page = answer._repr_html_()
-    assert page.count("<table") == 2
-    assert answer.text in page
-    assert "the prediction" in repr(answer)
+    assert answer._repr_html_().count("<table") == 2
     words = {"function": "outputs.py:f", "label": "clinic"}  # the name of a column
     columns = replace(answer, model_output=words).side(1).columns
     assert {"label", "clinic"} <= {*columns}
@@ -169,10 +166,10 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
 
 
 def test_checkpoints_that_do_not_fit_are_read_for_each_call(run, reads):
-    """The scores are the same, also where it is the targets' gradients that don't fit."""
+    """The scores are the same, also if the gradients of the targets do not fit."""
     finished = FinishedRun.of_folder(run)
     is_exact = not finished.specs.is_projected
-    # Three Gramians of 342 x 342 and their factors take 8 MiB, the others' checkpoints 100 KiB.
+    # Three Gramians of 342 x 342 and their factors need 8 MiB, other checkpoints 100 KiB.
     finished.specs.config["compute"]["memory_mb"] = 10 if is_exact else 1
     results = OpenRun(run, finished)
     results.load()
@@ -181,14 +178,14 @@ def test_checkpoints_that_do_not_fit_are_read_for_each_call(run, reads):
     for (own, answer), number in zip(results.answers(asked), range(3), strict=True):
         assert own.id == number
         assert close(answer, expected[number])
-    # One that doesn't fit is enough to know; those that are held are given up for the gradients.
+    # load() stops at the first that does not fit. Held ones are released for the gradients.
     assert len(reads) == (4 if is_exact else 6)
     assert close(results.ask(LINES[0]), expected[0])
     assert len(reads) == (7 if is_exact else 9)
 
 
-def test_samples_are_scored_together_whatever_their_ids_are(projected, reads):
-    """Ids of two kinds, one of them twice; a sample that can't be scored ends no other's answer."""
+def test_samples_with_ids_of_several_types_are_scored_together(projected, reads):
+    """One id occurs twice. A sample that cannot be scored does not stop the others."""
     results, expected = trak_core.open(str(projected)), read_scores(projected / "scores/asked.h5")
     asked = [results.asked(line, i) for i, line in enumerate(LINES)]
     wrong = replace(asked[0], sample=(torch.ones(3), torch.ones(1)))
@@ -202,8 +199,8 @@ def test_samples_are_scored_together_whatever_their_ids_are(projected, reads):
     assert len(reads) == 3
 
 
-def test_lines_are_answered_or_told_of(here, capsys):
-    """A bad line doesn't end the others; a table and a page have what was answered."""
+def test_each_line_has_an_answer_or_an_error(here, capsys):
+    """A bad line does not stop the others. The table and the page have all answers."""
     lines = here.parent / "some.jsonl"
     deep = '{"row": ' + "[" * 100_000
     twice = '{"row": 400, "row": 3}'
@@ -215,7 +212,7 @@ def test_lines_are_answered_or_told_of(here, capsys):
         twice,
         '{"row": 400, "col": 2}',
         '{"row": 9999}',
-        '{"row": 400, "shift": 1e300}',  # it can be read, but not answered
+        '{"row": 400, "shift": 1e300}',  # it can be read, but not scored
     ]
     good = ['{"row": 400, "id": "x"}', "", '{"row": 350, "shift": 1}']
     again = '{"row": 3, "id": "x"}'
@@ -228,20 +225,11 @@ def test_lines_are_answered_or_told_of(here, capsys):
     assert ended.value.code == 1
     out, err = capsys.readouterr()
     assert written(here) == before
-    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == [
-        "Error: l"
-    ] * 10
-    # As editors count, empty lines too.
-    told = re.findall(r"^Error: line (\d+): ", err, re.M)
-    assert sorted(told, key=int) == ["2", "3", "4", "5", "6", "7", "8", "9", "10", "13"]
-    assert all(
-        f"Found {reason}, in '" in err
-        for reason in (
-            *("Expecting value", "it is nested too deep", "NaN is no finite number"),
-            "the field 'row' stands twice",
-        )
-    )
-    assert "must have an id of its own. Found x again, which is that of line 1." in err
+    # Line numbers include empty lines, as in editors.
+    lines_with_errors = re.findall(r"^Error: line (\d+): ", err, re.M)
+    assert sorted(map(int, lines_with_errors)) == [*range(2, 11), 13]
+    assert len(re.findall(r"^Error: ", err, re.M)) == 10
+    assert "Found x again, which is that of line 1." in err
     scores = read_scores(here / "scores/asked.h5")
     table = pd.read_csv("out.csv")
     assert table["target_id"].tolist() == ["x"] * 4 + ["10"] * 4
@@ -253,26 +241,17 @@ def test_lines_are_answered_or_told_of(here, capsys):
         assert all(f"train {i} " in out for i in rows["train_id"])
     page = (here.parent / "out.html").read_text()
     assert all(f'id="target-{name}"' in page for name in ("x", "10"))
-    assert "scores/" not in page
-    assert "progress" in page
-    assert "clinic" in out
 
 
-@pytest.mark.parametrize(("name", "between"), [("some.tsv", "\t"), ("some.csv", ",")])
-def test_a_table_s_lines_are_numbered_as_editors_do(here, capsys, name, between):
-    text = 'id\trow\nx\t400\n\ny\t"fo\nur"\nz\tfive\n'
-    (here.parent / name).write_text(text.replace("\t", between))
+def test_lines_of_a_table_are_numbered_as_in_an_editor(here, capsys):
+    (here.parent / "some.csv").write_text('id,row\nx,400\n\ny,"fo\nur"\nz,five\n')
     with pytest.raises(SystemExit):
-        main(["ask", "mine.yaml", "--file", name])
-    err = capsys.readouterr().err
-    assert [line[:14] for line in err.splitlines() if line.startswith("Error")] == [
-        "Error: line 2:",
-        "Error: line 4:",
-        "Error: line 6:",
-    ]
+        main(["ask", "mine.yaml", "--file", "some.csv"])
+    errors = re.findall(r"^Error: (line \d+):", capsys.readouterr().err, re.M)
+    assert errors == ["line 2", "line 4", "line 6"]
 
 
-def test_lines_may_come_from_a_pipe(here, capsys):
+def test_lines_may_be_piped(here, capsys):
     reading, writing = os.pipe()
     os.write(writing, b'{"row": 400, "id": "x"}\n')
     os.close(writing)
@@ -281,7 +260,7 @@ def test_lines_may_come_from_a_pipe(here, capsys):
     assert capsys.readouterr().out.startswith("x: progress")
 
 
-def test_targets_are_asked_for_by_id(here, capsys):
+def test_targets_are_given_by_id(here, capsys):
     main(["ask", "mine.yaml", "--target", "patient-342", "--target", "2", "--top", "1"])
     out, _ = capsys.readouterr()
     few = read_scores(here / "scores/few.h5")["patient-342"]
@@ -291,11 +270,11 @@ def test_targets_are_asked_for_by_id(here, capsys):
     assert f"  {asked.max():+.3g}  train {asked.idxmax()}" in out
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--target", "patient-1"])
-    assert "Found none patient-1" in capsys.readouterr().err
+    assert "Found patient-1;" in capsys.readouterr().err
 
 
-def test_an_id_is_that_of_one_target_or_line(here, capsys):
-    """Else a page shows the one with the scores of the other: command.id_again."""
+def test_an_id_must_be_different_for_each_target_and_line(here, capsys):
+    """Otherwise a page would mix the scores of two samples: command.id_again."""
     (here.parent / "same.jsonl").write_text('{"row": 3, "id": 2}\n{"row": 3, "id": 1}\n')
     words = ["ask", "mine.yaml", "--target", "2", "--target", "2", "--file", "same.jsonl"]
     with pytest.raises(SystemExit):
@@ -321,7 +300,7 @@ def test_a_session_keeps_no_scores(here, monkeypatch):
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end):
+def test_typed_lines_end_by_ctrl_d_or_ctrl_c(here, monkeypatch, capsys, end):
     typed = iter(['{"row": 400}', "", "what?"])
 
     def type_line(prompt):
@@ -334,24 +313,12 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     main(["ask", "mine.yaml", "--csv", "typed.csv"])
     assert len(pd.read_csv("typed.csv")) == 10
-    out, err = capsys.readouterr()
-    assert err.startswith("Loading the run ...\n")
-    assert "pushed it up:" in out
-    assert "line 3: A line must be a JSON object with the fields" in err
-    assert err.endswith("\n\nwrote: typed.csv\n")  # a line of its own, whatever was typed
+    err = capsys.readouterr().err
+    assert "line 3: " in err
+    assert err.endswith("\n\nwrote: typed.csv\n")  # after a line break, which was not typed
 
 
-def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(OpenRun, "load", stopped)
-    with pytest.raises(SystemExit) as ended:
-        main(["ask", "mine.yaml", "--target", "2"])
-    assert ended.value.code == 130
-
-
-def test_a_reader_that_goes_away_is_no_error(here, monkeypatch, capsys):
+def test_a_closed_pipe_is_no_error(here, monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     lines = here.parent / "two.jsonl"
@@ -360,11 +327,11 @@ def test_a_reader_that_goes_away_is_no_error(here, monkeypatch, capsys):
         piped.setattr("sys.stdin", given)
         piped.setattr("sys.stdout", out)
         main(["ask", "mine.yaml"])
-        print("what Python writes at its end", file=out, flush=True)
+        print("as Python at exit", file=out, flush=True)
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypatch):
+def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
     results = make_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     with refused("config.no_record"):
@@ -409,62 +376,62 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
         check()
 
 
-def test_what_the_command_does_not_take(here):
-    for words, code, found in (
+@pytest.mark.parametrize(
+    ("words", "code", "value"),
+    [
         (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
-        (["--file", "results"], "command.no_file", "results"),
         (["--html", "results"], "command.no_output_folder", "results"),
+        (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--csv", "a.x", "--html", "./a.x"], "command.output_again", "a.x"),
         (["--csv", "mine.yaml"], "command.output_again", "mine.yaml"),
-        (["--file", "asked.jsonl", "--csv", "asked.jsonl"], "command.output_again", "asked.jsonl"),
-        (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
+        (["--file", "asked.jsonl", "--csv", "linked.csv"], "command.output_again", "linked.csv"),
+        (["--html", "patients.py"], "command.output_of_run", "patients.py"),
+        (["--html", "linked.pt"], "command.output_of_run", "linked.pt"),
+        (["--html", "results/answers.html"], "command.output_of_run", "results/answers.html"),
         (["--top", "0"], "command.top", "0"),
         (["The heron", "eats."], "command.line_in_call", "'The heron eats.'"),
-    ):
-        with refused(code, found):
-            ask(["mine.yaml", *words])
-    (here.parent / "linked.csv").hardlink_to(here.parent / "asked.jsonl")
-    (here.parent / "linked.pt").hardlink_to(here.parent / "c0.pt")
-    with refused("command.output_again", "linked.csv"):
-        ask(["mine.yaml", "--file", "asked.jsonl", "--csv", "linked.csv"])
+    ],
+)
+def test_arguments_that_are_refused(words, code, value, here):
+    for link, file in (("linked.csv", "asked.jsonl"), ("linked.pt", "c0.pt")):
+        if not Path(link).exists():
+            Path(link).hardlink_to(file)
     before = written(here.parent)
-    for path in ("patients.py", "asked.jsonl", "linked.pt", "results/answers.html"):
-        with refused("command.output_of_run", path):
-            ask(["mine.yaml", "--html", path])
+    with refused(code, value):
+        ask(["mine.yaml", *words])
     assert written(here.parent) == before
+
+
+def test_an_output_must_not_match_a_pattern_of_data_files(here):
     for pattern, path, is_data in (
         ("*.jsonl", "new.jsonl", True),
         ("data", "data/new.csv", True),
-        ("da*/**/*.csv", "data/new.csv", True),
         ("da*/**/*.csv", "data/a/b/new.csv", True),
         ("./*.jsonl", "new.csv", False),
         ("data/*.csv", "data/a/new.csv", False),
-        ("data/*/*.csv", "data/new.csv", False),
     ):
         assert matches(Path(path), pattern) == is_data
     config = Path("mine.yaml").read_text() + "\ndata_files: ['*.jsonl']\n"
     Path("more.yaml").write_text(config)
     with refused("command.output_of_run", "new.jsonl"):
         ask(["more.yaml", "--csv", "new.jsonl"])
-    with pytest.raises(SystemExit, match="2"):
-        ask(["mine.yaml", "--tpo", "3"])
+
+
+def test_configs_that_are_refused(here):
     with refused("command.no_config", "results"):
         ask(["results"])
-    config = read_config(
-        here.parent / "mine.yaml", REPOSITORY / "workflow/schemas/config.schema.yaml"
-    )
+    schema = REPOSITORY / "workflow/schemas/config.schema.yaml"
+    config = read_config(here.parent / "mine.yaml", schema)
     config["checkpoints"] = {"far": "s3://bucket/far.pt"}
     with refused("queries.stored", "s3://bucket/far.pt"):
         FinishedRun.of_config(config, here, here.parent)
-    config |= {
-        "projection": "gauss_newton",
-        "scoring": {**config["scoring"], "combine": "product_of_averages", "normalize": False},
-    }
+    scoring = {**config["scoring"], "combine": "product_of_averages", "normalize": False}
+    config |= {"projection": "gauss_newton", "scoring": scoring}
     with refused("queries.gauss_newton"):
         FinishedRun.of_config(config, here, here.parent)
 
 
-def test_what_can_not_be_asked(projected):
+def test_samples_that_are_refused(projected):
     results = trak_core.open(str(projected))
     with refused("queries.no_sample", 900):
         results.sample(900)

@@ -1,4 +1,4 @@
-"""Small models, data and the walk through TRAK's interface, for the tests of compat."""
+"""Small models, data and calls of TRAK's interface, for the tests of compat."""
 
 import functools
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Text(nn.Module):
-    """A text classifier that takes what tokenizers give, by name, and returns logits."""
+    """A text classifier that takes the output of a tokenizer by name and returns logits."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ TASKS = {"image_classification": (Net, images), "text_classification": (Text, te
 
 @functools.cache
 def checkpoints(make, count):
-    """State dicts of untrained models, BatchNorm's statistics moved from where they start."""
+    """Return state dicts of untrained models, with BatchNorm statistics of a batch."""
     states = []
     for seed in range(count):
         torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def checkpoints(make, count):
 
 
 def injected(base, n_params, proj_dim, seed=0):
-    """An instance of a projector class of either package that applies our matrix, unscaled."""
+    """Return a projector of either package that applies our unscaled matrix."""
 
     class Injected(base):
         def __init__(self):
@@ -108,7 +108,7 @@ SETTINGS = {
 
 
 def tracer(folder, **arguments):
-    """Our TRAKer for ``Net``, with whatever a test sets anew."""
+    """Return our TRAKer for ``Net``, with changed arguments."""
     given = {"model": Net(), "train_set_size": N, "save_dir": folder, "proj_dim": 12, **SETTINGS}
     return trak.TRAKer(**{**given, **arguments})
 
@@ -142,7 +142,7 @@ def scored(traker, model_ids=(0,), name="mine"):
 
 
 def walk(model, states, train, targets, *, package=trak, batch=16, **arguments):
-    """Featurize, finalize, score under every checkpoint, as a notebook would."""
+    """Featurize, finalize and score with every checkpoint; return the TRAKer and the scores."""
     given = {"train_set_size": len(train[0]), **SETTINGS, **arguments}
     tracer = package.TRAKer(model=model, **given)
     for model_id, state in enumerate(states):

@@ -1,4 +1,4 @@
-"""What one of several processes does with a save_dir that they share."""
+"""The work of one of several processes that share a save_dir."""
 
 import time
 
@@ -9,7 +9,7 @@ BATCH = 8
 
 
 def featurize_part(traker, number, n_workers):
-    """Featurize every n-th batch under model id 0, which the workers share."""
+    """Featurize every ``n_workers``-th batch of model id 0, which the workers share."""
     traker.load_checkpoint(checkpoints(Net, 1)[0], 0)
     train = images(N)
     for start in range(number * BATCH, N, n_workers * BATCH):
@@ -18,7 +18,7 @@ def featurize_part(traker, number, n_workers):
 
 
 def stall_at(traker, batch):
-    """Let the projection of a batch never come back."""
+    """Make the projection of batch number ``batch`` wait for 10 minutes."""
     project, calls = traker.projector.project, []
 
     def stalling(grads, model_id):
@@ -32,17 +32,17 @@ def stall_at(traker, batch):
 
 
 def meet(folder, name, n_workers):
-    """Wait until all workers are here, so that they really work at once."""
+    """Wait until all workers have started, so that they work at the same time."""
     (folder / f"{name}.here").touch()
     while len(list(folder.glob("*.here"))) < n_workers:
         time.sleep(0.005)
 
 
 def work(task, folder, number, n_workers):
-    """Featurize a checkpoint of one's own, stall while at it, share one, or score an experiment."""
+    """Featurize a checkpoint, stall at it, share one with other workers, or score."""
     torch.set_num_threads(1)
     meet(folder.parent, f"{task}{number}", n_workers)
-    # With and without the flag that the original needs in jobs side by side.
+    # The original needs load_from_save_dir=False in some of the processes.
     traker = tracer(folder, load_from_save_dir=task != "featurize" or number % 2 == 0)
     if task == "score":
         scored(traker, name=f"exp{number}").finalize_scores(f"exp{number}", model_ids=[0])

@@ -1,4 +1,4 @@
-"""Pages of the documentation, followed as a reader would."""
+"""Run the commands and code of pages of the documentation."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from workspace import REPOSITORY, forked_python, snakemake
 
 
 def blocks(page: str, section: str = "") -> list[tuple[str, str]]:
-    """Return info line and text of every fenced block, in order; of a section (##), if given."""
+    """Return the info line and text of each fenced block, of a section (##) if given."""
     text = (REPOSITORY / page).read_text()
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
@@ -36,10 +36,10 @@ def run_code(text: str) -> str:
 
 
 def follow(page: str, folder: Path, monkeypatch, less: Mapping[str, str] = {}) -> list[str]:
-    """Save what has a file's name, run the commands and the code, and return what code printed.
+    """Save blocks with a file name, run commands and code, and return what the code printed.
 
-    ``less`` has patterns, and what takes their place in the page's files and code: fewer models or
-    trainings, which show as much. Each must be there.
+    ``less`` has patterns and replacements in files and code, such as fewer models. Each pattern
+    must occur.
     """
     unused = set(less)
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""A page as a browser takes it apart: elements, attributes and text, by the standard library."""
+"""Parse a page into elements, attributes and text, with the standard library."""
 
 import re
 from html.parser import HTMLParser
@@ -7,7 +7,7 @@ VOID = {"img", "meta", "link", "br", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """All elements as (name, attributes), text, data, and whether tags closed in order."""
+    """The elements as (name, attributes), text and data, and whether tags are closed in order."""
 
     def __init__(self, markup):
         super().__init__(convert_charrefs=True)
@@ -31,7 +31,7 @@ class Page(HTMLParser):
 
     def handle_data(self, text):
         if self.open and self.open[-1] in ("style", "script"):
-            # A browser runs no script of a type that it doesn't know.
+            # A browser does not run a script of this type.
             is_data = self.elements[-1][1].get("type") == "application/json"
             scripts = self.data if is_data else self.scripts
             (self.styles if self.open[-1] == "style" else scripts).append(text)
@@ -50,7 +50,7 @@ class Page(HTMLParser):
         return [attributes for found, attributes in self.elements if found == name]
 
     def row(self, first):
-        """The cells of the first table row that begins with this heading."""
+        """Return the cells of the first table row with this heading."""
         kinds = [name for name, _ in self.elements if name in ("td", "th")]
         heads = [i for i, name in enumerate(kinds) if name == "th"]
         where = next(i for i in heads if self.cells[i] == first)

@@ -1,4 +1,4 @@
-"""A finished study to report on, whose texts look like markup; and numbers made up for one."""
+"""A finished study for reports, with texts that look like markup, and made-up numbers."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from trak_core.report.read_results import File, Results
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
 
-# Ids and paths are a user's: they may look like markup, and must show as they are.
+# Ids and paths of users may look like markup, and must be shown unchanged.
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "&amp;<b>'"]
 TARGETS = [*HOSTILE, "plain"]
 
@@ -52,7 +52,7 @@ def draw(axes, sample):
 """
 
 
-# What pages, pictures and tables of text might trip over, and what is left of each.
+# Texts that could break pages, pictures and tables -> how they are shown.
 ODD_TEXTS = {
     "": "(an empty text)",
     "pad\0ded\0\0": "padded",
@@ -78,14 +78,14 @@ def describe(sample):
 
 
 def study_with(folder, code):
-    """The study with more functions."""
+    """Write the study with further code, and return its path."""
     path = folder / "study.py"
     path.write_text(STUDY.replace("TARGETS", repr(TARGETS)) + code)
     return path
 
 
 def finished(folder):
-    """Scores of a study with two checkpoints, four targets, and everything a report reads."""
+    """Run a study with two checkpoints and four targets, and return its results folder."""
     study = study_with(folder, "").rename(folder / "a<b>&'study.py")
     checkpoints = {}
     for name in ("c0", "c1"):
@@ -127,7 +127,7 @@ def write(results, study=None, exact=False, asked=None, scores=None, **more):
 
 
 def page_of(results, **settings):
-    """The report as ``write`` leaves it, whole."""
+    """Return the report as a page, after checks of its markup."""
     markup = write(results, **settings)
     assert "<script" not in markup
     page = Page(markup)
@@ -136,7 +136,7 @@ def page_of(results, **settings):
 
 
 def check_alone(page):
-    """Nothing is fetched or left open, or run but by its hash; all has a name for the blind."""
+    """Check that a page fetches nothing, runs only allowed scripts, and is accessible."""
     assert page.closed_in_order
     names = {name for name, _ in page.elements}
     assert not names & {"iframe", "object", "embed", "base", "form", "link", "video"}
@@ -150,7 +150,7 @@ def check_alone(page):
         assert not [key for key in attributes if key.startswith("on")], (name, attributes)
         for key in ("src", "href", "srcset", "action", "data", "poster", "xlink:href"):
             value = attributes.get(key)
-            # A reader's click may lead to another page of the study.
+            # Links may lead to other pages of the study.
             beside = (value or "").partition("#")[0]
             pages = ("answers/mine.html", "../answers/mine.html", "answers/other.html")
             others = (*pages, "../report.html", *LISTS)
@@ -171,7 +171,7 @@ def check_alone(page):
 
 
 def file(spec=(), tables=None, **attributes):
-    """What the report reads of an artifact, made up."""
+    """Return a made-up ``File``."""
     return File("scores/mine.h5", "hash", {}, dict(spec), tables or {}, attributes)
 
 
@@ -231,14 +231,14 @@ def lds(ours, low, baseline, ceiling):
     return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5)}
 
 
-# What pages of lists lead to.
+# Links of pages of lists.
 LISTS = tuple(f"{kind}.csv" for kind in ("suspects", "drop", "select", "duplicates"))
-# What the study's functions are, by how it shows samples.
+# Functions of the study, by how it shows samples.
 CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 
 
 def draw(results, folder, study_file):
-    """What the job writes: figure, page and table."""
+    """Run the job, and return its files: figure, page and table."""
     names = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
     files = {key: folder / name for key, name in names.items()}
     inputs = {"scores": results / "scores/mine.h5", "study_file": study_file, "code": "code"}
@@ -247,11 +247,11 @@ def draw(results, folder, study_file):
 
 
 def data_of(page):
-    """What the page's script reads, as a browser does."""
+    """Return the data of the page's script."""
     (data,) = page.data
     return json.loads(data)
 
 
 def unspaced(text):
-    """Text as it is before lines are broken."""
+    """Return a text without white space."""
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""Ask a finished run which training samples pushed further samples up and down."""
+"""Ask a finished run which training samples pushed the output for further samples up or down."""
 
 import argparse
 import atexit
@@ -27,95 +27,93 @@ if TYPE_CHECKING:
     from trak_core.queries.open_run import OpenRun
     from trak_core.queries.question_and_answer import Answer, Asked
 
-_HOW = """\
-Type, or pipe, a line for each sample: a JSON object, as the `data` of an experiment has them, or
-the plain text of one with the field `text`. An empty line is nothing; Ctrl-D ends.
-An answer begins with the sample and with what the model makes of it. For a text that is the
-log-odds log(p / (1 - p)) of all its tokens that count together, so far below 0 for most; how many
-tokens count; and how many of them the model would have written in their place.
+_HELP = """\
+Type or pipe one line for each sample: a JSON object with the fields of an experiment's `data`, or
+a plain text for the field `text`. Empty lines are skipped; Ctrl-D ends.
+An answer starts with the sample and its model output. For a text, this is the log-odds
+log(p / (1 - p)) of the joint probability p of all tokens that are scored, so it is far below 0 for
+most texts. Then it gives the number of these tokens, and how many of them the model predicts.
 """
 _PROMPT = "> "
 _MOST_TOKENS = 3
-# Lines of a file that are answered together, at most.
+# The largest number of lines of a file that are scored together.
 _AT_ONCE = 100
 
 
 def ask(words: Sequence[str]) -> None:
-    """Answer what ``trak ask`` was asked.
+    """Run ``trak ask`` with its arguments.
 
-    A line that can't be answered is told of, and the next one taken; if it was not typed, the
-    process ends with status 1.
+    If a line cannot be answered, an error is printed and the next line is read. Unless lines are
+    typed, the exit status is then 1.
     """
     parser = argparse.ArgumentParser(
-        "trak ask", description=__doc__, epilog=_HOW, formatter_class=argparse.RawTextHelpFormatter
+        "trak ask", description=__doc__, epilog=_HELP, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("config", help="that of the run")
+    parser.add_argument("config", help="the config of the run")
     parser.add_argument(
-        "--file", type=Path, help="lines to answer: .jsonl, .csv, .tsv or plain texts"
+        "--file", type=Path, help="samples, one a line: .jsonl, .csv, .tsv or plain texts"
     )
     parser.add_argument(
-        *("--target", "-t"), action="append", default=[], help="a target of the study's, by its id"
+        *("--target", "-t"), action="append", default=[], help="the id of a target of the run"
     )
-    parser.add_argument("--label", help="explain these targets as of another class")
-    parser.add_argument("--top", type=int, default=5, help="samples of either sign; %(default)s")
+    parser.add_argument("--label", help="another class for these targets")
     parser.add_argument(
-        "--tokens", action="store_true", help="cut the scores shown by tokens, and colour these"
+        "--top", type=int, default=5, help="training samples of either sign; %(default)s"
     )
-    parser.add_argument("--csv", type=Path, help="a table to write of all answers")
-    parser.add_argument("--html", type=Path, help="a page to write of all answers")
+    parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
+    parser.add_argument("--csv", type=Path, help="write a table of all answers")
+    parser.add_argument("--html", type=Path, help="write a page of all answers")
     asked, others = parser.parse_known_args(words)
     if any(word.startswith("-") for word in others):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if others:
+        line = " ".join(others)
         raise InputError(
-            "`trak ask` must get its lines typed, piped or in --file, none in its own call. Found "
-            f"{' '.join(others)!r}. Pipe it: echo {shlex.quote(' '.join(others))} | trak ask "
-            f"{asked.config}",
+            f"`trak ask` reads lines from its input or from --file. Found {line!r} in the call. "
+            f"Pipe it: echo {shlex.quote(line)} | trak ask {asked.config}",
             code="command.line_in_call",
         )
     if asked.label is not None and not asked.target:
-        parser.error("--label needs --target; a line has its label itself")
+        parser.error("--label needs --target; a line contains its label")
     check_config_file("ask", asked.config)
     read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
         if not path.parent.is_dir() or path.is_dir():
             raise InputError(
-                f"--csv and --html must name files in folders that are there. Found {path}.",
+                f"--csv and --html must be files in existing folders. Found {path}.",
                 code="command.no_output_folder",
             )
         read.append(path)
         if sum(_is_same(path, other) for other in read) > 1:
             raise InputError(
-                "--csv and --html must name files of their own, not each other's, nor the config "
-                f"or the lines that are asked. Found {path} twice.",
+                "--csv, --html, --file and the config must be different files. Found "
+                f"{path} twice.",
                 code="command.output_again",
             )
-    # A pipe will do: `--file <(...)`.
+    # Not is_file, because a pipe is allowed: `--file <(...)`.
     if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
-        there = "a folder" if asked.file.is_dir() else "nothing"
-        raise InputError(
-            f"--file must be a file of lines. Found {there} at {asked.file}.",
-            code="command.no_file",
-        )
+        kind = "a folder" if asked.file.is_dir() else "nothing"
+        message = f"--file must be a file of lines. Found {kind} at {asked.file}."
+        raise InputError(message, code="command.no_file")
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
-    # OpenBLAS reads it once; more threads than one crash in it from 16,384 dimensions on.
+    # OpenBLAS crashes with several threads from 16,384 dimensions on. It reads this once.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Python's end looks for cycles, for a second among all that libraries have made.
+    # Saves the garbage collection at exit, which takes a second.
     atexit.register(gc.freeze)
     try:
         _answer(_Session(asked))
-    except KeyboardInterrupt:  # before the first line, or once more
+    except KeyboardInterrupt:  # before the first line, or a second time
         sys.exit(128 + signal.SIGINT)
 
 
 def _answer(session: "_Session") -> None:
-    """Answer all lines, and write what is wanted of the answers, however the lines end."""
+    """Answer all lines, and write the requested files, even after an interruption."""
     try:
         with contextlib.suppress(KeyboardInterrupt):
             session.answer_all()
     except BrokenPipeError:
-        # Whoever read has gone. Python would fail once more at its end.
+        # The reader of a pipe has closed it. Python flushes at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         session.write()
@@ -124,7 +122,7 @@ def _answer(session: "_Session") -> None:
 
 
 class _Session:
-    """The answers of one call so far, and whether a line could not be answered."""
+    """The run, the answers so far, and whether a line could not be answered."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self._asked = asked
@@ -132,46 +130,44 @@ class _Session:
         self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
         self.has_failed = False
         self._answers: list[Answer] = []
-        # What was asked about, by its id: a target, or a line by its number.
+        # Where each id was read: "target 3" or "line 5".
         self._places: dict[str, str] = {}
-        self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
+        self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
         if sys.stdin is not None and sys.stdin.isatty():
             print("Loading the run ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             self._run = _open_run(asked.config)
-            _check_outputs(self._run.run, self._wanted)
+            _check_outputs(self._run.run, self._outputs)
             self._run.load()
-        # A page shows what that of the run shows.
+        # A page has the same parts as that of the run.
         shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
-        self._cuts: bool = asked.tokens or shows_tokens
+        self._has_tokens: bool = asked.tokens or shows_tokens
 
     def answer_all(self) -> None:
-        """Print an answer for each line, and what is wrong with a line that has none."""
+        """Print an answer or an error for each target and line."""
         if self.is_typed:
-            print(_HOW, file=sys.stderr)
+            print(_HELP, file=sys.stderr)
         samples = self._samples()
-        # Checkpoints that don't stay in memory are read once for many lines of a file.
+        # Lines of a file share the reading of checkpoints that do not stay in memory.
         is_given = self._asked.file is not None or self._asked.target
         while group := list(itertools.islice(samples, _AT_ONCE if is_given else 1)):
-            answers = self._run.answers(group, self._asked.top, tokens=self._cuts)
+            answers = self._run.answers(group, self._asked.top, tokens=self._has_tokens)
             for asked, answer in _silently(answers):
                 if isinstance(answer, InputError):
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
-                if self._wanted:
-                    # A session may be long, and scores of all training samples many.
+                if self._outputs:
+                    # The scores of all training samples would need too much memory.
                     self._answers.append(replace(answer, scores=answer.scores.iloc[:0].copy()))
                 print(_in_words(answer), flush=True)
 
     def write(self) -> None:
-        """Write the table and the page of all answers, if they are wanted and there are any."""
-        wanted = self._wanted
-        if wanted and not self._answers:
-            self._tell(
-                f"nothing was answered, so that {', '.join(map(str, wanted))} stays as it is"
-            )
+        """Write the requested table and page, if there is an answer."""
+        if not self._outputs:
             return
-        if not wanted:
+        paths = ", ".join(map(str, self._outputs))
+        if not self._answers:
+            self._tell(f"there is no answer, so {paths} is not written")
             return
         from trak_core.queries.render_answers import answer_rows, asked_page
         from trak_core.system.files import write_csv, written_whole
@@ -182,21 +178,21 @@ class _Session:
             page = asked_page(self._run, self._answers, self._asked.top)
             with written_whole(self._asked.html) as partial:
                 partial.write_text(page, encoding="utf-8")
-        print(f"wrote: {', '.join(map(str, wanted))}", file=sys.stderr)
+        print(f"wrote: {paths}", file=sys.stderr)
 
     def _tell(self, message: str) -> None:
         self.has_failed = True
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield a sample for each target or line that is one."""
+        """Yield the samples of targets and lines, and print an error for any other line."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
-                target = self._run.target(target_id)
+                asked = self._run.target(target_id)
                 if self._asked.label is not None:
-                    target = self._run.of_class(target, self._asked.label)
-                asked = self._with_new_id(target, place)
+                    asked = self._run.of_class(asked, self._asked.label)
+                self._check_new_id(asked, place)
             except InputError as error:
                 self._tell(str(error))
             else:
@@ -205,28 +201,27 @@ class _Session:
             return
         for number, (place, line) in enumerate(self._lines()):
             try:
-                asked = self._with_new_id(self._run.asked(line, number), f"line {place}")
+                asked = self._run.asked(line, number)
+                self._check_new_id(asked, f"line {place}")
             except InputError as error:
                 self._tell(f"line {place}: {error}")
             else:
                 yield asked
 
-    def _with_new_id(self, asked: "Asked", place: str) -> "Asked":
-        """Return what is asked, unless its id was asked about before: answers go by it."""
+    def _check_new_id(self, asked: "Asked", place: str) -> None:
+        """Raise an error for an id that an earlier target or line has."""
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
-                f"Each target and line must have an id of its own. Found {asked.id} again, which "
-                f"is that of {before}. A line's is its field id; without one it is numbered, from "
-                "0, among those that are not empty.",
+                f"Each target and line must have a different id. Found {asked.id} again, which is "
+                f"that of {before}. The id of a line is its field id, or its number from 0.",
                 code="command.id_again",
             )
-        return asked
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
-        """Yield lines that are not empty with their numbers, from 1.
+        """Yield each line that is not empty and its number, from 1.
 
-        A line is text, bytes, or the fields of a table's row.
+        A line is text, bytes, or a dict of the fields of a table's row.
         """
         file: Path | None = self._asked.file
         from trak_core.data.rows import TABLES
@@ -234,8 +229,8 @@ class _Session:
 
         if file is not None and file.suffix in TABLES:
             ids, rows = read_questions(file)
-            for number, own_id, row in zip(rows.numbers, ids, rows, strict=True):
-                yield number, {"id": own_id, **row}
+            for number, row_id, row in zip(rows.numbers, ids, rows, strict=True):
+                yield number, {"id": row_id, **row}
             return
         if file is not None:
             lines = file.read_bytes().split(b"\n")
@@ -247,31 +242,31 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
-    """Refuse to write over what a run is made of, or among what it has made."""
+    """Raise an error if an output would replace a file that a run reads or has written."""
     from trak_core.system.files import matches
 
-    made_of = [run.checkpoint(name) for name in run.specs.checkpoints]
-    # Folders too: a further file would be data.
-    made_of += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
+    inputs = [run.checkpoint(name) for name in run.specs.checkpoints]
+    # A new file in a folder or pattern of data would become data.
+    inputs += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
     for path in outputs:
-        for own in (run.results, *made_of):
-            is_inside = own.is_dir() and own.resolve() in path.resolve().parents
-            if is_inside or _is_same(path, own) or matches(path, str(own)):
+        for used in (run.results, *inputs):
+            is_inside = used.is_dir() and used.resolve() in path.resolve().parents
+            if is_inside or _is_same(path, used) or matches(path, str(used)):
                 raise InputError(
-                    "--csv and --html must name files outside the results folder, none of the "
-                    f"study's, its data or its checkpoints. Found {path}. Name another.",
+                    "--csv and --html must not be in the results folder, nor files of the study, "
+                    f"its data or its checkpoints. Found {path}.",
                     code="command.output_of_run",
                 )
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Return whether two paths are those of one file, there or not; hard links are."""
-    there = path.exists() and other.exists()
-    return path.samefile(other) if there else path.resolve() == other.resolve()
+    """Return whether two paths are the same file. Hard links are; the file need not exist."""
+    exist = path.exists() and other.exists()
+    return path.samefile(other) if exist else path.resolve() == other.resolve()
 
 
 def _open_run(config_file: str) -> "OpenRun":
-    """Return the run of a config, with its study loaded."""
+    """Return the run of a config."""
     import torch
 
     from trak_core.config.read_config import given_by_command, read_config
@@ -284,9 +279,8 @@ def _open_run(config_file: str) -> "OpenRun":
     config = read_config(Path(config_file), schema)
     given = given_by_command(Path(config_file), config)
     if given:
-        print(
-            f"Notice: as the run was started, with --config {json.dumps(given)}.", file=sys.stderr
-        )
+        message = f"Notice: the run's --config {json.dumps(given)} applies here too."
+        print(message, file=sys.stderr)
     torch.set_num_threads(config["compute"]["threads"])
     run = FinishedRun.of_config(config, Path(config["results"]), Path.cwd())
     return OpenRun(run.results, run)
@@ -295,7 +289,7 @@ def _open_run(config_file: str) -> "OpenRun":
 def _silently(
     answers: "Iterator[tuple[Asked, Answer | InputError]]",
 ) -> "Iterator[tuple[Asked, Answer | InputError]]":
-    """Yield answers; notices go to standard error, and progress nowhere."""
+    """Yield answers, with notices on standard error and without progress messages."""
     from trak_core.system.progress import reported_to
 
     while True:
@@ -307,45 +301,45 @@ def _silently(
 
 
 def _typed() -> Iterator[str]:
-    """Yield what is typed, line by line, until Ctrl-D."""
+    """Yield typed lines until Ctrl-D."""
     with contextlib.suppress(ImportError):
-        import readline  # ruff: ignore[unused-import] -- `input` has lines to edit and go back to
+        import readline  # ruff: ignore[unused-import] -- `input` uses it for editing and history
     with contextlib.suppress(EOFError):
         try:
             while True:
                 yield input(_PROMPT)
         except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)  # no line break was typed
+            print(file=sys.stderr)  # because no line break was typed
             raise
 
 
 def _in_words(answer: "Answer") -> str:
-    """Return an answer as lines for a terminal."""
+    """Return the text of an answer for a terminal."""
     from trak_core.report.template_filters import label
     from trak_core.study.show_samples import in_a_line
 
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(in_a_line(f"{answer.asked.id}: {answer.text}"), width)
     lines += [*_in_colours(answer.tokens_of()), in_a_line(answer.said())]
-    for sign, words in ((1, "pushed it up:"), (-1, "pushed it down:")):
-        lines.append(words)
+    for sign, heading in ((1, "pushed it up:"), (-1, "pushed it down:")):
+        lines.append(heading)
         for row in answer.side(sign).to_dict("records"):
             train_id, score, text = (
                 row.pop(key) for key in ("train_id", "score", "described_text")
             )
-            text = "" if text in row.values() else text  # such as the name of a class
+            text = "" if text in row.values() else text  # the text may be the class name
             known = ", ".join(f"{name} {label(value)}" for name, value in row.items())
-            about = f"  {score:+.3g}  train {train_id}{known and '  ' + known}"
-            lines.append(in_a_line(about))
+            lines.append(in_a_line(f"  {score:+.3g}  train {train_id}{known and '  ' + known}"))
             lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()
             lines += [f"    {line}" for line in _in_colours(answer.tokens_of(train_id))]
     return "\n".join([*lines, ""])
 
 
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
-    """Return a line of the tokens that add most to a score, and on a terminal one of all.
+    """Return a line with the tokens of the largest scores, and on a terminal one with all tokens.
 
-    There, green ones push up and red ones down, the strongest in bold; ``NO_COLOR`` leaves it out.
+    There, tokens that push up are green and those that push down are red, the strongest in bold.
+    ``NO_COLOR`` turns this line off.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

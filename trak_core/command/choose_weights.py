@@ -1,4 +1,4 @@
-"""Choose checkpoints among files of weights: those that load, of one network, with their times."""
+"""Choose the checkpoints of one network among files of weights, and read times from names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,17 +10,17 @@ from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.load_checkpoint import read_weights
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-# An epoch or a step and its number; "sweep_1" has none. And how good a state was at that time.
+# An epoch or a step with its number, and a measure of quality. "sweep_1" matches neither.
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
-# Names of tensors, without what all begin with, and their shapes.
+# Names of tensors, without their common prefix, and their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shapes]:
-    """Return the shapes of all checkpoints that load, without reading numbers.
+    """Return the tensor shapes of all checkpoints that load, without reading the numbers.
 
-    The report says which don't, and why.
+    ``report`` gets a line for each file that does not load, with the reason.
     """
     loaded: dict[Path, Shapes] = {}
     for path in checkpoints:
@@ -39,25 +39,23 @@ def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shape
 
 
 def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Path]:
-    """Return the checkpoints of the network that most files are of: of the same names and shapes.
+    """Return the checkpoints of the network that most files have, by tensor names and shapes.
 
-    The report says which are of others.
+    ``report`` gets a line for each other network.
     """
     networks = _grouped(loaded, lambda path: frozenset(loaded[path].items()))
     first = max(networks, key=len)
     for network in networks:
         if network is not first:
-            told = (
-                f"of another network than {first[0]}; taken is the one of most files, or the first"
-            )
-            report.append(f"left out: {listed(network)}: {told}")
+            reason = f"of another network than {first[0]}, which has more files or comes first"
+            report.append(f"left out: {listed(network)}: {reason}")
     return sorted(first)
 
 
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Return ``run`` and ``at`` of checkpoints whose names differ in an epoch or a step alone.
+    """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or step.
 
-    How good they were may differ too, as in ``epoch=3-val_loss=0.25.ckpt``.
+    A measure of quality may differ too, as in ``epoch=3-val_loss=0.25.ckpt``.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 

@@ -1,7 +1,7 @@
-"""Look at a folder of weights and data, and write the config of a ready-made study for it.
+"""Write the config of a ready-made study for a folder of weights and data.
 
-What no file says is not guessed: such a line of the config has a comment on what to check or to
-give, which is printed too.
+Settings that no file specifies are not guessed. The config has a comment at each of them, which is
+printed too.
 """
 
 import argparse
@@ -22,76 +22,77 @@ _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", "
 _ADAPTER, _MODEL = "adapter_config.json", "config.json"
 _EXPLAINED = re.compile(r"asked|dev|eval(uation)?|held(out)?|questions|targets|test|val(id\w*)?")
 _LABELS = ("label", "labels", "target", "class", "y")
-# A column without a name has row numbers that pandas wrote, and gets such a name.
+# Names of a column of row numbers, which pandas writes.
 _NUMBERED = ("", "Unnamed: 0")
-# Fields that stand before a text, and the text, in rows without the field `text`.
+# Fields of a prompt and its text, for rows without the field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
-_DEPTH = 4  # a Trainer's checkpoints may lie in runs/first/out
-# Up to 2,000 labelled targets are all explained, because lists of suspects need hundreds.
+_DEPTH = 4  # for a Trainer's runs/first/out/checkpoint-5
+# Up to 2,000 labelled targets are explained, because lists of suspects need hundreds.
 _N_TARGETS, _MOST_TARGETS = 3, 2000
 _NEEDED = (
-    "a folder of weights in Hugging Face format (config.json or adapter_config.json, by itself or "
-    "in checkpoint-<step>) beside texts, or checkpoints of PyTorch beside a table of numbers or a "
-    f"folder of images for each class. Rows are in {', '.join(SUFFIXES)}"
+    "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
+    "checkpoint-<step>) and texts, or PyTorch checkpoints and a table or a folder of images for "
+    f"each class. Rows are in {', '.join(SUFFIXES)}"
 )
 
-# A line of the config: key, value, and what to check or to give, where no file says it.
+# A line of the config: key, value, and a comment on what to check or fill in, or "".
 Line = tuple[str, Any, str]
-# Which damping is best differs between studies: docs/explanation/scores.md, "The damping".
+# See docs/explanation/scores.md, "The damping".
 _DAMPING = "the default is 2; which is best differs between studies"
 _OF_THE_TEXT = 'give what training put around it, such as an end token, by text: "{text}</s>"'
-_AROUND = "what training put around it, such as a template or an end token, belongs in here"
-_BETWEEN = f"{_AROUND}; so does what it had between the two, such as a space"
-_NETWORK = "a placeholder, no network is guessed: give file.py:function of yours that returns it"
-_OF_IMAGES = f"{_NETWORK} for a number of classes, or a name of timm's or torchvision's"
+_AROUND = "include what training put around it, such as a template or an end token"
+_BETWEEN = f"{_AROUND}; also what it had between the two, such as a space"
+_NETWORK = "a placeholder: give file.py:function of yours that returns the network"
+_OF_IMAGES = f"{_NETWORK} for a number of classes, or a name of timm or torchvision"
 _TRANSFORM = (
-    "null takes RGB from 0 to 1 in the images' own size; give file.py:function that makes a tensor "
-    "of a PIL image in RGB, as evaluation did"
+    "null means RGB from 0 to 1 in the images' own size; give file.py:function that converts a "
+    "PIL image in RGB to a tensor, as evaluation did"
 )
-_SCALE = "null leaves columns unscaled; give standard if training scaled them by StandardScaler"
-_RUNS = "names that differ in an epoch or a step alone are of one run, all others of their own"
+_SCALE = "null means unscaled columns; give standard if training scaled them by StandardScaler"
+_RUNS = "names that differ only in an epoch or a step are of one run, all others of separate runs"
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 _OUTPUT = "regression for a number, image_classification for a class"
 
 
 def init(words: Sequence[str]) -> None:
-    """Write the config that ``trak init`` was asked for, and print what it rests on.
+    """Run ``trak init``: write the config, and print on which files it is based.
 
     Raises:
-        InputError: If the config is there already, or the folder is no study.
+        InputError: If the config exists already, or the folder has no study.
     """
     parser = argparse.ArgumentParser("trak init", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", default=".", help="this one, if not given")
-    parser.add_argument("--config", default="trak.yaml", help="the file to write; %(default)s")
+    parser.add_argument("folder", nargs="?", default=".", help="default: this folder")
+    parser.add_argument(
+        "--config", default="trak.yaml", help="the file to write; default %(default)s"
+    )
     asked = parser.parse_args(words)
     folder, config = Path(asked.folder), Path(asked.config)
     if config.exists() or config.suffix not in {".yaml", ".yml"} or not config.parent.is_dir():
         raise InputError(
-            "--config must name a file that is not there yet and ends in .yaml, in a folder that "
-            f"is there. Found {config}. Name another, or remove what is there.",
+            "--config must be a new file that ends in .yaml, in an existing folder. Found "
+            f"{config}. Choose another name, or remove that file.",
             code="command.config_name",
         )
     if not folder.is_dir():
-        raise InputError(
-            f"`trak init` must get a folder. Found none at {folder} (from {Path.cwd()}).",
-            code="command.no_folder",
-        )
+        message = f"`trak init` must get a folder. Found none at {folder} (from {Path.cwd()})."
+        raise InputError(message, code="command.no_folder")
     text, report = config_for(folder)
-    own = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
-    names = (f"{own}-{i}" if i > 1 else own for i in count(1))
+    usual = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
+    names = (f"{usual}-{i}" if i > 1 else usual for i in count(1))
     results = next(name for name in names if not Path(name).exists())
     config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
-    report += [] if results == own else [f"chose: {results} for the results: {own} is there"]
+    if results != usual:
+        report.append(f"chose: {results} for the results, because {usual} exists")
     print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {quote(str(config))}"]))
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a folder's config, and lines on what it rests on.
+    """Return the text of a folder's config, and a report on which files it is based.
 
-    It looks into folders inside only as far as it must to find a study.
+    The search goes into subfolders only until it finds a study.
     """
     inside = level = [folder]
     report: list[str] = []
@@ -101,23 +102,23 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
         if (text := _config_of(folder, inside, report)) is not None:
             return text, report
         level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
-    others = f" and {_DEPTH} folders deep in it, at {listed(inside[1:])}" if inside[1:] else ""
+    searched = f" and {_DEPTH} levels of subfolders, {listed(inside[1:])}" if inside[1:] else ""
     findings = "; ".join(line.removeprefix("found: ") for line in report) or "nothing of it"
     raise InputError(
-        f"{folder} must hold a study: {_NEEDED}. Looked at it{others}. Found {findings}. Put "
-        "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
+        f"{folder} must have a study: {_NEEDED}. Searched it{searched}. Found {findings}. Add what "
+        "is missing, or write your own study (docs/how-to/own-model.md).",
         code="command.no_study",
     )
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the config of a folder and some inside it; None if they are no study."""
-    # timm's weights are a state dict, beside a config that names the network.
+    """Return the config for a folder and given subfolders, or None if they are not a study."""
+    # timm saves a state dict and a config with the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
     weights = [path for path in inside if path not in timm and _weights_config(path)]
     images = [path for path in inside if path not in weights and _is_of_images(path)]
-    # A Trainer's folder may hold the texts, but no state dicts of its own.
+    # Folders of weights may contain the texts, but their files are not state dicts.
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
     rows = [path for path in files if path.suffix in SUFFIXES]
@@ -139,20 +140,20 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
 
 
 def _may_hold(path: Path) -> bool:
-    """Return whether a path is a folder of a user's: no results, no environment of Python."""
+    """Return whether a path is a folder, except for results and Python environments."""
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
-    return not any((path / own).exists() for own in ("pyvenv.cfg", "study.json"))
+    return not any((path / name).exists() for name in ("pyvenv.cfg", "study.json"))
 
 
 def _is_of_images(folder: Path) -> bool:
-    """Return whether two folders or more, one for each class, hold images."""
+    """Return whether at least two subfolders, one for each class, contain images."""
     classes = (path for path in folder.iterdir() if _may_hold(path))
     return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
 
 
 def _weights_config(folder: Path) -> Path | None:
-    """Return the file that says what weights are in a folder, or in a Trainer's checkpoints."""
+    """Return the config file of the weights in a folder, or in a Trainer's checkpoints."""
     places = (folder, *sorted(folder.glob("checkpoint-*")))
     files = (place / name for place in places for name in (_ADAPTER, _MODEL))
     return next((file for file in files if file.is_file()), None)
@@ -166,18 +167,18 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_here(paths: Sequence[Path], subject: str) -> None:
-    """Refuse what must not lie in or around the current folder, into which results come."""
+    """Raise an error if the current folder, where results are written, is in one of the paths."""
     for path in (path.resolve() for path in paths):
         if Path.cwd().is_relative_to(path):
             raise InputError(
-                f"{subject} must lie in a folder of their own, because the results come into this "
-                f"one. Found them in {path}. Call from the folder above: trak init {path.name}",
+                f"{subject} must not be in the current folder, because results are written here. "
+                f"Found them in {path}. Call from the folder above: trak init {path.name}",
                 code="command.results_here",
             )
 
 
 def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
-    """Return what trained and what to explain, by their names."""
+    """Return the training data and the data to explain, or None, by their names."""
     words = {path: re.split(r"[^a-z]+", path.stem.lower()) for path in paths}
     trained = [path for path in paths if any(word.startswith("train") for word in words[path])]
     named = [path for path in paths if any(map(_EXPLAINED.fullmatch, words[path]))]
@@ -185,36 +186,37 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     others = trained or [path for path in paths if path not in explained]
     if not others:
         raise InputError(
-            "The training data must be there. Found by their names only data to explain: "
-            f"{', '.join(map(str, explained))}. Add the training data, such as train.jsonl.",
+            f"There must be training data. Found only data to explain: {listed(explained)}. Add "
+            "the training data, such as train.jsonl.",
             code="command.no_training_data",
         )
     train, target = others[0], explained[0] if explained else None
     report.append(f"chose: {train} as training data, {target or 'samples of it'} to explain")
     if unused := [path for path in paths if path not in {train, target}]:
-        report.append(f"left out: {listed(unused)}: their names don't say that they are for this")
+        report.append(f"left out: {listed(unused)}: their names do not show a purpose")
     return train, target
 
 
 def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
-    """Return the config of a language model or of a classifier of texts."""
+    """Return the config of a language model or a text classifier."""
     files = {path: file for path in weights if (file := _weights_config(path)) is not None}
-    # An adapter's base often lies beside it.
+    # The base of an adapter is often in the same folder.
     adapters = [path for path, file in files.items() if file.name == _ADAPTER]
     configs = {path: _json(files[path]) for path in adapters or weights}
-    first, said = next(iter(configs.items()))
-    kind = str(said.get("task_type") if adapters else (said.get("architectures") or [None])[0])
+    first, about = next(iter(configs.items()))
+    kind = str(about.get("task_type") if adapters else (about.get("architectures") or [None])[0])
     classifies = kind.endswith("ForSequenceClassification")
     if not classifies and not re.search(r"CausalLM|LMHead|CAUSAL_LM", kind):
         raise InputError(
-            "Weights must be of a causal language model, or of a classifier of texts. Found "
-            f"{kind} in {first}. Write a study of your own (docs/how-to/own-model.md).",
+            "Weights must be those of a causal language model or a text classifier. Found "
+            f"{kind} in {first}. Write your own study (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
-    # Wherever and by whatever version they were saved.
-    free = {"_name_or_path", "transformers_version", "peft_version"}
+    # Keys that may differ between copies of one model.
+    ignored = {"_name_or_path", "transformers_version", "peft_version"}
     models = {
-        path: {k: v for k, v in own.items() if k not in free} for path, own in configs.items()
+        path: {key: value for key, value in about.items() if key not in ignored}
+        for path, about in configs.items()
     }
     alike = [path for path in models if models[path] == models[first]]
     if other := [path for path in weights if path not in alike]:
@@ -239,10 +241,10 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
 
 
 def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
-    """Return the arguments that say which fields of rows are prompt, text and label."""
+    """Return the arguments that name the fields of prompt, text and label."""
     label, note = _label_of(row) if classifies else ("label", "")
     lines: list[Line] = [("label", label, note)] if label != "label" else []
-    # A conversation's template joins these.
+    # The study joins the messages of a conversation by the chat template.
     is_chat = "messages" in row or not isinstance(row.get("completion", ""), str)
     if "text" in row or (is_chat and not classifies):
         return lines
@@ -254,23 +256,27 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
         lines += [("prompt", f"{{{pair[0]}}}", "")] if pair[0] != "prompt" else []
         return [*lines, ("text", f"{{{pair[1]}}}", note)]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
-    note = f"put a template of the rows' fields here; this is the longest of {', '.join(row)}"
+    note = f"give a template of the rows' fields; this is the longest of {', '.join(row)}"
     if len(texts) == 1:
         note = "" if classifies else _AROUND
     return [*lines, ("text", f"{{{longest}}}", note)]
 
 
 def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the field that is called as labels are, or else the last and what to give then."""
+    """Return the field with the name of a label, or the last field and a comment to check it."""
     names = [name for name in row if name not in {"id", *_NUMBERED}] or [*row]
     named = [name for label in _LABELS for name in names if name.strip().lower() == label]
-    return (named[0], "") if named else (names[-1], "give the field of the label; this is the last")
+    return (
+        (named[0], "")
+        if named
+        else (names[-1], "give the field of the label; this is the last field")
+    )
 
 
 def _of_images(
     images: list[Path], checkpoints: list[Path], timm: Mapping[Path, str], report: list[str]
 ) -> str:
-    """Return the config of a classifier of images; ``timm`` names networks by their folders."""
+    """Return the config of an image classifier. ``timm`` has the networks' names by folder."""
     train, target = _split(images, report)
     explained = target or train
     _refuse_here([train, explained], "Images")
@@ -288,13 +294,13 @@ def _of_images(
 
 
 def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> str:
-    """Return the config of a network of a table's columns."""
+    """Return the config of a network on the columns of a table."""
     train, target = _split(rows, report)
     trained = read_rows(str(train))
     label, note = _label_of(trained[0])
-    own = {"id", *_NUMBERED} - {label}
-    cells = {name: [row.get(name) for row in trained] for name in trained[0] if name not in own}
-    # A column with mostly numbers is one of them; the run refuses its other cells.
+    ignored = {"id", *_NUMBERED} - {label}
+    cells = {key: [row.get(key) for row in trained] for key in trained[0] if key not in ignored}
+    # A column is numeric if at least half of its cells are numbers. The run refuses the others.
     numbers = {name: [as_number(value) for value in values] for name, values in cells.items()}
     texts = [name for name in cells if numbers[name].count(None) > len(trained) / 2]
     known = [number for number in numbers[label] if number is not None]
@@ -305,10 +311,10 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     arguments.append(("label", label, note))
     inputs = [name for name in cells if name not in {label, *texts}]
     if len(inputs) + 1 < len({*trained[0]} - {"id"}):
-        arguments.append(("columns", inputs, "the model's inputs, in its order; texts are none"))
+        arguments.append(("columns", inputs, "the model's inputs, in its order, without texts"))
     if label in texts:
         classes = sorted({str(value) for value in cells[label] if value})
-        arguments.append(("classes", classes, "put them in the order of the logits"))
+        arguments.append(("classes", classes, "give them in the order of the logits"))
     arguments += [("model", "nets.py:net", _NETWORK), ("scale", None, _SCALE)]
     asked = _targets(read_rows(str(target or train)).ids(), is_class)
     top = [("study", "tabular", ""), ("model_output", output, _OUTPUT)]
@@ -316,16 +322,16 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
-    """Return what to explain: the first ids; of samples of classes all, if they aren't too many."""
+    """Return the targets: the first ids, or all if they have classes and are not too many."""
     if of_classes and len(ids) <= _MOST_TARGETS:
         return "targets", ALL_TARGETS, ""
-    return "targets", list(ids[:_N_TARGETS]), "ids of what to explain"
+    return "targets", list(ids[:_N_TARGETS]), "ids of the samples to explain"
 
 
 def _text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
-    """Return a config's text, with values in JSON, and report what to check."""
+    """Return the text of a config, with values in JSON, and report what to check."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", ENDING.sub("", p.name) or "run") for p in checkpoints]
     ids = stems if len({*stems}) == len(stems) else [f"{stem}_{i}" for i, stem in enumerate(stems)]
     times = times_of(checkpoints)

@@ -1,4 +1,4 @@
-"""The command ``trak``: its subcommands, and what each calls."""
+"""Parse the command ``trak``, and call the function of its subcommand."""
 
 import signal
 import sys
@@ -13,37 +13,36 @@ usage: trak run CONFIG [TARGET ...] [OPTION ...]
        trak ask CONFIG [--target ID] [--file LINES] [--csv TABLE] [--html PAGE]
        trak --version
 
-Look at a folder of weights and data, and write a config to begin with: `trak init`.
-Ask a finished run about more samples, one a line: `trak ask` (`trak ask --help` says more).
-Run a study's config by Snakemake, in this folder. Targets and options are Snakemake's own:
+`trak init` writes a config for a folder of weights and data.
+`trak ask` scores further samples with a finished run; see `trak ask --help`.
+`trak run` runs a config with Snakemake in this folder. Targets and options are Snakemake's:
 
   trak run study.yaml                  everything
-  trak run study.yaml -n               what would run
-  trak run study.yaml scores           scores alone
-  trak run study.yaml --cores 4        on four cores; all, if nothing is said
+  trak run study.yaml -n               print what would run
+  trak run study.yaml scores           scores only
+  trak run study.yaml --cores 4        on four cores (the default is all cores)
   trak run study.yaml --profile slurm  on a SLURM cluster
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what the words say; an error is a sentence on standard error."""
+    """Run a subcommand. An ``InputError`` is printed on standard error as one sentence."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"trak-core {__version__}")
         return
-    begins, asks = (words[:1] == [word] for word in ("init", "ask"))
-    if not (begins or asks) and (
-        len(words) < 2 or words[0] != "run" or {"-h", "--help"} & set(words[:2])
-    ):
-        asked = not words or {"-h", "--help"} & set(words)
-        print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
-        sys.exit(0 if asked else 2)
+    command, is_help = words[:1], bool({"-h", "--help"} & set(words[:2]))
+    if command not in (["init"], ["ask"]) and (command != ["run"] or len(words) < 2 or is_help):
+        is_help = not words or bool({"-h", "--help"} & set(words))
+        print(_USAGE, end="", file=sys.stdout if is_help else sys.stderr)
+        sys.exit(0 if is_help else 2)
     try:
-        if begins:
-            from trak_core.command.init import init  # reads rows by pandas: `run` need not wait
+        # Imports are here because `run` must not wait for pandas.
+        if command == ["init"]:
+            from trak_core.command.init import init
 
             init(words[1:])
-        elif asks:
+        elif command == ["ask"]:
             from trak_core.command.ask import ask
 
             ask(words[1:])

@@ -1,4 +1,4 @@
-"""Run the workflow that this package brings along, or that lies beside it, for one config."""
+"""Run the workflow of this package with Snakemake for one config."""
 
 import ast
 import os
@@ -21,11 +21,11 @@ from trak_core.system.files import CONFIG_RECORD
 from trak_core.system.job import name_library
 
 _PACKAGE = Path(__file__).parents[1]
-# Options by which a call says itself how much may run at a time.
-_SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
+# Options that limit how much runs at the same time.
+_SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# `python -m snakemake`, where Ctrl-C shows no traceback: its imports take a second. Jobs stay, so
-# that garbage is looked for rarely, and not at the end: it would take an eighth of planning.
+# This is `python -m snakemake`, but Ctrl-C during the imports, which take a second, prints no
+# traceback. Garbage collection is rare, because the many jobs would make it an eighth of planning.
 _SNAKEMAKE = """
 import atexit, gc, sys
 from trak_core.system.job import stop_before_jobs
@@ -36,35 +36,33 @@ gc.set_threshold(100_000, 50, 100)
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
 """
-# Imports of jobs begin before those of Snakemake.
+# Starts the imports of jobs before Snakemake's own.
 _START_FORKS = """
 from snakemake_executor_plugin_forks.server import set_preload, start
 set_preload({preload})
 start()
 """
-_CALL, _CALL_BRIEFLY = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
-# And options by which jobs run elsewhere.
+_CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
+# Options that run jobs on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 # More than Snakemake writes into a folder of temporary files before the first job.
 _TEMPORARY_BYTES = 64_000
-
-
-# What every job may import, what an optimizer imports, and what studies of texts do.
+# Imports of all jobs, of optimizers, and of studies of texts.
 _STAGES = "trak_core.system.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
-# Words by which a study may change what an import does: by variables, or by folders.
+# Words of a study that may change an import, by environment variables or by import paths.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 _OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
 
 def workflow_folder() -> Path:
-    """Return the folder of the workflow's Snakefile: in the wheel, or in the checkout."""
+    """Return the folder of the Snakefile, in the wheel or in the checkout."""
     in_wheel = _PACKAGE / "workflow"
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "workflow"
 
 
 def _profile(name: str) -> str:
-    """Return the path of a profile of ours, where the user's own folder has none of its name."""
+    """Return the path of a profile of this package, unless the current folder has one."""
     if name not in _PROFILES or Path(name).is_dir():
         return name
     in_wheel = workflow_folder() / "profiles" / name
@@ -74,15 +72,13 @@ def _profile(name: str) -> str:
 def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     """Return the call of Snakemake for a config.
 
-    ``arguments`` are handed on: targets, ``-n``, ``--profile slurm`` and so on. Without a word on
-    how much may run at a time, all cores may be used.
+    ``arguments`` are targets and options of Snakemake. Without a limit, all cores are used.
     """
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
-            f"`trak run` must get one config, whose keys `--config` changes. Found {config} and "
-            "--configfile, whose file would take its place. Write it all into one file; or call "
-            "snakemake itself, where a second file's keys count before the first's: "
-            f"snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
+            f"`trak run` takes one config. Found {config} and --configfile. Put all keys into one "
+            "file, or call Snakemake, where keys of a second file precede: snakemake --snakefile "
+            f"{workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
             code="command.second_config",
         )
     handed, before = list(arguments), ""
@@ -93,66 +89,63 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
         elif option == "--profile" and value:
             handed[i] = f"--profile={_profile(value)}"
         before = argument
-    if not any(argument.startswith(_SAY_HOW_MUCH) for argument in handed):
+    if not any(argument.startswith(_SET_LIMIT) for argument in handed):
         handed += ["--cores", "all"]
-    # With `=` the option takes one config, and leaves targets that follow alone.
+    # With `=` the option takes one value. Otherwise it would take the targets that follow too.
     snakefile = str(workflow_folder() / "Snakefile")
     return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *handed]
 
 
 def check_config_file(word: str, config: str) -> None:
-    """Refuse what can't be a config, after a word such as ``run``."""
+    """Raise an error if the argument of a subcommand is not an existing config file."""
     if not config.endswith((".yaml", ".yml", ".json")):
         raise InputError(
-            f"`trak {word}` must get a config first, such as study.yaml. Found {config}. Name the "
-            f"config, then the rest: `trak {word} study.yaml ...`.",
+            f"`trak {word}` must get a config first. Found {config}. Write `trak {word} study.yaml "
+            "...`.",
             code="command.no_config",
         )
     if not Path(config).is_file():
-        raise InputError(
-            f"The config must exist. Found nothing at {config} (from {Path.cwd()}).",
-            code="command.missing_config",
-        )
+        message = f"The config must exist. Found nothing at {config} (from {Path.cwd()})."
+        raise InputError(message, code="command.missing_config")
 
 
 def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
-    """Refuse a folder, which may yet have to be made, that does not take a file of some length."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    """Raise an error if a folder, or its first existing parent, cannot hold a temporary file."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
             written = file.write(bytes(_TEMPORARY_BYTES))
         reason = None if written == _TEMPORARY_BYTES else "No space left on device"
     except OSError as error:
         reason = error.strerror
     if reason:
-        raise InputError(f"{folder}: {role} must take files. Found: {reason}. {remedy}", code=code)
+        raise InputError(f"{folder}: {role} must be writable. Found: {reason}. {remedy}", code=code)
 
 
 def check_folders(arguments: Sequence[str]) -> None:
-    """Refuse folders that Snakemake writes to, and of which it would only print a traceback."""
+    """Raise an error for folders that Snakemake writes to, for which it prints a traceback."""
     if not any(argument.startswith(("-d", "--directory")) for argument in arguments):
         _check_writing(
             Path.cwd(),
-            "the folder that `trak run` is called in",
-            "Make room or mend it; or call `trak run` in another folder with the study's paths in "
-            "the config as seen from there.",
+            "the current folder",
+            "Make room, or call `trak run` in another folder with a config whose paths fit there.",
             code="command.working_folder",
         )
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     _check_writing(
         caches.absolute(),
-        "Snakemake's folder of caches",
-        "Name another one for this call: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
+        "the cache folder of Snakemake",
+        "Choose another one: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
         code="command.cache_folder",
     )
-    # As the scheduler's own library looks for it; it takes the working folder if there is none.
+    # The scheduler's library uses the same order, and the current folder if none is writable.
     names = [os.environ[name] for name in ("TMP", "TMPDIR") if name in os.environ]
     temporary = Path(names[0] if names else "/tmp")  # ruff: ignore[hardcoded-temp-file]
     if temporary.is_dir() and os.access(temporary, os.W_OK):
         _check_writing(
             temporary.absolute(),
             "the folder of temporary files",
-            "Make room, or name another one for this call: `TMPDIR=$PWD trak run ...`.",
+            "Make room, or choose another one: `TMPDIR=$PWD trak run ...`.",
             code="command.temporary_folder",
         )
 
@@ -163,7 +156,7 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
 
 
 def _read(config: Path) -> Any:
-    """Return what a config says. One that is no YAML is refused with its line."""
+    """Return the content of a config. If it is not YAML, raise an error with the line."""
     if config.suffix == ".json":
         return None
     try:
@@ -175,22 +168,22 @@ def _read(config: Path) -> Any:
         raise
 
 
-def _is_new(config: Path, said: Any) -> bool:
-    """Whether there will be jobs to do: the config is younger than the last start, or the first."""
+def _is_new(path: Path, config: Any) -> bool:
+    """Return whether the config has no run yet, or was changed after its last start."""
     try:
-        record = Path(said.get("results", "results")) / CONFIG_RECORD
-        return not record.exists() or config.stat().st_mtime > record.stat().st_mtime
+        record = Path(config.get("results", "results")) / CONFIG_RECORD
+        return not record.exists() or path.stat().st_mtime > record.stat().st_mtime
     except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 
 def _can_fork() -> bool:
-    """Return whether jobs are forks: on Linux, where no job can use a GPU."""
+    """Return whether jobs may be forks: on Linux without a GPU."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 def study_imports(study: Path) -> list[str]:
-    """Return dotted names of what a study always imports and doesn't lie beside it, sorted.
+    """Return sorted dotted names of a study's top-level imports from outside its folder.
 
     Empty if the study may change what an import does.
     """
@@ -204,19 +197,19 @@ def study_imports(study: Path) -> list[str]:
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imported.update(f"{node.module}.{alias.name}" for alias in node.names)
-    beside = {name[0] for name in modules}
-    return sorted(name for name in imported if name.split(".")[0] not in beside)
+    local = {name[0] for name in modules}
+    return sorted(name for name in imported if name.split(".")[0] not in local)
 
 
-def preloaded(said: Any) -> list[str]:
-    """Return what the process that forks for a config's jobs imports."""
-    said = said if isinstance(said, dict) else {}
-    study = str(said.get("study"))
+def preloaded(config: Any) -> list[str]:
+    """Return the modules that the process from which jobs are forked imports."""
+    config = config if isinstance(config, dict) else {}
+    study = str(config.get("study"))
     names = [_STAGES]
-    with suppress(Exception):  # the start says what is wrong with the config and the study
-        # Once there is a report, a further question trains nothing.
-        is_trained = Path(said.get("results", "results"), "report.html").exists()
-        if {"training", "evaluation"} & said.keys() and not is_trained:
+    with suppress(Exception):  # the start reports errors of the config and the study
+        # With a report, further experiments train nothing.
+        is_trained = Path(config.get("results", "results"), "report.html").exists()
+        if {"training", "evaluation"} & config.keys() and not is_trained:
             names.append(_OPTIMIZERS)
         if study.endswith(".py"):
             names += study_imports(Path(study))
@@ -229,31 +222,31 @@ def preloaded(said: Any) -> list[str]:
 
 
 def run(config: str, arguments: Sequence[str]) -> None:
-    """Print Snakemake's call for a config and become it."""
+    """Print Snakemake's call for a config, and replace this process by it."""
     check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
-            "`trak run` must find Snakemake in its own Python. Found none: "
-            "pip install 'trak-core[workflow]'.",
+            "`trak run` needs Snakemake in this Python. Found none. Run pip install "
+            "'trak-core[workflow]'.",
             code="command.no_snakemake",
         )
-    said = _read(Path(config))
+    content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
-    preload = preloaded(said) if is_here and _can_fork() else []
-    # Late: a start that has nothing to do needs no imports.
+    preload = preloaded(content) if is_here and _can_fork() else []
+    # Late, because a start without jobs needs no imports.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
     check_folders(arguments)
-    is_early = preload and _is_new(Path(config), said)
+    is_early = preload and _is_new(Path(config), content)
     first = _START_FORKS.format(preload=preload) if is_early else ""
     name_library()
-    # Until the next Python can hear it.
+    # The new Python process handles Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         # -P: a module in the working folder must not shadow an installed one.
-        code = _SNAKEMAKE.format(first=first) + (_CALL_BRIEFLY if is_here else _CALL)
-        # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
+        code = _SNAKEMAKE.format(first=first) + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
+        # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
         os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

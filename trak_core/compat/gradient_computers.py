@@ -1,7 +1,7 @@
-"""TRAK's two ways to per-sample gradients: of all samples at once, or one by one.
+"""Compute per-sample gradients with TRAK's two classes: all samples at once, or one by one.
 
-Both differentiate the chosen parameters, in the order of ``named_parameters``, by the methods of
-``trak_core.gradients``, and give equal numbers to rounding.
+Both use the methods of ``trak_core.gradients`` and agree to rounding. Parameters are in the order
+of ``named_parameters``.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +30,8 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import ProjectionSpec
 
-_Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+# The first arguments of every method of trak_core.gradients.
+_Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
@@ -39,13 +40,13 @@ def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
     return select_parameters(model, list(names))
 
 
-class _Value(nn.Module):
-    """A module that returns f of each sample, by a task's ``get_output``."""
+class _ModelWithTask(nn.Module):
+    """Return f of each sample of a batch, shape (B,), computed by a task's ``get_output``."""
 
     def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
         super().__init__()
         self.model = model
-        # In a tuple, because a task that is a module has no part in the gradient.
+        # In a tuple, because the parameters of a task that is a module are not differentiated.
         self._task, self._functional = (task,), functional
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -57,18 +58,19 @@ class _Value(nn.Module):
             return task.get_output(self.model, *state, *sample)
 
         if len(batch[0]) > 1:
-            # Fused attention has no vmap rule; the plain formula gives the same function.
+            # Fused attention has no vmap rule. The unfused formula computes the same function.
             with sdpa_kernel(SDPBackend.MATH):
                 return torch.vmap(f)(*batch)
-        takes_sample = self._functional or getattr(task, "per_sample", False)
-        return f(*(t.squeeze(0) for t in batch) if takes_sample else batch).reshape(1)
+        if self._functional or getattr(task, "per_sample", False):
+            batch = tuple(t.squeeze(0) for t in batch)
+        return f(*batch).reshape(1)
 
 
 _VALUE = ModelOutput(value=lambda f, _: f, has_labels=False)
 
 
 class AbstractGradientComputer(ABC):
-    """Per-sample gradients of a task's model output, and its loss weights."""
+    """Compute the per-sample gradients of a task's model output, and its loss weights."""
 
     def __init__(
         self,
@@ -83,11 +85,11 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
-        """Take the parameters that the model has now."""
+        """Use the parameters that the model has now."""
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return df/dtheta of each sample: names to (B, *shape), or shape (B, grad_dim)."""
+        """Return df/dtheta of each sample: a dict of (B, *shape), or a tensor (B, grad_dim)."""
 
     @abstractmethod
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
@@ -95,11 +97,12 @@ class AbstractGradientComputer(ABC):
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
-    """Gradients of f as a function of the weights: names to tensors (B, *shape).
+    """Compute the gradients of all samples in one backward pass, as a dict of (B, *shape).
 
-    One backward pass differentiates all samples, of a task of the user's own by ``torch.vmap`` over
-    its ``get_output``. Where one pass cannot take a model or task, samples come one by one, which a
-    notice on standard output says.
+    This differs from ``torch.func.vmap(grad(...))`` of the original in: 1. Only a user-defined task
+    needs ``torch.vmap``, and only over its ``get_output``. 2. Only the parameters of ``grad_wrt``
+    are differentiated. 3. If the model or task does not support one backward pass, samples are
+    differentiated one by one, and a notice is printed.
     """
 
     _functional: ClassVar[bool] = True
@@ -115,7 +118,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        # None until a batch of several samples shows it; all checkpoints of a model agree.
+        # Chosen at the first batch of several samples. All checkpoints of a model use the same.
         self._method = None if self._functional else gradients_one_by_one
         self.load_model_params(model)
 
@@ -126,24 +129,23 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 
-    def _given(self, batch: Sequence[Tensor]) -> tuple[GradientMethod, _Given]:
-        """Return a method of ``trak_core.gradients``, and what it takes before a consumer."""
+    def _method_and_arguments(self, batch: Sequence[Tensor]) -> tuple[GradientMethod, _Arguments]:
         samples = classification_batch(self.modelout_fn, batch)
-        given: _Given
+        arguments: _Arguments
         if samples is not None:
-            given = self.model, self.parameters, CLASSIFICATION, samples
+            arguments = self.model, self.parameters, CLASSIFICATION, samples
         else:
             if self._functional:
                 refuse_hooks(self.model, self.parameters, "torch.vmap", "Go one by one")
-            value = _Value(self.model, self.modelout_fn, self._functional)
-            given = value, self.parameters, _VALUE, as_batch(tuple(batch), _VALUE)
+            model = _ModelWithTask(self.model, self.modelout_fn, self._functional)
+            arguments = model, self.parameters, _VALUE, as_batch(tuple(batch), _VALUE)
         if self._method is None and len(batch[0]) > 1:
-            self._method = gradient_method(*given)
-        return self._method or gradients_one_by_one, given
+            self._method = gradient_method(*arguments)
+        return self._method or gradients_one_by_one, arguments
 
     def _formed(self, batch: Sequence[Tensor]) -> PerSample:
-        method, given = self._given(batch)
-        return formed_gradients(method, *given)
+        method, arguments = self._method_and_arguments(batch)
+        return formed_gradients(method, *arguments)
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
         return self._formed(batch).gradients
@@ -155,22 +157,27 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def features(
         self, batch: Sequence[Tensor], projection: ProjectionSpec, ids: Sequence[object]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients (B, k), and Q, (B, 1), if it is known already.
+        """Return projected gradients (B, k), and Q (B, 1), or None if Q needs another pass.
 
-        No gradients are formed as a whole. Messages name samples by ``ids``.
+        Gradients are projected without being formed as a whole. Messages name samples by ``ids``.
         """
-        (method, given), threads = self._given(batch), torch.get_num_threads()
-        settings = projection, ids, threads, None
-        rows, columns = batch_features(method, *given, *settings, is_scaled=False)
-        is_plain = given[2] is CLASSIFICATION and vars(self.modelout_fn)["loss_temperature"] == 1
-        return rows, columns[3].unsqueeze(1) if is_plain else None
+        method, arguments = self._method_and_arguments(batch)
+        threads = torch.get_num_threads()
+        rows, columns = batch_features(
+            method, *arguments, projection, ids, threads, None, is_scaled=False
+        )
+        # CLASSIFICATION has Q at temperature 1.
+        is_classification = arguments[2] is CLASSIFICATION
+        if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:
+            return rows, columns[3].unsqueeze(1)
+        return rows, None
 
 
 class IterativeGradientComputer(FunctionalGradientComputer):
-    """Gradients by autograd in a loop over samples, shape (B, grad_dim).
+    """Compute gradients by autograd in a loop over samples, shape (B, grad_dim).
 
-    The task's ``get_output`` is called once a sample, with weights and buffers None. It gets a
-    batch of one, or the sample itself where the task has ``per_sample = True``.
+    ``get_output`` of the task is called once for each sample, with weights and buffers None. Its
+    argument is a batch of one sample, or the sample without batch dimension if ``task.per_sample``.
     """
 
     _functional = False

@@ -1,7 +1,7 @@
-"""TRAK's model outputs f(z; theta) and their loss weights Q, one class a task.
+"""Compute TRAK's model outputs f(z; theta) and their loss weights Q, with one class for each task.
 
-The numbers are those of ``trak_core.model_outputs``. A class of a user's own needs the two methods
-of ``AbstractModelOutput``.
+The formulas are implemented in ``trak_core.model_outputs``. A user-defined task implements the two
+methods of ``AbstractModelOutput``.
 """
 
 from abc import ABC, abstractmethod
@@ -21,34 +21,36 @@ from trak_core.model_outputs.supervised import CLASSIFICATION, margin, probabili
 Weights = Mapping[str, Tensor] | None
 
 
-def is_as_it_came(thing: object) -> bool:
-    """Whether no subclass and no replaced method of the user's own may change a number."""
-    kind = type(thing)
-    is_ours = kind.__module__.startswith(f"{__package__}.")
-    return is_ours and not any(hasattr(kind, name) for name in vars(thing))
+def is_unmodified(instance: object) -> bool:
+    """Return whether ``instance`` has a class of this package and none of its methods replaced.
+
+    If so, this package may compute its result by a faster method.
+    """
+    kind = type(instance)
+    is_builtin = kind.__module__.startswith(f"{__package__}.")
+    return is_builtin and not any(hasattr(kind, name) for name in vars(instance))
 
 
-def _called(
+def _call(
     model: nn.Module, weights: Weights, buffers: Weights, /, *args: Tensor, **kwargs: Tensor
 ) -> Any:
-    """Call a model, with ``weights`` and ``buffers`` in place of its own if there are any."""
+    """Call a model with the given weights and buffers, or with those it has if they are None."""
     if weights is None:
         return model(*args, **kwargs)
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
 
 
 class AbstractModelOutput(ABC):
-    """A model output f, and the loss weight that goes with it."""
+    """A model output f, and its loss weight Q."""
 
-    # Whether get_output takes a sample without batch dimension also where weights are None.
+    # If weights are None: whether get_output takes a sample without batch dimension.
     per_sample: ClassVar[bool] = False
 
-    # Subclasses name the sample's parts, so the type checker has to look away there.
     @abstractmethod
     def get_output(
         self, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
     ) -> Tensor:
-        """Return f of one sample, a scalar, of the model with these weights and buffers."""
+        """Return f of one sample, a scalar, for the model with these weights and buffers."""
 
     @abstractmethod
     def get_out_to_loss_grad(
@@ -58,13 +60,13 @@ class AbstractModelOutput(ABC):
 
 
 class ImageClassificationModelOutput(AbstractModelOutput):
-    """The log-odds of the label, f = log(p / (1 - p)), of a model that returns logits.
+    """The log-odds of the label, f = log(p_y / (1 - p_y)), for a model that returns logits.
 
-    The label comes last. The temperature of the training loss enters Q only.
+    The label is the last part of a sample. The temperature of the training loss is used in Q only.
     """
 
     per_sample = True
-    # The model's arguments, where it takes them by name.
+    # Keyword arguments of the model, in the order of the batch; none if they are positional.
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -74,14 +76,16 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     def _logits(
         cls, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
     ) -> Tensor:
-        named = dict(zip(cls.names, inputs, strict=True)) if cls.names else {}
-        return read_logits(_called(model, weights, buffers, *([] if named else inputs), **named))
+        if cls.names:
+            named = dict(zip(cls.names, inputs, strict=True))
+            return read_logits(_call(model, weights, buffers, **named))
+        return read_logits(_call(model, weights, buffers, *inputs))
 
     @classmethod
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
     ) -> Tensor:
-        """Return the margin of inputs and their label, without batch dimension: a scalar."""
+        """Return the margin of one sample without batch dimension, a scalar."""
         *inputs, label = sample
         logits = cls._logits(model, weights, buffers, [t.unsqueeze(0) for t in inputs])
         return margin(logits.squeeze(0), label)
@@ -90,14 +94,14 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q = 1 - p_y, shape (B, 1), precise where p_y is close to 1."""
+        """Return Q = 1 - p_y, shape (B, 1), without cancellation if p_y is close to 1."""
         *inputs, labels = batch
         logits = self._logits(model, weights, buffers, inputs)
         return probability_weight(margin(logits / self.loss_temperature, labels)).unsqueeze(-1)
 
 
 class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
-    """The same margin of a whole batch at once, for ``IterativeGradientComputer``."""
+    """The same margins, computed for a whole batch, for ``IterativeGradientComputer``."""
 
     per_sample = False
 
@@ -111,14 +115,14 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
 
 
 class TextClassificationModelOutput(ImageClassificationModelOutput):
-    """The margin of a model that takes input_ids, token_type_ids and attention_mask by name."""
+    """The margin for a model with arguments input_ids, token_type_ids and attention_mask."""
 
     names = ("input_ids", "token_type_ids", "attention_mask")
 
 
 def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> Batch | None:
-    """Return a classification's samples for ``trak_core.gradients``; None if f may be another."""
-    if not (isinstance(task, ImageClassificationModelOutput) and is_as_it_came(task)):
+    """Return a batch for ``CLASSIFICATION``, or None if the task may compute another f."""
+    if not (isinstance(task, ImageClassificationModelOutput) and is_unmodified(task)):
         return None
     named = dict(zip((*task.names, "labels"), batch, strict=True)) if task.names else None
     return as_batch(named or batch, CLASSIFICATION)
@@ -127,10 +131,10 @@ def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> 
 class CLIPModelOutput(AbstractModelOutput):
     """The contrastive margin of an image and its text against a simulated batch.
 
-    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. The others are ``sim_batch_size``
-    pairs, drawn uniformly once by ``get_embeddings`` under a fixed seed. The model is called as
-    open_clip's are, with ``image`` and ``text``, and returns image embeddings, text embeddings and
-    the logit scale, which the training loss's ``temperature`` replaces.
+    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. The simulated batch has
+    ``sim_batch_size`` pairs, drawn uniformly by ``get_embeddings`` with a fixed seed. The model is
+    called as open_clip's models are, with keywords ``image`` and ``text``. It returns image
+    embeddings, text embeddings and the logit scale, which ``temperature`` replaces if given.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1.
     """
@@ -157,9 +161,9 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Tensor] | None = None,
         preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Embed the first ``size`` pairs of a loader, which yields batches of images and texts.
+        """Embed the first ``size`` pairs of a loader that yields batches (images, texts).
 
-        ``batch_size`` and ``embedding_dim`` are not needed.
+        ``batch_size`` and ``embedding_dim`` are ignored.
         """
         parts: list[Tensor] = []
         with torch.no_grad():
@@ -176,7 +180,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Choose the simulated batch, ahead of vmap, which has random numbers of its own."""
+        """Draw the simulated batch. Inside vmap, random numbers would differ between samples."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 
@@ -184,25 +188,25 @@ class CLIPModelOutput(AbstractModelOutput):
     def _contrast(scale: float) -> ModelOutput:
         u, v = CLIPModelOutput.image_embeddings, CLIPModelOutput.text_embeddings
         if u is None or v is None:
-            words = "A pair is compared with others. Found none: call `get_embeddings` of the task."
-            raise InputError(words, code="compat.no_embeddings")
+            message = "CLIP's model output needs embeddings. Found none. Call `get_embeddings`."
+            raise InputError(message, code="compat.no_embeddings")
         return contrast(u[CLIPModelOutput._picked], v[CLIPModelOutput._picked], scale)
 
     @staticmethod
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
         model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
     ) -> Tensor:
-        """Return f of one image and its text (``label``), a scalar."""
-        returned = _called(model, weights, buffers, image=image[None], text=label[None])
+        """Return f of one image and its text ``label``, a scalar."""
+        returned = _call(model, weights, buffers, image=image[None], text=label[None])
         return CLIPModelOutput._contrast(1.0).value(read_embeddings(returned)[0], label)
 
     @torch.no_grad()
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q, shape (B, 1): 1 - p of the pair in the simulated batch, mean of both ways."""
+        """Return Q, shape (B, 1): the mean of 1 - p among the texts and among the images."""
         images, texts = batch
-        returned = _called(model, weights, buffers, image=images, text=texts)
+        returned = _call(model, weights, buffers, image=images, text=texts)
         scale = self.temperature
         if scale is None:
             scale = returned["logit_scale"] if isinstance(returned, Mapping) else returned[2]

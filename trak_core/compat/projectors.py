@@ -1,8 +1,8 @@
-"""TRAK's projectors, which all apply one matrix.
+"""Project gradients with TRAK's projector classes, which all apply the same matrix.
 
-An entry of the matrix is a function of the seed, the model id (the projection's stream), its row
-and its column alone. Class, block size, chunks, dtype and device change nothing. Entries are
-unscaled, and results are float32 for gradients of any dtype, so that nothing overflows.
+An entry of the matrix depends only on the seed, the model id (the stream of the projection), its
+row and its column, and not on class, block size, chunks, dtype or device. Entries are not scaled.
+Results are float32 for gradients of any dtype, because sums in float16 could overflow.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Device = str | torch.device
 
 
 class ProjectionType(StrEnum):
-    """Distribution of the entries."""
+    """Distribution of the matrix entries."""
 
     normal = "normal"
     rademacher = "rademacher"
@@ -33,9 +33,9 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients (B, *shape) flattened side by side, shape (B, p); (B,) is one column.
+    """Return gradients (B, *shape), flattened and concatenated, shape (B, p).
 
-    They lie in ``arr`` if it is given, in a new tensor on ``device`` otherwise.
+    The result is written to ``arr`` if given, otherwise to a new tensor on ``device``.
     """
     device = device if arr is None else arr.device
     flat = torch.cat([x.detach().reshape(len(x), -1).to(device) for x in g.values()], dim=1)
@@ -43,7 +43,7 @@ def vectorize(
 
 
 class AbstractProjector(ABC):
-    """From gradients of shape (B, grad_dim) to features of shape (B, proj_dim)."""
+    """A projection of gradients (B, grad_dim) to features (B, proj_dim)."""
 
     def __init__(
         self, grad_dim: int, proj_dim: int, seed: int, proj_type: str, device: Device
@@ -53,17 +53,18 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features, shape (B, proj_dim), by the matrix that belongs to ``model_id``.
+        """Return features (B, proj_dim), with the matrix of ``model_id``.
 
-        Gradients have shape (B, grad_dim), or are names to tensors (B, *shape) flattened in order.
+        ``grads`` has shape (B, grad_dim), or is a dict of tensors (B, *shape) that are flattened
+        and concatenated in its order.
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
-        """Free what can be made again."""
+        """Free memory that can be recomputed."""
 
 
 class NoOpProjector(AbstractProjector):
-    """No projection: the gradients themselves, flattened."""
+    """No projection: ``project`` returns the gradients, flattened."""
 
     def __init__(
         self,
@@ -78,21 +79,21 @@ class NoOpProjector(AbstractProjector):
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:
-        """Return the projection that changes nothing."""
+        """Return the identity projection."""
         kind = ProjectionKind.IDENTITY
         return ProjectionSpec(kind=kind, n_params=n_params, proj_dim=n_params, seed=0, stream=0)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return the gradients, shape (B, p), where they are."""
+        """Return the gradients, shape (B, p), on their device."""
         grads = {"": grads} if isinstance(grads, Tensor) else grads
         return vectorize(grads, device=next(iter(grads.values())).device)
 
 
 class BasicProjector(AbstractProjector):
-    """The projection on any device, without the matrix in memory.
+    """A projection on any device that never holds the whole matrix in memory.
 
-    The seed, unsigned 64 bit, and the model id decide the matrix. ``dtype`` and ``max_batch_size``
-    are not needed, and ``block_size`` is that of ``generate_sketch_matrix``.
+    ``seed`` is an unsigned 64-bit integer. ``block_size`` is used by ``generate_sketch_matrix``
+    only. ``dtype`` and ``max_batch_size`` are ignored.
     """
 
     def __init__(
@@ -111,16 +112,14 @@ class BasicProjector(AbstractProjector):
         super().__init__(grad_dim, proj_dim, seed, ProjectionType(proj_type), device)
         self.block_size, self.max_batch_size = min(proj_dim, block_size), max_batch_size
         self.dtype, self.model_id = dtype, model_id
-        self.spec(0, grad_dim)  # refuses sizes and seeds out of range
+        self.spec(0, grad_dim)  # raises for sizes and seeds out of range
         self.get_generator_states()
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:
-        """Return the projection that belongs to a model id, for gradients of ``n_params``."""
+        """Return the projection of a model id; ``n_params`` must be ``grad_dim``."""
         if n_params != self.grad_dim:
-            words = (
-                f"Gradients must have the projector's grad_dim, {self.grad_dim}. Found {n_params}."
-            )
-            raise InputError(words, code="compat.grad_dim")
+            message = f"Gradients must have {self.grad_dim} entries (grad_dim). Found {n_params}."
+            raise InputError(message, code="compat.grad_dim")
         kind, k = ProjectionKind(str(self.proj_type)), self.proj_dim
         return ProjectionSpec(
             kind=kind, n_params=n_params, proj_dim=k, seed=self.seed, stream=model_id
@@ -136,23 +135,23 @@ class BasicProjector(AbstractProjector):
         return project(blocks, spec, threads=torch.get_num_threads())
 
     def free_memory(self) -> None:
-        """Drop ``proj_matrix``, which ``generate_sketch_matrix`` makes for the last model id."""
+        """Delete ``proj_matrix``, which ``generate_sketch_matrix`` sets."""
         vars(self).pop("proj_matrix", None)
 
     def get_generator_states(self) -> None:
-        """Set ``generator_states``: the first column of each block."""
+        """Set ``generator_states`` to the first column of each block."""
         self.generator_states = list(range(0, self.proj_dim, self.block_size))
         self.num_blocks = len(self.generator_states)
 
     def generate_sketch_matrix(self, generator_state: int = 0) -> None:
-        """Set ``proj_matrix`` to one block of columns, shape (grad_dim, at most block_size)."""
+        """Set ``proj_matrix`` to the block of columns that starts at ``generator_state``."""
         columns = slice(generator_state, generator_state + self.block_size)
         matrix = projection_matrix(self.spec(self.model_id, self.grad_dim))[:, columns]
         self.proj_matrix = torch.from_numpy(matrix).to(self.device, torch.float32)
 
 
 class BasicSingleBlockProjector(BasicProjector):
-    """The same, with the whole ``proj_matrix`` (grad_dim, proj_dim) of a model id in memory."""
+    """The same projection. ``proj_matrix`` (grad_dim, proj_dim) is set at construction."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class BasicSingleBlockProjector(BasicProjector):
 
 
 class CudaProjector(BasicProjector):
-    """The projection by a CUDA kernel, without an extension to compile; batches have any size."""
+    """The same projection by a CUDA kernel, for batches of any size."""
 
     def __init__(
         self,
@@ -184,16 +183,16 @@ class CudaProjector(BasicProjector):
         **options: Any,
     ) -> None:
         if torch.device(device).type != "cuda":
-            words = f"CudaProjector must have a CUDA device. Found {device!r}: take BasicProjector."
-            raise InputError(words, code="compat.cuda_projector")
+            message = f"CudaProjector needs a CUDA device. Found {device!r}. Use BasicProjector."
+            raise InputError(message, code="compat.cuda_projector")
         options["max_batch_size"] = max_batch_size
         super().__init__(grad_dim, proj_dim, seed, proj_type, device, **options)
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """The projection of gradients that come in groups of parameters, names to (B, *shape).
+    """The projection of a dict of gradients (B, *shape) for groups of parameters.
 
-    The groups stand side by side in one matrix, which has the first projector's seed.
+    One matrix, with the seed of the first projector, projects all groups.
     """
 
     def __init__(
@@ -211,4 +210,4 @@ class ChunkedCudaProjector(BasicProjector):
         self.params_per_chunk, self.feat_bs = params_per_chunk, feat_bs
 
     def allocate_input(self) -> None:
-        """Do nothing: no buffer is needed."""
+        """Do nothing, because no buffer is needed."""

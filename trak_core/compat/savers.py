@@ -1,16 +1,17 @@
-"""TRAK's store: a folder of memory maps and small JSON files, safe with several processes.
+"""Keep TRAK's arrays in a folder of memory maps and JSON files, safely with several processes.
 
-    metadata.json            JL dimension, JL matrix type, train set size, and what they stand for
+    metadata.json            JL dimension, JL matrix type, train set size; matrix, parameters, dtype
     experiments.json         name -> num_targets, scores_path, scores_finalized
-    id_{m}.json              is_featurized, is_finalized, lambda_reg, checkpoint (a digest)
+    id_{m}.json              is_featurized, is_finalized, lambda_reg, checkpoint (SHA-256)
     {m}/grads.mmap           projected gradients (n, k)         {m}/out_to_loss.mmap    (n, 1)
     {m}/features.mmap        (n, k)                             {m}/_is_featurized.mmap (n, 1)
-    {m}/{exp}_grads.mmap     targets (m, k), NaN where not scored yet
+    {m}/{exp}_grads.mmap     targets (m, k), NaN if not scored yet
     scores/{exp}.mmap        (n, m)
 
-Every map is a ``.npy`` file. A map gets its name when it is whole, a JSON file is replaced whole,
-and a lock guards what processes share. So processes with different model ids never lose each
-other's work, a kill leaves no half file, and nothing that is finished is ever emptied.
+Each ``.mmap`` file has the format ``.npy``. Files are created and JSON files are replaced
+atomically, and a lock guards the files that processes share. So a killed process leaves no partial
+file, processes with different model ids do not overwrite each other, and nothing that is finished
+is emptied.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class ModelIDException(InputError):
 
 
 class AssertedError(InputError, AssertionError):
-    """The original asserts this, so scripts may catch an ``AssertionError``."""
+    """An error for which the original raises ``AssertionError``, which scripts may catch."""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -45,7 +46,7 @@ def _write_json(path: Path, content: Any) -> None:
 def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> None:
     with written_whole(path) as partial:
         array = open_memmap(partial, mode="w+", shape=shape, dtype=dtype)
-        if np.any(values):  # a file of zeros takes no room on the disk
+        if np.any(values):  # zeros are not written, so that the file is sparse
             array[:] = values
         array.flush()
 
@@ -53,7 +54,7 @@ def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> N
 def _open_map(
     path: Path, shape: tuple[int, ...], dtype: Any, mode: str, fill: float = 0
 ) -> np.memmap | None:
-    """Return a ``.npy`` file as an array; where there is none, make it in mode ``w+``, or None."""
+    """Open a ``.npy`` file. If it is missing, create it in mode ``w+``, else return None."""
     if not path.exists():
         if mode != "w+":
             return None
@@ -62,12 +63,12 @@ def _open_map(
 
 
 class AbstractSaver(ABC):
-    """Where a TRAKer keeps its arrays and what it knows about them.
+    """The arrays of a TRAKer and their state.
 
     Attributes:
-        model_ids: Model id -> is_featurized, is_finalized; once known, lambda_reg and checkpoint.
+        model_ids: Model id -> is_featurized, is_finalized, and lambda_reg and checkpoint once set.
         experiments: Name -> num_targets, scores_path, scores_finalized.
-        current_model_id: Whose arrays ``current_store`` has, by their names; None at first.
+        current_model_id: The model id of the arrays in ``current_store``; None before the first.
     """
 
     @abstractmethod
@@ -79,7 +80,7 @@ class AbstractSaver(ABC):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """Make the folder, or read what it holds; one made with other ``metadata`` is refused."""
+        """Create or open the folder. A folder with other ``metadata`` raises an error."""
         self.save_dir = Path(save_dir).resolve()
         self.metadata, self.load_from_save_dir = dict(metadata), load_from_save_dir
         self.use_half_precision = use_half_precision
@@ -88,28 +89,28 @@ class AbstractSaver(ABC):
         (self.save_dir / "scores").mkdir(parents=True, exist_ok=True)
         self.metadata_file = self.save_dir / "metadata.json"
         self.experiments_file = self.save_dir / "experiments.json"
-        self._knows_locks = True  # as far as is known
+        self._warned_of_locks = False
         self.model_ids: dict[int, dict[str, Any]] = {}
         self.experiments: dict[str, dict[str, Any]] = {}
         self.current_model_id: int | None = None
         self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
         with self.locked():
-            for path, first in ((self.metadata_file, self.metadata), (self.experiments_file, {})):
+            for path, content in ((self.metadata_file, self.metadata), (self.experiments_file, {})):
                 if not path.exists():
-                    _write_json(path, first)
-        # Earlier stores don't say their dtype.
+                    _write_json(path, content)
+        # Folders of earlier versions have no dtype.
         stored = {"dtype": self.metadata.get("dtype"), **json.loads(self.metadata_file.read_text())}
         for name, value in self.metadata.items():
             if stored.get(name) != value:
                 raise AssertedError(
-                    f"A store keeps its settings. Found {name} {stored.get(name)!r} in "
+                    f"A save_dir has one set of settings. Found {name} {stored.get(name)!r} in "
                     f"{self.save_dir} and {value!r} here. Use the same, or another save_dir.",
                     code="compat.other_settings",
                 )
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what other processes have added, if ``load_from_save_dir`` allows it."""
+        """Read the states that other processes have written, if ``load_from_save_dir``."""
         if self.load_from_save_dir:
             for path in self.save_dir.glob("id_*.json"):
                 self._read_id(path)
@@ -119,7 +120,7 @@ class AbstractSaver(ABC):
         self.model_ids |= {int(m): state for m, state in json.loads(path.read_text()).items()}
 
     def is_registered(self, model_id: int) -> bool:
-        """Return whether the folder holds this model id, made by this or another process."""
+        """Return whether this or another process has registered the model id."""
         path = self.save_dir / f"id_{model_id}.json"
         if model_id not in self.model_ids and path.exists():
             self._read_id(path)
@@ -133,38 +134,36 @@ class AbstractSaver(ABC):
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Hold the lock of the folder's shared files, where its disk knows locks."""
+        """Hold the lock of the folder. Warn once if its file system has no locks."""
         with (self.save_dir / ".lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                if self._knows_locks:
-                    self.logger.warning(
-                        "%s: the disk knows no locks. Let one process at a time write there.",
-                        self.save_dir,
-                    )
-                self._knows_locks = False
+                if not self._warned_of_locks:
+                    message = "%s: the disk has no file locks. Let one process at a time write."
+                    self.logger.warning(message, self.save_dir)
+                self._warned_of_locks = True
             yield
 
     @abstractmethod
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Make the store of a new model id; with the flag, go on with one that exists."""
+        """Create the store of a new model id. With the flag, open one that exists."""
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Write the state of the current model id, when it is new or fully featurized."""
+        """Write the state of the current model id if it is new or completely featurized."""
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
-        """Make the missing arrays of a model id, and open all of them."""
+        """Create the missing arrays of a model id, and open all of them."""
 
     @abstractmethod
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """Make the missing arrays of an experiment for a model id, and open them."""
+        """Create the missing arrays of an experiment for a model id, and open all of them."""
 
     @abstractmethod
     def load_current_store(
@@ -174,7 +173,7 @@ class AbstractSaver(ABC):
         exp_num_targets: int = -1,
         mode: str = "r+",
     ) -> None:
-        """Open the arrays of a model id, or of its experiment; mode ``w+`` makes missing ones."""
+        """Open the arrays of a model id, or of its experiment. Mode ``w+`` creates missing ones."""
 
     @abstractmethod
     def save_scores(self, exp_name: str) -> None:
@@ -186,7 +185,7 @@ class AbstractSaver(ABC):
 
 
 class MmapSaver(AbstractSaver):
-    """The store in memory-mapped ``.npy`` files."""
+    """A store of memory-mapped ``.npy`` files."""
 
     def __init__(
         self,
@@ -206,15 +205,16 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         is_new = not self.is_registered(model_id)
         if not is_new and not _allow_featurizing_already_registered:
-            words = f"Model id {model_id} is registered: `load_checkpoint` goes on with it."
-            raise ModelIDException(words, code="compat.registered")
+            message = f"Model id {model_id} is already registered. Call `load_checkpoint`."
+            raise ModelIDException(message, code="compat.registered")
         self.init_store(model_id)
         if not is_new or self.is_registered(model_id):
-            return  # another process may have done it in this moment
+            return  # by another process in the meantime
         if self.current_store["is_featurized"].any():
+            folder = self.save_dir / str(model_id)
             raise ModelIDException(
-                "The folder of a new model id must hold no features. Found some in "
-                f"{self.save_dir / str(model_id)}, and no id_{model_id}.json: delete the folder.",
+                f"A new model id must have no features. Found some in {folder}, but no "
+                f"id_{model_id}.json. Delete that folder.",
                 code="compat.leftover",
             )
         self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
@@ -231,28 +231,28 @@ class MmapSaver(AbstractSaver):
 
     def init_store(self, model_id: int) -> None:
         (self.save_dir / str(model_id)).mkdir(exist_ok=True)
-        # Two processes may share a model id: neither may put new arrays over the other's.
+        # The lock prevents that two processes create the same arrays.
         with self.locked():
             self.load_current_store(model_id, mode="w+")
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        first = {"num_targets": num_targets, "scores_path": str(self._scores_path(exp_name))}
+        new = {"num_targets": num_targets, "scores_path": str(self._scores_path(exp_name))}
         with self.locked():
-            known = self._experiment(exp_name, first | {"scores_finalized": 0})["num_targets"]
+            known = self._update_experiment(exp_name, new | {"scores_finalized": 0})["num_targets"]
             if known != num_targets:
                 raise InputError(
-                    f"An experiment has one set of targets. Found {num_targets} targets for "
-                    f"{exp_name!r}, which has {known} in {self.save_dir}: use another name.",
+                    f"An experiment has one set of targets. Found {num_targets} for {exp_name!r}, "
+                    f"which has {known} in {self.save_dir}. Use another name.",
                     code="compat.other_targets",
                 )
             self.load_current_store(model_id, exp_name, num_targets, mode="w+")
-        # Opened for reading, because many processes may score at once.
+        # Read-only, because several processes may score at the same time.
         self.load_current_store(model_id, mode="r")
 
-    def _experiment(self, exp_name: str, first: Any, **changes: Any) -> dict[str, Any]:
-        """Return what is known of an experiment, with changes written down; hold the lock."""
+    def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
+        """Return an experiment's state: ``new`` if it had none, with changes. Needs the lock."""
         experiments = json.loads(self.experiments_file.read_text())
-        experiments[exp_name] = experiments.get(exp_name, first) | changes
+        experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)
         self.experiments |= experiments
         return experiments[exp_name]
@@ -277,14 +277,14 @@ class MmapSaver(AbstractSaver):
             store["is_featurized"] = _open_map(path, (n, 1), np.int32, mode)
         else:
             self.current_experiment_name, path = exp_name, folder / f"{exp_name}_grads.mmap"
-            # NaN marks targets that were never scored; zeros would look like a result.
+            # NaN marks targets without gradients. Zeros would look like a result.
             store[path.stem] = _open_map(path, (exp_num_targets, k), dtype, mode, np.nan)
-            # Scores are results: float32, and replaced as a whole.
+            # Scores are float32 in any case, and are only replaced as a whole.
             shape, path = (n, exp_num_targets), self._scores_path(exp_name)
             store[f"{exp_name}_scores"] = _open_map(path, shape, np.float32, "r")
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Write the scores of an experiment whole; changes of what comes back stay in memory."""
+        """Write the scores, and return them as an array; changes of it are not saved."""
         path = self._scores_path(exp_name)
         _write_map(path, scores.shape, np.float32, scores)
         self.save_scores(exp_name)
@@ -294,7 +294,7 @@ class MmapSaver(AbstractSaver):
 
     def save_scores(self, exp_name: str) -> None:
         with self.locked():
-            self._experiment(exp_name, {}, scores_finalized=1)
+            self._update_experiment(exp_name, {}, scores_finalized=1)
 
     def del_grads(self, model_id: int, target: bool = False) -> None:
         folder = self.save_dir / str(model_id)

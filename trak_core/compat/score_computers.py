@@ -1,10 +1,10 @@
-"""TRAK 0.3.2's formula from a store's gradients to scores, with sums and solves in float64.
+"""Compute scores from projected gradients by the formula of TRAK 0.3.2.
 
     K_c    = inv(G_c^T G_c + lambda I),  then K_c /= mean(|K_c|)
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
-over the checkpoints c, with projected training gradients G_c (n, k), target gradients T_c (m, k)
-and loss weights Q_c (n, 1); inv is the pseudo-inverse where there is no inverse.
+with checkpoints c, projected training gradients G_c (n, k), target gradients T_c (m, k) and loss
+weights Q_c (n, 1). Sums and solves are float64. A singular matrix has its pseudo-inverse for inv.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """
@@ -45,7 +45,7 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return the product on the CPU, made ``bs`` rows at a time, by a GPU if there is one."""
+    """Return the product on the CPU, computed ``bs`` rows at a time, on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([
@@ -60,10 +60,10 @@ def get_matrix_mult(
     batch_size: int = 8096,
     use_blockwise: bool = False,
 ) -> Tensor:
-    """Return ``features @ target_grads.T``, shape (n, m), of rows (n, k) and (m, k).
+    """Return ``features @ target_grads.T``, shape (n, m), for shapes (n, k) and (m, k).
 
-    With ``use_blockwise``, or where the product doesn't fit the GPU, it is made ``batch_size`` rows
-    at a time and lies on the CPU. Its dtype is ``target_dtype``, or that of the features.
+    With ``use_blockwise``, or if the GPU cannot hold the product, ``batch_size`` rows at a time are
+    computed and the result is on the CPU. The default dtype is that of the features.
     """
     dtype, device = target_dtype or features.dtype, features.device
     needed = get_output_memory(features, target_grads, dtype)
@@ -73,10 +73,13 @@ def get_matrix_mult(
 
 
 class AbstractScoreComputer(ABC):
-    """Three steps: the matrix G^T G, the features G K, the scores (G K) T^T.
+    """Compute the matrix G^T G, the features G K, and the scores (G K) T^T.
 
-    ``dtype`` is how arrays are stored, not how sums are made. TRAKer sets ``max_rank``, the smaller
-    of the numbers of samples and parameters: rows rounded to float16 seem to have a higher rank.
+    ``dtype`` is the dtype of stored arrays. It does not change the dtype of sums.
+
+    Attributes:
+        max_rank: The highest possible rank of G, which TRAKer sets to the smaller of the numbers of
+            samples and of parameters. Rounding to float16 would otherwise raise the rank.
     """
 
     max_rank: int | None = None
@@ -87,7 +90,7 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """Return G^T G of projected gradients (n, k), shape (k, k), float64."""
+        """Return G^T G for projected gradients (n, k), shape (k, k), float64."""
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ class AbstractScoreComputer(ABC):
 
 
 class BasicScoreComputer(AbstractScoreComputer):
-    """The steps, ``CUDA_MAX_DIM_SIZE`` rows at a time."""
+    """Process ``CUDA_MAX_DIM_SIZE`` rows at a time."""
 
     def __init__(
         self,
@@ -126,14 +129,14 @@ class BasicScoreComputer(AbstractScoreComputer):
         if rank < k:
             warnings.warn(
                 f"G^T G + lambda I has no inverse: its rank is {rank}, with proj_dim {k}, "
-                f"{len(grads)} training samples and lambda_reg {self.lambda_reg:g}. Its "
-                "pseudo-inverse is taken, which magnifies noise. Set lambda_reg above 0, "
-                f"{usual:.1g} say (twice the mean squared norm of a projected gradient), or a "
-                "proj_dim well below the number of training samples and of parameters.",
+                f"{len(grads)} training samples and lambda_reg {self.lambda_reg:g}. The pseudo-"
+                f"inverse magnifies noise. Set lambda_reg above 0, for example {usual:.1g} (twice "
+                "the mean squared norm of a projected gradient), or a proj_dim well below the "
+                "number of training samples and of parameters.",
                 stacklevel=3,
             )
         inverse /= np.abs(inverse).mean() or 1
-        # Small eigenvalues of a matrix without inverse make entries too fine for float32.
+        # The pseudo-inverse of a nearly singular matrix needs more digits than float32 has.
         weights = torch.from_numpy(inverse).to(torch.float32 if rank == k else torch.float64)
         weights = weights.to(self.device)
         blocks = grads.split(self.CUDA_MAX_DIM_SIZE)
@@ -147,4 +150,4 @@ class BasicScoreComputer(AbstractScoreComputer):
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
-    """The same: the number of rows at a time changes no score."""
+    """The same computer. The original processes all rows at once, which changes no score."""

@@ -1,4 +1,4 @@
-"""Featurize, finalize and score with TRAKer, in the order and with the names of TRAK."""
+"""Attribute model outputs to training samples with TRAKer, the main class of TRAK."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ from trak_core.compat.modelout_functions import (
     TASK_TO_MODELOUT,
     AbstractModelOutput,
     classification_batch,
-    is_as_it_came,
+    is_unmodified,
 )
 from trak_core.compat.projectors import AbstractProjector, BasicProjector, CudaProjector
 from trak_core.compat.savers import AbstractSaver, AssertedError, MmapSaver, ModelIDException
@@ -35,67 +35,63 @@ from trak_core.spec import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# Samples of a batch for one pass on a CPU: with more, all but small networks are slower
+# Samples for one backward pass on a CPU. With more, all but small networks are slower
 # (benchmarks/batches.py).
 _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return where a batch's n samples belong: ``inds``, or ``num_samples`` from ``start`` on."""
+    """Return the rows of a batch's n samples: ``inds``, or ``num_samples`` rows from ``start``."""
     if (inds is None) == (num_samples is None):
-        words = (
-            f"Give one of `num_samples` and `inds`. Found {'both' if num_samples else 'neither'}."
-        )
-        raise AssertedError(words, code="compat.inds_or_num_samples")
+        count = "both" if num_samples else "neither"
+        message = f"Give exactly one of `num_samples` and `inds`. Found {count}."
+        raise AssertedError(message, code="compat.inds_or_num_samples")
     chosen = range(start, start + (num_samples or 0)) if inds is None else inds
     rows = [operator.index(i) for i in chosen]
     if not len(rows) == len({*rows}) == n or any(not 0 <= i < end for i in rows):
         raise InputError(
-            f"The batch's {n} samples must have a position each, from 0 to {end - 1}. Found "
-            f"{len(rows)}: {listed(rows)}. `num_samples` follow those of the last call.",
+            f"A batch of {n} samples needs {n} different positions from 0 to {end - 1}. Found "
+            f"{len(rows)}: {listed(rows)}. With `num_samples` they continue the last call.",
             code="compat.positions",
         )
     return rows
 
 
-def _stored(values: Tensor, dtype: torch.dtype, ids: Sequence[int], noun: str) -> np.ndarray:
-    """Return a row a sample in the store's dtype, which must hold it; messages call it ``noun``."""
+def _cast(values: Tensor, dtype: torch.dtype, ids: Sequence[int], name: str) -> np.ndarray:
+    """Return values, one row for each sample, in the store's dtype. They must stay finite."""
     narrow = values.detach().cpu().to(dtype)
     lost = ~narrow.isfinite().all(dim=1)
     if lost.any():
         raise InputError(
-            f"The {noun} must be finite, and below 65504 to be stored as float16. Found sizes up "
-            f"to {values[lost].abs().max():.2g} for the samples "
-            f"{listed(np.array(ids)[lost.numpy()].tolist())}. Look for bad values in them and in "
-            "the checkpoint, or set use_half_precision=False.",
+            f"The {name} must be finite, and below 65504 in float16. Found up to "
+            f"{values[lost].abs().max():.2g} for samples {listed(np.array(ids)[lost].tolist())}. "
+            "Check these samples and the checkpoint, or set use_half_precision=False.",
             code="compat.not_stored",
         )
     return narrow.numpy()
 
 
-def _checked(gradients: np.ndarray) -> np.ndarray:
-    """Return projected gradients (B, k) that are not 0 for all of several samples."""
+def _check_not_zero(gradients: np.ndarray) -> None:
+    """Raise an error if the projected gradients (B, k) of several samples are all 0."""
     if len(gradients) > 1 and not gradients.any():
         raise InputError(
-            f"Gradients must not be 0 for every sample. Found zeros alone for {len(gradients)} "
-            f"samples, in {gradients.dtype}: all scores would be 0. `get_output` sees one sample "
-            "at a time, so a loss that compares those of a batch is a constant: compare a sample "
-            "with others that stay the same, as CLIPModelOutput does.",
+            f"Gradients must not be 0 for all samples. Found only zeros for {len(gradients)} "
+            f"samples, in {gradients.dtype}. `get_output` gets one sample, so a loss between the "
+            "samples of a batch is constant. Compare with fixed samples, as CLIPModelOutput does.",
             code="compat.all_zero",
         )
-    return gradients
 
 
 class TRAKer:
-    """Which training samples made this model say that? TRAK, one call a step.
+    """Compute TRAK scores: how much each training sample raises a model output.
 
-    Call ``load_checkpoint`` and ``featurize`` with each checkpoint, then ``finalize_features``
-    once. Call ``start_scoring_checkpoint`` and ``score`` with each checkpoint, then
-    ``finalize_scores``. Every result lies in ``save_dir``, with ``saver.current_store`` to read it:
-    a killed process goes on where it was, and processes with different model ids may work side by
-    side.
+    1. For each checkpoint, call ``load_checkpoint`` and ``featurize``. 2. Call
+    ``finalize_features``. 3. For each checkpoint, call ``start_scoring_checkpoint`` and ``score``.
+    4. Call ``finalize_scores``. All results are stored in ``save_dir``, and ``saver.current_store``
+    gives access to them. A restarted process continues where it stopped. Several processes may work
+    on different model ids at the same time.
 
-    Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023; the conventions are
+    Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023. Conventions are
     those of the package ``trak``, version 0.3.2.
     """
 
@@ -119,20 +115,20 @@ class TRAKer:
         grad_wrt: Iterable[str] | None = None,
         lambda_reg: float = 0.0,
     ) -> None:
-        """Open or make ``save_dir``; one that was made with other settings is refused.
+        """Create ``save_dir``, or open one that was created with the same settings.
 
-        The model, in any mode, and batches lie on ``device``, which computes. The task is a key of
-        ``TASK_TO_MODELOUT``, or a model output of your own. ``gradient_computer``, ``saver`` and
-        ``score_computer`` are classes, ``projector`` an instance with a ``proj_dim`` of its own; if
-        None there is a rademacher projection to ``proj_dim``, well below ``train_set_size`` and the
-        number of parameters. ``grad_wrt`` names the parameters to differentiate, all if None.
-        ``load_from_save_dir`` says whether other processes' model ids and experiments count,
-        ``use_half_precision`` that features are stored as float16: sums and solves are float32 or
-        better. ``proj_max_batch_size`` is not needed.
+        ``task`` is a key of ``TASK_TO_MODELOUT`` or a model output. The model and the batches must
+        be on ``device``. ``gradient_computer``, ``saver`` and ``score_computer`` are classes.
+        ``projector`` is an instance with its own ``proj_dim``. None means a rademacher projection
+        to ``proj_dim``, which should be well below ``train_set_size`` and the number of parameters.
+        ``grad_wrt`` names the parameters to differentiate; None means all. With
+        ``load_from_save_dir``, model ids and experiments of other processes are used. With
+        ``use_half_precision``, features are stored as float16; sums are float32 or better.
+        ``proj_max_batch_size`` is ignored.
         """
         if not 0 <= lambda_reg < math.inf:
-            words = f"`lambda_reg` must be a number, at least 0. Found {lambda_reg!r}."
-            raise InputError(words, code="compat.lambda_reg")
+            message = f"`lambda_reg` must be a finite number >= 0. Found {lambda_reg!r}."
+            raise InputError(message, code="compat.lambda_reg")
         self.model, self.device, self.lambda_reg = model, device, float(lambda_reg)
         self.task = TASK_TO_MODELOUT[task]() if isinstance(task, str) else task
         self.train_set_size, self.proj_seed = train_set_size, projector_seed
@@ -165,7 +161,7 @@ class TRAKer:
                 "JL dimension": self.proj_dim,
                 "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
                 "train set size": train_set_size,
-                # Folders of the original lack this: their matrices cannot be made again.
+                # Folders of the original have no such key: their matrices cannot be recomputed.
                 "matrix": {key: value for key, value in matrix.items() if key != "stream"},
                 "parameters": list(parameters),
                 "dtype": str(self.dtype),
@@ -184,27 +180,27 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
-        """Set ``projector`` and ``proj_dim``: the given one, or a rademacher projection."""
+        """Set ``projector`` to the given one or to a rademacher projection, and ``proj_dim``."""
         chosen: Any = projector
         if chosen is None:
-            device = torch.empty(0, device=self.device).device  # fails now, not after hours
+            device = torch.empty(0, device=self.device).device  # fails early
             kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
             sizes = self.num_params_for_grad, proj_dim, self.proj_seed
             chosen = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
-        # 0 is what a projector says that does not project.
+        # 0 means no projection.
         self.proj_dim: int = chosen.proj_dim or self.num_params_for_grad
         self.projector: AbstractProjector = chosen
 
     def _projection(self, model_id: int) -> ProjectionSpec | None:
-        """Return the projection of a model id; None for what a user's own projector does."""
+        """Return the projection of a model id, or None if the projector is user-defined."""
         projector: Any = self.projector
-        is_known = is_as_it_came(projector)
+        is_known = is_unmodified(projector)
         return projector.spec(model_id, self.num_params_for_grad) if is_known else None
 
-    def _put(self, checkpoint: Mapping[str, Tensor], model_id: int) -> str:
-        """Load a state dict into the model, and return the digest of the model's weights."""
+    def _load_weights(self, checkpoint: Mapping[str, Tensor], model_id: int) -> str:
+        """Load a state dict into the model, and return the SHA-256 of the model's weights."""
         self.ckpt_loaded, self._scoring, self._n_classes = "no ckpt loaded", None, None
-        self._projection(model_id)  # refuses model ids out of range
+        self._projection(model_id)  # raises for model ids out of range
         load_state_dict(self.model, checkpoint, f"model id {model_id}")
         self.gradient_computer.load_model_params(self.model)
         return state_dict_sha256(self.model.state_dict())
@@ -212,9 +208,9 @@ class TRAKer:
     def _check_weights(self, model_id: int, digest: str) -> None:
         if self.saver.model_ids[model_id].get("checkpoint", digest) != digest:
             raise InputError(
-                "A model id stands for one checkpoint. Found other weights than those with which "
-                f"model id {model_id} was featurized in {self.save_dir}. Use a model id for each "
-                f"checkpoint; to start over, delete the folder {model_id} and id_{model_id}.json.",
+                f"A model id has one checkpoint. Found other weights than those featurized as "
+                f"{model_id} in {self.save_dir}. Use another model id; to start over, delete the "
+                f"folder {model_id} and id_{model_id}.json.",
                 code="compat.other_weights",
             )
 
@@ -224,14 +220,14 @@ class TRAKer:
         model_id: int,
         _allow_featurizing_already_registered: bool = False,
     ) -> None:
-        """Put a state dict into the model, and open its store or make it.
+        """Load a state dict into the model, and create or open the store of ``model_id``.
 
-        ``model_id``, 0 to 2^32 - 1, decides the projection matrix, and stands for one checkpoint:
-        another one than the featurized is refused. Rows that the store has of it stay, and
-        ``featurize`` computes the missing ones. The flag is not needed.
+        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. It has one checkpoint:
+        other weights for a featurized model id raise an error. Features in the store are kept. The
+        flag is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
-        digest = self._put(checkpoint, model_id)
+        digest = self._load_weights(checkpoint, model_id)
         if saver.is_registered(model_id):
             saver.load_current_store(model_id)
         else:
@@ -239,30 +235,30 @@ class TRAKer:
         if saver.current_store["is_featurized"].any():
             self._check_weights(model_id, digest)
         saver.model_ids[model_id]["checkpoint"] = digest
-        # A killed process may have left the last samples uncounted.
+        # A process may have been killed after its last samples, before it wrote this state.
         saver.serialize_current_model_id_metadata(already_exists=False)
         self._last_ind, self.ckpt_loaded = 0, model_id
 
     def _gradients(
         self, batch: Sequence[Tensor], model_id: int, ids: Sequence[int]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients over sqrt(p), (B, k), and Q, (B, 1), if it costs nothing.
+        """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed.
 
-        A classifier that mixes the samples of a batch, and labels that it doesn't have, are
-        refused. A model output of the user's own may do with samples and labels what it likes.
+        For the tasks of this package, a model that mixes the samples of a batch and labels out of
+        range raise errors. User-defined tasks are not checked.
         """
-        # load_checkpoint did this; the user's code may have switched back.
+        # User code may have switched to training mode since load_checkpoint.
         self.model.eval()
-        samples, is_first = classification_batch(self.task, batch), self._n_classes is None
+        samples = classification_batch(self.task, batch)
         if samples is not None:
             labels, given = samples.labels, (self.model, CLASSIFICATION)
-            if is_first:
-                # Without labels that the model doesn't have, which are refused below.
+            if self._n_classes is None:
+                # With labels 0, because labels out of range are only found by check_labels.
                 check_samples_apart(*given, replace(samples, labels=torch.zeros_like(labels)))
                 self._n_classes = count_classes(*given, samples, labels.device)
             check_labels(labels, CLASSIFICATION, self._n_classes, ids)
         computer: Any = self.gradient_computer
-        projection = self._projection(model_id) if is_as_it_came(computer) else None
+        projection = self._projection(model_id) if is_unmodified(computer) else None
 
         def compute(start: int, stop: int) -> tuple[Tensor, Tensor | None]:
             part = [t[start:stop] for t in batch]
@@ -272,29 +268,32 @@ class TRAKer:
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 
-        # The whole batch, or half of it as long as memory runs out. One pass chooses its own size.
+        # in_chunks halves the number of samples if memory runs out. On a GPU batch_features chooses
+        # its own number.
         is_small = projection is not None and batch[0].device.type == "cpu"
         most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
         parts = [part for *_, part in in_chunks(compute, len(ids), most)]
         features = torch.cat([rows for rows, _ in parts]).cpu().float() / self.normalize_factor
         weights = [q for _, q in parts if q is not None]
-        rows = _checked(_stored(features, self.dtype, ids, "projected gradients"))
+        rows = _cast(features, self.dtype, ids, "projected gradients")
+        _check_not_zero(rows)
         return rows, torch.cat(weights) if weights else None
 
     def featurize(
         self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute gradients and loss weights of training samples, where they are missing.
+        """Compute features and loss weights of the training samples that have none yet.
 
-        The batch is what the task takes, stacked along the first dimension. ``inds`` are the
-        samples' positions in the training set; or ``num_samples`` follow those of the last call.
+        The batch has the tensors that the task takes, stacked along the first dimension. Give
+        either ``inds``, their positions in the training set, or ``num_samples``, which continues
+        the positions of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
-            words = "Load a checkpoint using traker.load_checkpoint before featurizing. Found none."
-            raise AssertedError(words, code="compat.no_checkpoint")
+            message = "Load a checkpoint using traker.load_checkpoint before featurizing."
+            raise AssertedError(message, code="compat.no_checkpoint")
         batch, model_id, last = list(batch), self.ckpt_loaded, self._last_ind
         ids = _positions(inds, num_samples, last, len(batch[0]), self.train_set_size)
-        # Other calls in between may have opened another model id, or this one for reading.
+        # Calls in between may have opened another model id, or this one as read-only.
         self.saver.load_current_store(model_id)
         store = self.saver.current_store
         missing = np.asarray(store["is_featurized"])[ids].ravel() == 0
@@ -305,23 +304,23 @@ class TRAKer:
             if weights is None:
                 weights = self.gradient_computer.compute_loss_grad(part)
             weights = weights.reshape(len(written), 1)
-            store["out_to_loss"][written] = _stored(weights, self.dtype, written, "loss weights")
+            store["out_to_loss"][written] = _cast(weights, self.dtype, written, "loss weights")
             store["grads"][written] = gradients
-            # Last: a kill before this line has the samples computed again.
+            # Written last, so that a process killed earlier computes these samples again.
             store["is_featurized"][written] = 1
             self.saver.serialize_current_model_id_metadata()
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return the given model ids, which must be in the store, or all that it has."""
+        """Return the given model ids, which must be in the store, or all in the store."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]
         if unknown or not chosen:
+            missing = f"no {listed(unknown)}" if unknown else "none"
             raise ModelIDException(
-                f"Model ids must be in {self.save_dir}, made by `load_checkpoint` and `featurize`. "
-                f"Found {f'no {listed(unknown)}' if unknown else 'none'} among "
-                f"{listed(sorted(self.saver.model_ids)) or 'none'}.",
+                f"Model ids must be in {self.save_dir}. Found {missing} among "
+                f"{listed(sorted(self.saver.model_ids)) or 'none'}. Call `load_checkpoint`.",
                 code="compat.model_ids",
             )
         return chosen
@@ -329,40 +328,41 @@ class TRAKer:
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
     ) -> None:
-        """Compute G K of each checkpoint that has none with this ``lambda_reg``.
+        """Compute the features G K of each checkpoint that has none for this ``lambda_reg``.
 
-        All checkpoints in ``save_dir`` count if ``model_ids`` is None. ``del_grads`` deletes the
-        gradients afterwards, which another ``lambda_reg`` would need.
+        ``model_ids`` None means all in ``save_dir``. ``del_grads`` deletes gradients afterwards,
+        which another ``lambda_reg`` would need.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
         for model_id in self._registered(model_ids):
             saver.load_current_store(model_id)
-            # Counted again: a killed process may have left its last samples uncounted.
+            # A process may have been killed after its last samples, before it wrote this state.
             saver.serialize_current_model_id_metadata()
             state, store = saver.model_ids[model_id], saver.current_store
             missing = np.flatnonzero(np.asarray(store["is_featurized"]) == 0).tolist()
             if missing:
                 raise ModelIDException(
-                    f"All training samples must be featurized first. Found {len(missing)} of model "
-                    f"id {model_id} that are not: {listed(missing)}. Call `featurize` with them.",
+                    f"All training samples must be featurized. Found {len(missing)} of model id "
+                    f"{model_id} that are not: {listed(missing)}. Call `featurize` with them.",
                     code="compat.not_featurized",
                 )
             if not state["is_finalized"] or state.get("lambda_reg") != self.lambda_reg:
                 if store["grads"] is None:
                     raise InputError(
                         f"lambda_reg {self.lambda_reg} needs the gradients of model id {model_id}. "
-                        f"Found them deleted, and lambda_reg {state.get('lambda_reg')}: set that.",
+                        f"Found them deleted. Use lambda_reg {state.get('lambda_reg')} as before.",
                         code="compat.no_gradients",
                     )
-                # A kill from here on must not leave half of the features marked as finished.
+                # If the process is killed from here on, the features are not marked as finished.
                 state["is_finalized"] = 0
                 saver.serialize_current_model_id_metadata()
-                gradients = torch.tensor(_checked(np.asarray(store["grads"])), device=self.device)
+                _check_not_zero(np.asarray(store["grads"]))
+                gradients = torch.tensor(np.asarray(store["grads"]), device=self.device)
                 xtx = self.score_computer.get_xtx(gradients)
                 features = self.score_computer.get_x_xtx_inv(gradients, xtx)
                 ids = range(len(features))
-                store["features"][:] = _stored(features, self.dtype, ids, "finalized features")
+                store["features"][:] = _cast(features, self.dtype, ids, "finalized features")
                 state |= {"is_finalized": 1, "lambda_reg": self.lambda_reg}
                 saver.serialize_current_model_id_metadata()
             if del_grads and store["grads"] is not None:
@@ -371,13 +371,13 @@ class TRAKer:
     def start_scoring_checkpoint(
         self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
     ) -> None:
-        """Put a featurized checkpoint into the model, and open an experiment's targets for it.
+        """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names one set of ``num_targets`` targets, and is a part of file names. An
-        experiment of another size, and another checkpoint than the featurized one, are refused.
+        ``exp_name`` names a set of ``num_targets`` targets, and is used in file names. Other
+        weights or another number of targets raise an error.
         """
         (model_id,) = self._registered([model_id])
-        digest = self._put(checkpoint, model_id)
+        digest = self._load_weights(checkpoint, model_id)
         self._check_weights(model_id, digest)
         self.saver.init_experiment(exp_name, num_targets, model_id)
         self._last_ind_target, self._scoring = 0, (model_id, exp_name, num_targets)
@@ -385,32 +385,31 @@ class TRAKer:
     def score(
         self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute the gradients of targets, with the arguments of ``featurize``."""
+        """Compute the gradients of targets. Arguments are those of ``featurize``."""
         if self._scoring is None:
-            words = "Load a checkpoint using traker.start_scoring_checkpoint first. Found none."
-            raise AssertedError(words, code="compat.no_scoring")
+            message = "Load a checkpoint using traker.start_scoring_checkpoint first."
+            raise AssertedError(message, code="compat.no_scoring")
         model_id, exp_name, num_targets = self._scoring
         if not self.saver.model_ids[model_id]["is_finalized"]:
-            words = f"Call `finalize_features` first. Found model id {model_id} not finalized."
-            raise ModelIDException(words, code="compat.not_finalized")
+            message = f"Scoring model id {model_id} needs its features. Call `finalize_features`."
+            raise ModelIDException(message, code="compat.not_finalized")
         batch, last = list(batch), self._last_ind_target
         ids = _positions(inds, num_samples, last, len(batch[0]), num_targets)
-        # Other calls in between may have opened another model id or experiment.
+        # Calls in between may have opened another model id or experiment.
         self.saver.load_current_store(model_id, exp_name, num_targets)
-        self.saver.current_store[f"{exp_name}_grads"][ids], _ = self._gradients(
-            batch, model_id, ids
-        )
+        gradients, _ = self._gradients(batch, model_id, ids)
+        self.saver.current_store[f"{exp_name}_grads"][ids] = gradients
         self._last_ind_target += len(ids) if inds is None else 0
 
     def _open(self, model_id: int, exp_name: str) -> dict[str, Any]:
-        """Open a model id's arrays for reading, and those of an experiment."""
+        """Open the arrays of a model id and of an experiment as read-only."""
         self.saver.load_current_store(model_id, mode="r")
         num_targets = self.saver.experiments[exp_name]["num_targets"]
         self.saver.load_current_store(model_id, exp_name, num_targets, mode="r")
         return self.saver.current_store
 
     def _why_unusable(self, model_id: int, exp_name: str) -> str | None:
-        """Return why a model id's scores can't be averaged, as a text; None if they can."""
+        """Return the reason why a model id has no scores to average, or None if it has."""
         state = self.saver.model_ids[model_id]
         if not state["is_finalized"]:
             return "its features are not finalized: call `finalize_features`"
@@ -424,7 +423,7 @@ class TRAKer:
         return f"its targets {listed(unscored)} are not scored: call `score`" if unscored else None
 
     def _parts(self, exp_name: str, used: list[int]) -> Iterator[tuple[Any, np.ndarray, float]]:
-        """Yield G K T^T and Q of each checkpoint, as ``combined`` takes them."""
+        """Yield G K T^T (n, m), Q (n,) and the weight 1 for each checkpoint."""
         for model_id in used:
             store = self._open(model_id, exp_name)
             # Copied: torch has no read-only tensors.
@@ -437,23 +436,25 @@ class TRAKer:
     def finalize_scores(
         self, exp_name: str, model_ids: Iterable[int] | None = None, allow_skip: bool = False
     ) -> np.ndarray:
-        """Average the scores of an experiment over checkpoints, and store them.
+        """Average the scores of an experiment over checkpoints, and store the result.
 
-        ``model_ids`` None means all in ``save_dir``, and leaves out those whose features are not
-        finalized, with a warning; ``allow_skip`` leaves out every checkpoint that cannot count.
+        ``model_ids`` None means all in ``save_dir`` with finalized features. A warning names those
+        that are left out. With ``allow_skip``, every checkpoint without scores is left out, with a
+        warning instead of an error.
 
         Returns:
-            Shape (n, m), float32, also in ``scores/{exp_name}.mmap`` and ``scores``. A positive
-            score says that the training sample pushes the target's model output up.
+            Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the
+            attribute ``scores``. A training sample with a positive score raises the model output.
         """
         chosen = self._registered(model_ids)
         reasons = {m: why for m in chosen if (why := self._why_unusable(m, exp_name))}
         used = [m for m in chosen if m not in reasons]
         text = "; ".join(f"model id {m}: {why}" for m, why in reasons.items())
-        unfinished = not any(self.saver.model_ids[m]["is_finalized"] for m in reasons)
-        if not used or (reasons and not (allow_skip or (model_ids is None and unfinished))):
+        are_unfinished = not any(self.saver.model_ids[m]["is_finalized"] for m in reasons)
+        may_skip = allow_skip or (model_ids is None and are_unfinished)
+        if not used or (reasons and not may_skip):
             raise ModelIDException(
-                f"Checkpoints that are averaged must be finalized and scored. Found {text}."
+                f"Checkpoints must be finalized and scored. Found {text}."
                 f"{' allow_skip=True leaves them out.' if used else ''}",
                 code="compat.unusable",
             )

@@ -1,1 +1,1 @@
-"""A finished run, opened as an attributor: its scores, and answers about further samples."""
+"""Open a finished run as a fitted attributor, and score further samples."""

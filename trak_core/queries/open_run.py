@@ -1,4 +1,4 @@
-"""Open a finished run as an attributor: look at its scores, and score further samples."""
+"""Open a finished run as an attributor: read its scores, and score further samples."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +30,11 @@ from trak_core.study.study import Study
 
 
 class OpenRun(FittedAttributor):
-    """A finished run: an ``Attributor`` that is fitted, and the scores of its experiments.
+    """A finished run as a fitted ``Attributor``, with the scores of its experiments.
 
-    Scores are read when they are asked for; every file is verified. The first further sample brings
-    the study and the checkpoints into memory, and makes sure that all is today's: study, data,
-    config and checkpoints. Checkpoints stay in memory if all of them take at most half of
-    ``compute.memory_mb``.
+    Scores are read when they are requested, and each file is verified. The first further sample
+    loads the study and the checkpoints, and checks that they are those of the run. Checkpoints stay
+    in memory if all of them need at most half of ``compute.memory_mb``.
 
     Example:
         >>> run = trak_core.open("results")  # doctest: +SKIP
@@ -44,25 +43,25 @@ class OpenRun(FittedAttributor):
     """
 
     def __init__(self, results: Path, run: FinishedRun | None = None) -> None:
-        """Open a results folder; ``run`` says what it was made for, where that is known."""
+        """Open a results folder; ``run`` is read from the folder if it is None."""
         super().__init__()
         self.folder, self._run = results, run
         self._notices: set[str] = set()
-        # What is known of the training samples, by id; after the first answer.
+        # Columns of the training samples, by id; empty before the first answer.
         self.columns = pd.DataFrame()
 
     @property
     def experiments(self) -> list[str]:
-        """Names of the experiments that have scores, sorted."""
+        """Sorted names of the experiments that have scores."""
         return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
 
     def scores(self, experiment: str) -> Scores:
-        """Return an experiment's scores; ``described_text`` is there where the run has texts."""
+        """Return an experiment's scores, with ``described_text`` if the run has texts."""
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
             raise InputError(
-                f"{self.folder}: an experiment must have scores there. Found none of {experiment}; "
-                f"there are {', '.join(self.experiments) or 'none'}.",
+                f"{self.folder}: the experiment must have scores. Found none for {experiment}. "
+                f"Experiments with scores: {', '.join(self.experiments) or 'none'}.",
                 code="artifacts.no_experiment",
             )
         texts = self.folder / "answers" / f"{experiment}.h5"
@@ -70,8 +69,8 @@ class OpenRun(FittedAttributor):
             return Scores.of_file(path, {})
         with open_artifact(texts, ANSWERS) as file:
             tables = {key: file.table(key).set_index("id") for key in ("targets", "train")}
-        more = {key: table.add_prefix("described_") for key, table in tables.items()}
-        return Scores.of_file(path, more)
+        described = {key: table.add_prefix("described_") for key, table in tables.items()}
+        return Scores.of_file(path, described)
 
     def __repr__(self) -> str:
         """Return the folder and its experiments."""
@@ -85,30 +84,30 @@ class OpenRun(FittedAttributor):
         return pd.DataFrame(rows, columns=columns).to_html(index=False)
 
     def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
-        """Return a sample as the study has it: a training sample, or a target of an experiment."""
+        """Return a training sample, or a target of an experiment, as the study returns it."""
         if experiment is not None:
             return self.target(sample_id, experiment).sample
         if sample_id not in self._places:
             raise InputError(
-                "A sample must be a training sample, by its id, or a target, by its id and its "
-                f"experiment. Found no training sample {sample_id!r} among {len(self._train.ids)}, "
-                f"such as {self._train.ids[0]!r}.",
+                f"The id must be that of a training sample, or of a target with its experiment. "
+                f"Found {sample_id!r} among {len(self._train.ids)} training samples such as "
+                f"{self._train.ids[0]!r}.",
                 code="queries.no_sample",
             )
         with self._at_work(), users_code(f"reading sample {sample_id}"):
             return self._train.samples[self._places[sample_id]]
 
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
-        """Return which training samples pushed a sample up and down, ``k`` of either sign.
+        """Return which training samples pushed a sample up and down.
 
-        The scores are those of an experiment with this target. Nothing is written. ``asked`` is a
-        sample as the study has them (a tuple, or a dict with a tensor); or what its ``encode``
-        takes: the fields of a line of an experiment's ``data``, or a text for the field ``text``.
-        With ``tokens`` the answer's scores are cut by tokens as well.
+        The scores equal those of an experiment with this target. No file is written. ``asked`` is a
+        sample as the study returns it, such as a tuple, or the argument of the study's ``encode``:
+        a dict of the fields of a line, or a text for the field ``text``. The answer has ``k``
+        training samples of either sign, and with ``tokens`` scores by token.
 
         Raises:
-            InputError: If the run is not finished, or not of today's study, data and checkpoints;
-                or if the sample is not one that the study's model takes.
+            InputError: If the run is not finished, does not belong to the present study, data and
+                checkpoints, or the model does not take the sample.
         """
         ((_, answer),) = self.answers([self.asked(asked)], k, tokens=tokens)
         if isinstance(answer, InputError):
@@ -116,7 +115,7 @@ class OpenRun(FittedAttributor):
         return answer
 
     def asked(self, given: Any, number: int = 0) -> Asked:
-        """Return a sample from a line, a text, or a sample such as the study's data has.
+        """Return the sample of a line or a text, or a sample that the study returned.
 
         A mapping of plain values is a line, unless training samples have the same keys and types.
         """
@@ -132,57 +131,56 @@ class OpenRun(FittedAttributor):
         return Asked(number, given)
 
     def of_class(self, asked: Asked, label: str) -> Asked:
-        """Return a sample to explain as of another class, by its name or number."""
+        """Return a sample with another label, given by a class's name or number."""
         with self._at_work():
             return as_of_class(asked, label, self.study, self._spec.features.model_output)
 
     def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
-        """Return a sample to explain: of an experiment, or of the first that has one of this id.
+        """Return a target of an experiment, or of the first experiment that has this id.
 
-        Ids that are numbers may be given as text.
+        An id that is a number may be given as text.
         """
         known = self.run.specs.experiments
         if experiment is not None and experiment not in known:
             raise InputError(
-                f"An experiment must be one of the config's: {', '.join(known)}. Found "
-                f"{experiment}.",
+                f"The experiment must be in the config: {', '.join(known)}. Found {experiment}.",
                 code="queries.no_experiment",
             )
         names = list(known) if experiment is None else [experiment]
         shown: list[str] = []
         with self._at_work():
             for name in names:
-                own = self.run.specs.questions.get(name)
-                question = None if own is None else Path(own)
+                path = self.run.specs.questions.get(name)
+                question = None if path is None else Path(path)
                 split = split_of(self.study, name, None, question)
-                ids = [str(own_id) for own_id in split.ids]
+                ids = [str(split_id) for split_id in split.ids]
                 if str(target_id) in ids:
                     row = ids.index(str(target_id))
-                    own_id = split.ids[row]
-                    columns = columns_of(self.study, name, [own_id], question)
+                    found_id = split.ids[row]
+                    columns = columns_of(self.study, name, [found_id], question)
                     fields = {str(key): values.tolist()[0] for key, values in columns.items()}
-                    with users_code(f"reading sample {own_id}"):
-                        return Asked(own_id, split.samples[row], fields)
+                    with users_code(f"reading sample {found_id}"):
+                        return Asked(found_id, split.samples[row], fields)
                 shown += ids[:2]
         raise InputError(
-            f"A target must be one that experiments can have, by its id. Found none {target_id} "
-            f"for {', '.join(names)}; there are such as {', '.join(dict.fromkeys(shown))}.",
+            f"The id must be that of a target of {', '.join(names)}. Found {target_id}; there are "
+            f"ids such as {', '.join(dict.fromkeys(shown))}.",
             code="queries.no_target",
         )
 
     def answers(
         self, asked: Sequence[Asked], k: int = 10, *, tokens: bool = False
     ) -> Iterator[tuple[Asked, Answer | InputError]]:
-        """Yield each sample with its answer, ``k`` of either sign, or with what is wrong with it.
+        """Yield each sample with its answer, or with an error if it cannot be scored.
 
-        Samples are scored together, as many as fit, so that checkpoints that don't stay in memory
-        are read once. With ``tokens`` the scores of these are cut by tokens, which takes gradients
-        of their training samples. Where they can't be cut, a notice on standard output says why.
+        As many samples as fit in memory are scored together, so that checkpoints that do not stay
+        in memory are read once. With ``tokens``, the gradients of the samples in the answers are
+        computed too. If scores by token are not possible, a notice is printed.
         """
         if tokens:
             self._check_projected("Scores by tokens")
         n = len(self._train.ids)
-        # A target's scores, and its solved features or inner products under every checkpoint.
+        # For each target: its scores, and its solved features or Gramian column per checkpoint.
         width = self._spec.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         answers: Sequence[Answer | InputError] = []
@@ -196,20 +194,20 @@ class OpenRun(FittedAttributor):
         except Exception as error:
             if len(asked) == 1 and (came_from_no_memory(error) or no_room(error)):
                 raise
-            message = "The model must take each sample that is asked about. Found "
-            message += f"{type(error).__name__} ({error}) for sample {asked[0].id}."
+            message = f"The model must take sample {asked[0].id}. Found an error, "
+            message += f"{type(error).__name__}: {error}."
             answers = [InputError(message, code="queries.not_taken")]
         if len(asked) == len(answers):
             yield from zip(asked, answers, strict=True)
             return
-        # They are too many for the memory, or any of them is at fault.
+        # The samples do not fit in memory, or at least one of them raised an error.
         middle = len(asked) // 2
         for half in (asked[:middle], asked[middle:]):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
         samples: Any = [asked.sample for asked in group]
-        # By places, since ids may be of several kinds; an error about a single sample has its own.
+        # Ids may have several types, so positions are used; one sample keeps its id for messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self._score(Split(samples, ids), keep="full", top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
@@ -217,8 +215,8 @@ class OpenRun(FittedAttributor):
         with self._at_work():
             if self.columns.empty:
                 known = scores.train.loc[:, ["label", "prediction", "output", "output_sd"]]
-                own = columns_of(self.study, TRAIN, self._train.ids)
-                self.columns = known.join(own.set_index(known.index))
+                columns = columns_of(self.study, TRAIN, self._train.ids)
+                self.columns = known.join(columns.set_index(known.index))
             for i, asked in enumerate(group):
                 influences = part_with(scores.influences, target_id=ids[i])
                 train_ids = influences["train_id"].tolist()
@@ -239,21 +237,21 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return the scores by tokens, with their texts; None and a notice, if there are none."""
-        own = dict(zip(scores.targets.index, group, strict=True))
+        """Return scores by token with texts. If not possible, print a notice and return None."""
+        asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)
             pairs = table.groupby(["side", "target_id", "train_id"], sort=False).size()
             texts = []
             with self._at_work():
                 for side, target_id, train_id, n in pairs.reset_index().itertuples(index=False):
-                    sample = own[target_id].id, own[target_id].sample
+                    sample = asked_by_id[target_id].id, asked_by_id[target_id].sample
                     if side == "train":
                         sample = train_id, self.sample(train_id)
                     texts += [*shown_tokens(self.study, *sample, n - 1), ""]
             return table.assign(text=texts)
         except InputError as error:
-            if len(group) > 1 and error.code == "gradients.memory_limit":  # others may be cut
+            if len(group) > 1 and error.code == "gradients.memory_limit":  # single samples may fit
                 raise
             notice = f"Notice: answers come without tokens: {error}"
         if notice not in self._notices:
@@ -262,7 +260,7 @@ class OpenRun(FittedAttributor):
         return None
 
     def load(self) -> None:
-        """Bring the checkpoints into memory, if all of them may stay there."""
+        """Load the checkpoints if all of them fit in memory."""
         with self._at_work(), ExitStack() as stack:
             for name in self.checkpoints:
                 self._scorer(name, stack)
@@ -271,19 +269,19 @@ class OpenRun(FittedAttributor):
 
     @property
     def projection(self) -> dict[str, Any]:
-        """What the scores files of the run say of the projection."""
+        """The projection as scores files of the run have it in their spec."""
         kind = FEATURES if self._is_projected else GRAMIAN
         with open_artifact(self._features(self.checkpoints[0]), kind) as file:
             return file.spec["projection"]
 
     @cached_property
     def run(self) -> FinishedRun:
-        """The run that was last started with the folder; it must be finished, and today's."""
+        """The last run with this results folder."""
         return self._run or FinishedRun.of_folder(self.folder)
 
     @cached_property
     def study(self) -> Study:
-        """The study, loaded."""
+        """The study."""
         with self._at_work():
             return Study.load(Path(self.run.specs.config["study"]))
 
@@ -323,6 +321,6 @@ class OpenRun(FittedAttributor):
 
 
 def _kinds(sample: Any) -> dict[str, type]:
-    """Return the types of what a mapping holds; nothing of any other sample."""
+    """Return the types of a mapping's values; an empty dict for any other sample."""
     mapping = sample if isinstance(sample, Mapping) else {}
     return {name: type(value) for name, value in mapping.items()}

@@ -1,4 +1,4 @@
-"""Render answers: a page of HTML, like that of an experiment, or rows of a table."""
+"""Render answers as an HTML page, like that of an experiment, or as rows of a table."""
 
 import contextlib
 import json
@@ -24,9 +24,9 @@ from trak_core.study.show_samples import (
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
-    """Return the HTML page of some answers, with ``k`` training samples of either sign beside each.
+    """Return the HTML page of answers, with ``k`` training samples of either sign for each.
 
-    It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
+    The page has the form of ``answers/{experiment}.html``.
     """
     with contextlib.chdir(run.run.folder):
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
@@ -44,17 +44,17 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
             sample = sample_of(is_target, sample_id)
             return shown_tokens(run.study, sample_id, sample, n_tokens)
 
-        described = run.study.has("describe")
+        has_texts = run.study.has("describe")
         file = with_class_names(_file(run, answers), run.study.class_names())
-        cut = {str(answer.asked.id): answer.tokens for answer in answers}
-        tables = [own.assign(target_id=i) for i, own in cut.items() if own is not None]
+        by_id = {str(answer.asked.id): answer.tokens for answer in answers}
+        tables = [table.assign(target_id=i) for i, table in by_id.items() if table is not None]
         tokens = Tokens.of(pd.concat(tables, ignore_index=True), texts) if tables else None
-        explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
+        explored = explore(file, show, drawn=draws, described=has_texts, tokens=tokens)
         return rendered(explored, run.study.name, k)
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
-    """Return answers as what a page shows of an experiment's scores."""
+    """Return answers in the form of an experiment's scores file."""
     spec, words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
@@ -89,7 +89,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
 
 
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return a row for each strong training sample of each answer, with names of classes."""
+    """Return one row for each training sample of each answer, with class names."""
     parts = []
     for answer in answers:
         names = {key: answer.train[key].map(answer.named) for key in ("label", "prediction")}

@@ -1,10 +1,10 @@
-"""A study's results for readers: pages of HTML, and a figure of each experiment.
+"""Render the results of a study as HTML pages, and a figure of each experiment.
 
-Markup and prose stand in ``templates``, colours and sizes in ``style.css``: a sentence is changed
-there. Modules read what artifacts hold (``read_results``) and compute what templates show of it.
+``templates`` has the markup and the text, ``style.css`` the colours and sizes. The modules read
+artifacts (``read_results``) and compute the values that templates show.
 """
 
-# Whoever lacks the extra learns its name before an import of a module here fails.
+# Without the extra, this error names it before an import of a module fails.
 # ruff: file-ignore[non-empty-init-module]
 
 from importlib.util import find_spec

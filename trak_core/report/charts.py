@@ -1,6 +1,6 @@
-"""Pictures in the report: line charts of what was measured, and a figure of each experiment.
+"""Draw line charts of measurements for the report, and a figure of each experiment.
 
-A chart is read at its own size. Its title and legend are text around it (templates/macros.html.j2).
+A chart is shown in its own size, with title and legend as text (templates/macros.html.j2).
 """
 
 import base64
@@ -23,7 +23,7 @@ from trak_core.report.read_results import File, output_of, part_with
 from trak_core.report.template_filters import of_target, of_training_sample, signed
 from trak_core.study.show_samples import Picture
 
-# Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
+# Inches. An inch of an SVG is 96 CSS pixels, so that its text is as large as the page's small text.
 _WIDTH, _HEIGHT = 3.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -44,31 +44,31 @@ _REMOVED = {
     "random": _GREY,
 }
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
-# Swept settings: column, title of the curve, label of its axis.
+# Swept settings: column, title of the curve, label of the axis.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
     ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
-# The figure's targets; what fits above a tile and in it: characters a line, lines.
+# Targets in a figure. Characters per line and lines that fit above a tile, and into it.
 TARGETS_IN_FIGURE = 6
 _ABOVE, _WITHIN = (18, 2), (17, 9)
-# What retrained models are asked.
+# Titles of measures of retrained models.
 _MEASURES = {
     "change": "Change of the model output",
     "accuracy": "Accuracy",
     "target_loss": "Loss",
     "output": "Model output",
 }
-# A chart's groups, and likewise what fits beside one.
+# Groups in a chart. Characters per line and lines of the name of a group.
 _GROUPS, _NAME = 25, (22, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points that belong together, with intervals from ``low`` to ``high`` if they have any.
+    """Points of a line, with intervals from ``low`` to ``high`` if given.
 
-    A ``dashed`` line is a reference, without marks.
+    A ``dashed`` line is a reference without markers.
     """
 
     label: str
@@ -82,7 +82,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: ``src`` is the picture itself, as an address; ``alt`` says what it shows in words.
+    """A chart: ``src`` is the picture as a data URL, ``alt`` its description.
 
     ``width`` and ``height`` are in CSS pixels.
     """
@@ -96,9 +96,9 @@ class Chart:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    together = len(line.x) > 1
+    has_several_points = len(line.x) > 1
     if line.low is not None and line.high is not None:
-        if together:
+        if has_several_points:
             axes.fill_between(
                 line.x, line.low, line.high, color=line.color, alpha=0.18, linewidth=0
             )
@@ -108,7 +108,7 @@ def _draw(axes: Axes, line: Line) -> None:
     if line.dashed:
         drawn.set_linestyle((0, (4, 3)))
     else:
-        drawn.set(marker="o", markersize=4, linestyle="-" if together else "none")
+        drawn.set(marker="o", markersize=4, linestyle="-" if has_several_points else "none")
 
 
 def _line_chart(
@@ -122,9 +122,9 @@ def _line_chart(
     most_ticks: int = 6,
     ceiling: Any = None,
 ) -> Chart:
-    """Return a chart of lines, and perhaps of a ceiling: a row with its ``lds``, ``low``, ``high``.
+    """Return a chart of lines. ``ceiling`` is a row with ``lds``, ``low`` and ``high``, or None.
 
-    Where there are more than ``most_ticks``, matplotlib places them.
+    If there are more than ``most_ticks`` ticks, matplotlib chooses them.
     """
     legend = [*lines]
     with mpl.rc_context(_STYLE):
@@ -150,7 +150,7 @@ def _line_chart(
 
 
 def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
-    """Return a figure as a chart; ``shown`` says in words what against what."""
+    """Return a figure as a chart. ``shown`` describes its axes."""
     for axes in figure.axes:
         axes.set_axisbelow(True)
     buffer = io.BytesIO()
@@ -171,11 +171,11 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
 
 
 def lds_charts(evaluation: File) -> list[Chart]:
-    """Return LDS along the number of checkpoints, and along each setting that was swept."""
+    """Return charts of LDS against the number of checkpoints and against each swept setting."""
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
-    # A long curve has a tick at 1, 2, 5, 10, ... and at its end, whose numbers don't overlap.
+    # A long curve has ticks at 1, 2, 5, 10, ... and at its end, so that numbers do not overlap.
     ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
     charts = [
         _line_chart(
@@ -196,9 +196,9 @@ def lds_charts(evaluation: File) -> list[Chart]:
 
 
 def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
-    """Draw LDS along one setting, the others as in the config, a line for each combine."""
-    own = evaluation.row("best", setting="config")
-    others = {other: getattr(own, other) for other, *_ in _SWEPT if other != name}
+    """Draw LDS against one setting, with the others as in the config and a line per combine."""
+    config = evaluation.row("best", setting="config")
+    others = {other: getattr(config, other) for other, *_ in _SWEPT if other != name}
     sweep = part_with(evaluation.tables["sweep"], **others).sort_values(name, kind="stable")
     lines = [
         Line(str(combine).replace("_", " "), rows[name].tolist(), rows["lds"].tolist(), color=color)
@@ -219,18 +219,18 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
     """Return a chart for each measure of models retrained without, or on, chosen samples.
 
-    A line shows the chosen samples, another as many random samples, against their number.
-    ``labels`` has a phrase for each subset, and ``treated``: ``removed`` or ``trained on``. There
-    are no charts of an empty list.
+    It has a line for the chosen samples and one for as many random samples, against their number.
+    ``labels`` has a phrase for each subset, and ``treated``: ``removed`` or ``trained on``. An
+    empty list has no charts.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
     for measure in measures or ["output"]:
         rows = part_with(summary, measure=measure).sort_values("n", kind="stable")
         lines = [
-            _with_interval(labels[subset], own, "n", "mean", color)
+            _with_interval(labels[subset], points, "n", "mean", color)
             for subset, color in _REMOVED.items()
-            if len(own := part_with(rows, subset=subset))
+            if len(points := part_with(rows, subset=subset))
         ]
         if not lines:
             continue
@@ -252,7 +252,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
 
 
 def group_charts(groups: File) -> list[Chart]:
-    """Return each column's groups with their mean scores: the largest, where there are many."""
+    """Return a chart for each column with the mean scores of its largest groups."""
     charts = []
     for column, rows in groups.tables["groups"].groupby("column", sort=False):
         largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)
@@ -270,7 +270,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
-            # Few, and short: small scores have a power of ten at the end of the axis.
+            # Small scores have a power of ten at the end of the axis, so that ticks stay short.
             axes.locator_params(axis="x", nbins=4)
             axes.ticklabel_format(axis="x", scilimits=(-2, 4))
             axes.grid(axis="x", color="#ddd", linewidth=0.6)
@@ -279,7 +279,7 @@ def group_charts(groups: File) -> list[Chart]:
 
 
 def influences_figure(examples: Examples) -> Figure:
-    """Return a row for each of the first targets, with its most helpful and harmful samples."""
+    """Return a figure with a row for each of the first targets and its strongest samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
     output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
@@ -294,7 +294,7 @@ def influences_figure(examples: Examples) -> Figure:
     for axes in tiles.flat:
         axes.set_axis_off()
     for row, about in zip(tiles, shown, strict=True):
-        words = of_target(about, output).rsplit(", ", 1)  # the prediction has a line of its own
+        words = of_target(about, output).rsplit(", ", 1)  # the prediction is on a second line
         _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
             strongest = examples.strongest(about.id, sign)[:EACH]
@@ -312,7 +312,7 @@ def _wrapped(text: str, characters: int, lines: int) -> str:
 
 
 def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
-    """Show a sample in a frame. Nothing in a user's text is taken for a formula."""
+    """Show a sample in a frame. A user's text is never parsed as a formula."""
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
     axes.set_title(above, fontsize=8, color=color, parse_math=False)

@@ -1,7 +1,7 @@
-"""Samples for readers: drawn by the study, or in its own words, or printed.
+"""Show samples to readers: as drawn or described by the study, or printed.
 
 The report (templates/examples.html.j2), the answers (templates/answer.html.j2) and the figures
-(``charts``) show the same.
+(``charts``) show them the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +16,19 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# Training samples of either sign beside a target; targets of an experiment, and targets in all,
-# which bounds the page's size.
+# Training samples of either sign for a target. The largest number of targets of an experiment, and
+# of the page, which limits its size.
 EACH = 4
 _TARGETS, _IN_ALL = 20, 120
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Some targets of an experiment, and their strongest training samples, by id.
+    """Targets of an experiment and their strongest training samples, by id.
 
-    ``targets`` are those in the table ``shown``; ``train`` may hold more than is shown here. With
-    ``drawn`` they are pictures, by the study's ``draw``; with ``described`` they are, or have,
-    texts by its ``describe``.
+    ``targets`` are those in the table ``shown``. ``train`` may have further samples. If ``drawn``,
+    they are pictures from the study's ``draw``; if ``described``, they have texts from its
+    ``describe``.
     """
 
     experiment: File
@@ -43,18 +43,18 @@ class Examples:
         return rows_with(self.experiment.tables["shown"])
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return rows of a target's strongest training samples: helpful at 1, harmful at -1."""
+        """Return rows of a target's strongest training samples of sign 1 or -1."""
         return strongest(self.experiment, target, sign)
 
 
 def targets_shown(n_experiments: int) -> list[int]:
-    """Return how many targets of each experiment are shown at most: none of very late ones."""
+    """Return the largest number of targets of each experiment; 0 after 120 targets in all."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
 def targets_of_mean(experiment: File) -> Split | None:
-    """Return words in place of an experiment's one target, if it is a mean of others; else None."""
+    """Return a description of an experiment's target if it is a mean of others, else None."""
     targets = experiment.tables["targets"]
     if MEAN_OF not in targets:
         return None
@@ -69,11 +69,11 @@ def find_examples(
     targets: Iterable[Split],
     also: Sequence[Any] = (),
 ) -> list[Examples]:
-    """Return each experiment's targets and strongest training samples, as they are shown.
+    """Return the targets and strongest training samples of each experiment, as they are shown.
 
-    The study's ``draw(axes, sample)`` draws a sample, its ``describe(sample)`` says what it is;
-    without either images are drawn as they are, other samples printed. Targets are those of each
-    experiment, in its order; ``also`` are ids of further training samples to show.
+    The study's ``draw(axes, sample)`` draws a sample, and its ``describe(sample)`` returns a text.
+    Without these, images are shown and other samples are printed. ``targets`` has the targets of
+    each experiment, ``also`` the ids of further training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 

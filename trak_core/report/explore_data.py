@@ -1,10 +1,9 @@
-"""The page to explore an experiment: all its targets and their training samples, as data.
+"""Prepare the data of the page of an experiment: its targets and their training samples.
 
-A template shows the first targets; the page's script shows all, from the same data. What doesn't
-fit into a page of a size that opens at once is left out, and said to be.
+A template shows the first targets, and the page's script shows all from the same data. Samples that
+would make the page too large are left out, and the page gives their number.
 """
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,31 +20,33 @@ from trak_core.spec import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import BEGINNING, Picture, readable
 
-# Training samples of either sign beside a target; targets that show without the script.
+# Training samples of either sign for a target. Targets that are shown without the script.
 EACH_ON_PAGE, AT_ONCE = 10, 20
-# Bytes of a page; those of them that ids, scores and columns may take; and what prose, style and
-# script take, with the targets that show without the script.
+# Bytes of a page; bytes for ids, scores and columns; bytes of text, style, script and the targets
+# that are shown without the script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
-# Characters of a text, where all fit; else BEGINNING.
+# Characters of a text if all texts fit, else BEGINNING.
 _CHARACTERS = 1000
 
-# Shows a target (or, if not, a training sample) by its id, with so many characters of text; and
-# gives a digest that samples of equal contents share.
+# (is_target, id, characters) -> the target or training sample as it is shown, with at most so many
+# characters of text, and a digest of its contents.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 _EQUAL_HARMS = (
-    "A training sample equal to this target is among its most harmful: compare their labels, or "
-    "which of their tokens count."
+    "A training sample equal to this target is among its most harmful. Compare their labels, or "
+    "which of their tokens are scored."
 )
-# The strongest colour of a token.
+# The level of the strongest colour of a token.
 LEVELS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Scores of tokens, to be shown as colours: by target and training sample, and by target.
+    """Scores by token, which are shown as colours.
 
-    ``texts`` gives what stands for the tokens of a target (or, if not, a training sample), from its
-    id and their number. Those of a target's own tokens are sums over its training samples.
+    Attributes:
+        texts: (is_target, id, number of tokens) -> the texts of a sample's tokens.
+        train: Scores of a training sample's tokens, by target and training sample.
+        targets: Scores of a target's tokens, summed over its training samples, by target.
     """
 
     texts: Callable[[bool, Any, int], Sequence[str]]
@@ -54,26 +55,21 @@ class Tokens:
 
     @classmethod
     def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
-        """Return those in a table ``tokens`` of token scores."""
-        of_tokens = table.loc[table["token"] >= 0, :]
+        """Return the scores in a table ``tokens``."""
         train: dict[tuple[Any, Any], np.ndarray] = {}
         targets: dict[Any, np.ndarray] = {}
-        columns = (of_tokens[name].tolist() for name in ("side", "target_id", "train_id"))
-        keys = list(zip(*columns, strict=True))
-        scores = np.asarray(of_tokens["score"])
-        starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
-        for start, stop in itertools.pairwise([*starts, len(keys)]):
-            side, target, sample = keys[start]
-            own = scores[start:stop]
+        keys = ["side", "target_id", "train_id"]
+        of_tokens = table.loc[table["token"] >= 0, :].groupby(keys, sort=False)["score"]
+        for (side, target, sample), scores in of_tokens:
             if side == "train":
-                train[target, sample] = own
+                train[target, sample] = scores.to_numpy()
             else:
-                targets[target] = targets.get(target, 0) + own
+                targets[target] = targets.get(target, 0) + scores.to_numpy()
         return cls(texts, train, targets)
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
-    """Return whole numbers in proportion to scores, the largest of which has ``LEVELS``."""
+    """Return scores as integers in proportion, the largest as ``LEVELS``."""
     largest = np.abs(scores).max(initial=0)
     if not largest > 0:
         return [0] * len(scores)
@@ -82,18 +78,18 @@ def token_levels(scores: np.ndarray) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the page shows of an experiment.
+    """The contents of an experiment's page.
 
     Attributes:
         experiment: Its scores, see ``read_experiment``.
-        targets: For each target its id, words, columns, ``influences`` (the place in ``train``,
-            the score, and the levels of its tokens where they are known) and ``sample``; where
-            tokens have scores, their texts and levels too. ``equal`` says by places which of these
-            samples have the same contents as others or as the target, and ``equal_harms`` that one
-            that has the target's is among the most harmful, if it is.
-        train: Likewise for each training sample beside a target, and those that harm most.
-        columns: Names of the columns of ``targets`` and ``train``, as their ``values`` are ordered.
-        pictures: Addresses of the pictures that show without the script, by their place.
+        targets: For each target its id, texts, columns, ``sample`` and ``influences`` (index in
+            ``train``, score, and levels of its tokens if known). With scores by token, it has their
+            texts and levels too. ``equal`` marks, by index, samples with the contents of others or
+            of the target. ``equal_harms`` is a sentence if one of the latter is among the most
+            harmful.
+        train: The same for each training sample of a target, and for the most harmful ones.
+        columns: Names of the columns in ``values`` of ``targets`` and ``train``, in their order.
+        pictures: Data URLs of the pictures that are shown without the script, by element id.
     """
 
     experiment: File
@@ -106,39 +102,40 @@ class Answer:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the one target is a mean of others, or a difference of two means: no sample."""
+        """Whether the target is a mean of others, or a difference of means, and so not a sample."""
         return MEAN_OF in self.experiment.tables["targets"]
 
     @property
     def n_left_out(self) -> tuple[int, int]:
-        """Targets that are not on the page, and samples on it that don't show."""
+        """The numbers of targets not on the page, and of samples on it that are not shown."""
         samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
     @property
-    def says(self) -> str:
-        """What the words beside samples mean: label, prediction, and the study's own columns."""
+    def meanings(self) -> str:
+        """Sentences on the meaning of label, prediction, and columns of the study."""
         about = output_of(self.experiment)
         sentences = []
         if about.label != "label" and not (about.is_own or self.is_mean):
-            meanings = about.columns.removeprefix("label: ").split("; prediction: ")
-            pairs = zip((about.label, about.prediction), meanings, strict=True)
-            sentences += [f"{word} says {meaning}" for word, meaning in pairs if word]
+            texts = about.columns.removeprefix("label: ").split("; prediction: ")
+            pairs = zip((about.label, about.prediction), texts, strict=True)
+            sentences += [f"{word}: {text}" for word, text in pairs if word]
         names = dict.fromkeys(name for names in self.columns.values() for name in names)
-        own = [name for name in names if name not in (about.label, about.prediction)]
-        if own:
-            sentences.append(f"{', '.join(own)} {'is' if len(own) == 1 else 'are'} the data's own")
+        further = [name for name in names if name not in (about.label, about.prediction)]
+        if further:
+            is_or_are = "is a column" if len(further) == 1 else "are columns"
+            sentences.append(f"{', '.join(further)} {is_or_are} of the data")
         return f"{'; '.join(sentences)}." if sentences else ""
 
     @property
     def has_tokens(self) -> bool:
-        """Whether tokens have scores."""
+        """Whether there are scores by token."""
         return any("tokens" in target for target in self.targets)
 
     @property
     def data(self) -> str:
-        """All that the script shows, as JSON that stands safely inside an element of a page."""
+        """The contents for the script, as JSON that is safe inside an HTML element."""
         about = output_of(self.experiment)
         whole = {
             "targets": self.targets,
@@ -153,28 +150,28 @@ class Answer:
 
 
 def _json(value: Any) -> str:
-    """Return JSON in which nothing ends an element, or begins one or a comment."""
+    """Return JSON without characters that could start or end an element or a comment."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _own(table: pd.DataFrame) -> list[str]:
-    """Return the columns that are the study's own."""
+def _study_columns(table: pd.DataFrame) -> list[str]:
+    """Return the columns that the study added."""
     return [name for name in table.columns if name not in RESERVED]
 
 
 def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns to filter by, as texts: label and prediction by their words, the study's."""
+    """Return label, prediction and columns of the study as texts, to filter by."""
     pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
-    named = [*pairs, *((name, name) for name in _own(table))]
+    named = [*pairs, *((name, name) for name in _study_columns(table))]
     return {word: [label(value) for value in table[key].tolist()] for word, key in named}
 
 
 def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[str, Any]]:
-    """Return what all samples have: id, its address, their values, and the study's as one text."""
-    own = _own(table)
+    """Return an entry for each row: id, anchor, values, and the study's columns as one text."""
+    added = _study_columns(table)
     rows = zip(*values.values(), strict=True) if values else (() for _ in table["id"])
     return [
         {
@@ -183,7 +180,7 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
             "anchor": anchor(sample_id),
             "values": list(row),
             "more": ", ".join(
-                f"{name} {value}" for name, value in zip(values, row, strict=True) if name in own
+                f"{name} {value}" for name, value in zip(values, row, strict=True) if name in added
             ),
             "sample": None,
         }
@@ -192,7 +189,7 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the first targets, without their influences, and the names of their columns."""
+    """Return entries of the first targets without influences, and names of their columns."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     values = _values(table, (output.label, output.prediction))
@@ -208,11 +205,11 @@ def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], li
 
 
 def _train(
-    experiment: File, ids: Sequence[Any], own: pd.Series | None
+    experiment: File, ids: Sequence[Any], self_influence: pd.Series | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return training samples with their harm, help and self-influence, and names of columns.
+    """Return entries of training samples with harm, help and self-influence, and column names.
 
-    ``places`` are those of a sample among these, from 0, the largest number first.
+    ``places`` are the ranks of a sample among these, from 0 for the largest number.
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
@@ -223,9 +220,9 @@ def _train(
         also = f"{output.prediction} {label(row.prediction)}"
         entry["also"] = also if output.prediction else ""
     numbers = {key: table[key] for key in ("harm", "help") if key in table}
-    if own is not None:
-        numbers["self-influence"] = own.loc[list(ids)]
-    # As in the list of suspects: by all digits, and what is equal in the study's order.
+    if self_influence is not None:
+        numbers["self-influence"] = self_influence.loc[list(ids)]
+    # The order of the list of suspects: by all digits, then by the row in the study.
     of_study = experiment.tables["train"]["id"]
     row_of = {sample_id: row for row, sample_id in enumerate(of_study.tolist())}
     rows = [row_of[sample_id] for sample_id in ids]
@@ -239,9 +236,9 @@ def _train(
 
 
 def _rows(
-    experiment: File, n_targets: int, own: pd.Series | None, tokens: Tokens | None
+    experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
-    """Return the first targets, their training samples, and names of columns; nothing is shown."""
+    """Return entries of the first targets and their training samples, and names of columns."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
     influences = experiment.tables["top_influences"]
     is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)
@@ -249,9 +246,9 @@ def _rows(
     by_rank = kept.sort_values("rank", kind="stable")["train_id"].tolist()
     train_ids = list(dict.fromkeys([*by_rank, *experiment.attributes["most_harmful"]]))
     targets, target_columns = _targets(experiment, n_targets)
-    train, train_columns = _train(experiment, train_ids, own)
+    train, train_columns = _train(experiment, train_ids, self_influence)
     place = {train_id: i for i, train_id in enumerate(train_ids)}
-    beside: dict[Any, list[tuple[Any, ...]]] = {target: [] for target in ids}
+    by_target: dict[Any, list[tuple[Any, ...]]] = {target: [] for target in ids}
     ordered = kept.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
     for row in rows_with(ordered):
         levels: list[Any] = []
@@ -261,9 +258,9 @@ def _rows(
             entry = train[place[row.train_id]]
             if len(scores) and "tokens" not in entry:
                 entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
-        beside[row.target_id].append((place[row.train_id], signed(row.score), *levels))
+        by_target[row.target_id].append((place[row.train_id], signed(row.score), *levels))
     for entry, target in zip(targets, ids, strict=True):
-        entry["influences"] = beside[target]
+        entry["influences"] = by_target[target]
         if tokens is not None and len(tokens.targets.get(target, ())):
             scores = tokens.targets[target]
             entry["levels"] = token_levels(scores)
@@ -280,18 +277,19 @@ def explore(
     self_influence: pd.Series | None = None,
     tokens: Tokens | None = None,
 ) -> Answer:
-    """Return what a page of 5 MB holds of an experiment.
+    """Return the contents of an experiment's page of at most 5 MB.
 
-    All targets, from the first, whose ids, scores and columns fit into half of it; then samples as
-    far as they fit: those of the first targets, all targets, and training samples, those of the
-    best rank first. Texts are cut to a beginning where that makes room for more. ``show`` shows a
-    sample: as a picture if they are ``drawn``, with the study's own words if ``described``.
-    ``self_influence`` is that of training samples by id, where it is known.
+    It has the first targets whose ids, scores and columns need at most half of the page. Then it
+    has as many samples as fit: those of the first targets, all targets, and training samples by
+    their best rank. Texts are shortened if more samples fit then.
+
+    ``show`` returns a sample as it is shown: as a picture if ``drawn``, with the study's text if
+    ``described``. ``self_influence`` is that of training samples, by id.
     """
     n_targets = len(experiment.tables["targets"])
-    told = _without_told(experiment, show) if described and not drawn else experiment
+    short = _without_repeated(experiment, show) if described and not drawn else experiment
     while True:
-        targets, train, columns = _rows(told, n_targets, self_influence, tokens)
+        targets, train, columns = _rows(short, n_targets, self_influence, tokens)
         n_bytes = len(_json([targets, train]).encode())
         if n_bytes <= _ROWS or n_targets == 1:
             break
@@ -312,57 +310,59 @@ def explore(
     return Answer(experiment, targets, train, columns, pictures, drawn, described)
 
 
-def _without_told(experiment: File, show: Show) -> File:
-    """Return an experiment without columns of phrases that its targets' own texts hold.
+def _without_repeated(experiment: File, show: Show) -> File:
+    """Return an experiment without columns that the texts of its targets repeat.
 
-    Fields of a question stay in its table, but the text that a template makes of them says them.
+    A template makes a text from the fields of a question. Its table keeps the fields too.
     """
     table = experiment.tables["targets"]
     if MEAN_OF in table:
         return experiment
     first = table.head(AT_ONCE)
-    own = {name: [str(value).split() for value in first[name]] for name in _own(table)}
-    phrases = {name: words for name, words in own.items() if any(len(w) > 1 for w in words)}
+    split = {name: [str(value).split() for value in first[name]] for name in _study_columns(table)}
+    phrases = {name: words for name, words in split.items() if any(len(w) > 1 for w in words)}
     if not phrases:
         return experiment
     texts = [" ".join(str(show(True, i, _CHARACTERS)[0]).split()) for i in first["id"].tolist()]
-    told = [
+    repeated = [
         name
         for name, words in phrases.items()
         if all(" ".join(w) in text for w, text in zip(words, texts, strict=True))
     ]
-    return replace(experiment, tables={**experiment.tables, "targets": table.drop(columns=told)})
+    return replace(
+        experiment, tables={**experiment.tables, "targets": table.drop(columns=repeated)}
+    )
 
 
 def _fill(
     asked: Sequence[tuple[bool, dict[str, Any]]],
     n_at_once: int,
     show: Show,
-    room: int,
+    n_bytes: int,
     *,
     drawn: bool,
 ) -> dict[str, str]:
-    """Give entries their samples until the room is full; return the pictures that show at once."""
+    """Add samples to entries up to ``n_bytes``; return the pictures shown without the script."""
     samples, used = [], 0
     for is_target, entry in asked:
         shown, entry["digest"] = show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS)
         samples.append(shown)
         used += _size(samples[-1])
-        if used > room and drawn and len(samples) >= n_at_once:
+        if used > n_bytes and drawn and len(samples) >= n_at_once:
             break
-    if used > room and not drawn:
+    if used > n_bytes and not drawn:
         samples = [readable(str(text), BEGINNING) for text in samples]
     places, used = {}, 0
     for count, ((_, entry), sample) in enumerate(zip(asked, samples, strict=False)):
         used += _size(sample)
-        if used > room and count >= n_at_once:
+        if used > n_bytes and count >= n_at_once:
             break
         if isinstance(sample, str):
             entry["sample"] = sample
             continue
         if count < n_at_once:
             places.setdefault(sample.src, f"picture-{len(places)}")
-        # The script takes from the page what shows at once.
+        # The script refers to the pictures that are on the page already.
         source = places.get(sample.src, sample.src)
         entry["sample"] = [source, sample.width, sample.height, sample.text]
     return {place: source for source, place in places.items()}
@@ -371,32 +371,32 @@ def _fill(
 def _mark_equal(
     targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
 ) -> None:
-    """Say beside each target which of its training samples are equal; those not shown don't count.
+    """Mark training samples of a target that have equal contents, whatever their labels are.
 
-    Equal are samples of one digest, whatever their labels are.
+    Samples that are not shown are not compared.
     """
     digests = [entry.get("digest") for entry in train]
     for target in targets:
-        beside = [(place, score) for place, score, *_ in target["influences"]]
-        counts = Counter(digests[place] for place, _ in beside)
-        own, marks = target.get("digest"), dict[int, str]()
-        for place, _ in beside:
+        influences = [(place, score) for place, score, *_ in target["influences"]]
+        counts = Counter(digests[place] for place, _ in influences)
+        target_digest, marks = target.get("digest"), dict[int, str]()
+        for place, _ in influences:
             digest = digests[place]
             if digest is None:
                 continue
             if counts[digest] > 1:
                 marks[place] = f"one of {counts[digest]} equal samples here"
-            if digest == own:
+            if digest == target_digest:
                 marks[place] = ", ".join(filter(None, ("equal to the target", marks.get(place))))
         target["equal"] = marks
-        harmful = {place for place, score in beside if not score.startswith("+")}
-        is_harmed = any(own and digests[place] == own for place in harmful)
-        # A prediction above the label is rightly lowered by the target itself.
+        harmful = {place for place, score in influences if not score.startswith("+")}
+        is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
+        # In regression, a target whose prediction is too high rightly lowers it itself.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 
 def _size(sample: Picture | str) -> int:
     text = sample if isinstance(sample, str) else sample.text
-    # With a list's quotes and commas; JSON writes some characters as two, or as six.
+    # 20 bytes for quotes and commas. JSON encodes some characters as two or six.
     picture = len(sample.src) if isinstance(sample, Picture) else 0
     return len(_json(text).encode()) + picture + 20

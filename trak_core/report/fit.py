@@ -1,4 +1,4 @@
-"""How well models predict the samples that they were trained on, compared with a constant guess."""
+"""Compare how well models predict their training samples with a constant guess."""
 
 from dataclasses import dataclass
 
@@ -10,23 +10,22 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# Samples whose parts are counted for the most frequent one, drawn at random where there are more.
+# The largest number of samples, drawn at random, whose parts are counted for the most frequent one.
 _MOST_READ = 256
-# Fewer right classes are few, whatever the most frequent one is.
+# A smaller part of right classes is doubtful, whatever the guess.
 _FEW_RIGHT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well models predict their own training samples, and how well a constant guess does.
+    """The quality of predictions of training samples, by the models and by a constant guess.
 
     Attributes:
         measure: Both numbers in a sentence, ASCII.
-        value: The part of the labels that are predicted right, or R2; None where all labels of a
-            regression are the same.
-        guess: The part that has the most frequent label; 0, the R2 of the mean label.
+        value: The part of right predictions, or R2; None if all labels of a regression are equal.
+        guess: The part of the most frequent label; 0, the R2 of the mean label, in regression.
         is_doubtful: Whether the models are not better than the guess (for classes and parts: by two
-            standard errors, because chance alone may be right), or get most classes wrong.
+            standard errors), or most classes are wrong.
     """
 
     measure: str
@@ -36,19 +35,18 @@ class Fit:
 
 
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
-    """Return how well models predict training samples; None where predictions are no labels.
+    """Return the fit of models to their training samples, or None if predictions are not labels.
 
-    ``columns`` are ``id``, ``label`` and ``prediction`` as a scores file's table ``train`` has
-    them. Where a label has many parts, those of up to 256 samples of ``train`` are read for the
-    guess.
+    ``columns`` are ``id``, ``label`` and ``prediction`` of the table ``train`` of a scores file. If
+    a label has many parts, the guess uses those of at most 256 samples of ``train``.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
-        return None  # such a prediction may be anything
+        return None  # its prediction may be anything
     if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
-        # Only samples on which the two differ tell them apart.
+        # Only samples on which the two differ contribute to the difference.
         error = np.sqrt((right != guessed).sum()) / len(labels)
         return _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
     if about.counts_parts:
@@ -61,7 +59,7 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return it from the shares that are right, and the standard error of their difference."""
+    """Return the fit, from the right parts and the standard error of their difference."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
         f"most frequent one alone is right for {100 * guess:.3g} %."
@@ -89,12 +87,12 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
 
 
 def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:
-    """Return how often each value from 0 on is among the parts of labels that count."""
+    """Return how often each value from 0 on occurs among the scored parts of labels."""
     counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]
         labels = labels[1:] if output.predicts_next else labels
-        own = labels[labels != IGNORED].long().bincount(minlength=len(counts)).numpy()
-        own[: len(counts)] += counts
-        counts = own
+        sample = labels[labels != IGNORED].long().bincount(minlength=len(counts)).numpy()
+        sample[: len(counts)] += counts
+        counts = sample
     return counts

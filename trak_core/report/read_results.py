@@ -1,4 +1,4 @@
-"""What a study's results hold for the report to show: its artifacts, and what its jobs took."""
+"""Read the artifacts of a study for the report, and the time and memory of its jobs."""
 
 import json
 import re
@@ -28,21 +28,22 @@ from trak_core.spec import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.system.job import PEAK
 
-# A smaller loss weight is near 0.
+# Loss weights below this are counted as near 0.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
 _N_HARMFUL = 100
-# Training samples that stand side by side, at most.
+# The largest number of training samples in the table of several experiments.
 _N_SHARED = 30
-# Shards and groups of subsets: 2-of-5, 0-9.
+# Names of shards and groups of subsets: 2-of-5, 0-9.
 _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What the report shows of one artifact: tables by key, single numbers and texts by name.
+    """The contents of an artifact that the report shows.
 
-    ``name`` is its path inside the results folder, ``spec`` what decided its numbers.
+    ``name`` is its path in the results folder. ``spec`` has the settings of its numbers. ``tables``
+    are by key, ``attributes`` are numbers and texts by name.
     """
 
     name: str
@@ -58,24 +59,24 @@ class File:
 
 
 def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """Return the rows of a table that have these values."""
+    """Return the rows of a table with these values."""
     for column, value in values.items():
         table = table.loc[table[column] == value, :]
     return table
 
 
 def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
-    """Return the rows of a table that have these values, as named tuples."""
+    """Return the rows of a table with these values, as named tuples."""
     return list(part_with(table, **values).itertuples())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All that the report is made from; what was not measured is empty.
+    """The inputs of the report. Measurements that were not made are empty.
 
-    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations`` and
-    ``groups`` by experiment, ``removals`` of an experiment and of lists, ``matrices`` one a
-    checkpoint, ``self_influence`` one at most.
+    ``config`` has the keys that determine the numbers. ``experiments`` are in its order.
+    ``evaluations`` and ``groups`` are by experiment. ``removals`` are of an experiment and of
+    lists. ``matrices`` has one for each checkpoint, ``self_influence`` at most one.
     """
 
     config: Mapping[str, Any]
@@ -89,28 +90,28 @@ class Results:
 
     @property
     def awaits_evaluation(self) -> bool:
-        """Whether the config has an evaluation that is not there yet."""
+        """Whether the config has an evaluation that has not finished."""
         measured = (self.evaluations, self.removals, self.self_influence)
         return bool(self.config.get("evaluation")) and not any(measured)
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """What decided the scores: checkpoints, projection and scoring are alike in all."""
+        """The spec of the scores: checkpoints, projection and scoring are equal in all."""
         return self.experiments[0].spec
 
     @property
     def n_targets(self) -> int:
-        """How many different targets are explained."""
+        """The number of different targets."""
         return len({i for file in self.experiments for i in file.tables["targets"]["id"]})
 
     @property
     def is_projected(self) -> bool:
-        """Whether scores come from projected gradients."""
+        """Whether gradients are projected."""
         return self.spec["projection"]["kind"] not in (EXACT, GAUSS_NEWTON)
 
     @property
     def files(self) -> list[File]:
-        """Every file that the report stands on."""
+        """All files that the report uses."""
         measured = (*self.evaluations.values(), *self.removals, *self.self_influence)
         scored = (*self.experiments, *self.matrices)
         return [*scored, *measured, *self.groups.values()]
@@ -126,23 +127,22 @@ def _file(
 def read_experiment(
     path: Path, results: Path, n_shown: int, each: int, train_split: Split | None = None
 ) -> File:
-    """Return an experiment's final scores: all targets, and the strongest influences on some.
+    """Return the scores of an experiment: all targets, and the strongest influences on some.
 
-    Influences are those on the first ``n_shown`` targets, ``each`` of either sign. With the
-    training samples how well models predict them is known too.
+    Influences are those on the first ``n_shown`` targets, ``each`` of either sign. ``fit`` is
+    computed if the training samples are given.
 
     Returns:
-        Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those),
-        ``train`` (the samples in it, and those that harm all targets most) and ``moved`` (harm and
-        help of all, where it is known what improves targets). These two have the study's row
-        numbers. Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a
-        model output of its own; ``one_loss_weight``, whether all loss weights are 1;
-        ``defaults``, what scoring took where the config said
-        nothing; ``n_train``; ``n_trained_on``, how many targets are training samples, as far as ids
-        tell; ``saturated``, the part of the training samples with a loss weight
-        near 0 at the ends of runs; ``fit``, see ``with_fit``;
-        ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
-        of up to 100 that harm targets most; and ``n_harmful``, how many harm more than they help.
+        Tables ``targets``; ``shown`` (the first of them); ``top_influences`` (on those); ``train``
+        (the samples in it, and the most harmful ones); and ``moved`` (harm and help of all, if the
+        model output has a better direction). The last two have the study's row numbers as index.
+
+        Attributes ``unit`` of a score; ``output_words``, JSON of a user-defined model output in the
+        config; ``one_loss_weight``, whether all loss weights are 1; ``defaults`` that scoring used;
+        ``n_train``; ``n_trained_on``, see there; ``saturated``, the part of the training samples
+        with a loss weight near 0 at the ends of runs; ``fit``, see ``with_fit``; ``influential``,
+        the ids in the file's ``top_influences``; ``most_harmful``, the ids of up to 100 samples
+        that harm targets most; ``n_harmful``, how many samples harm more than they help.
     """
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
@@ -182,21 +182,21 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with the attribute ``fit``, that of ``fit_of``."""
+    """Return an experiment's scores with the attribute ``fit``, see ``fit_of``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
 
 def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
-    """Return how many targets are training samples: of the same id, label and model output.
+    """Return how many targets are training samples: those of equal id, label and model output.
 
-    Ids that are numbers, counted in either, say nothing by themselves.
+    Ids alone do not show it, because both may be counted from 0.
     """
     if MEAN_OF in targets:
         return 0
     asked = targets.loc[targets["id"].isin(train["id"]), :]
     same = train.set_index("id").loc[asked["id"], :]
-    # Batches of other samples round otherwise.
+    # Rounding depends on the other samples of a batch.
     is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
     return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
 
@@ -206,20 +206,20 @@ def _is_own(file: Artifact) -> bool:
 
 
 def output_of(experiment: File) -> About:
-    """Return what is known of the model output that an experiment's scores are of."""
+    """Return the description of the model output of an experiment's scores."""
     name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
     about = about_output({**json.loads(words), "function": name} if words else name)
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
     about = replace(about, raises="the difference") if is_difference else about
-    # A mean has no label to come closer to, and a difference no direction that is better.
+    # A mean has no label to approach, and a difference has no better direction.
     return replace(about, better="") if MEAN_OF in targets and about.raises else about
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:
-    """Return a file's tables with the classes' names in place of their numbers, if they have any.
+    """Return a file with names of classes instead of numbers in its tables.
 
-    A number without a name stays. Models without classes have none.
+    A number without a name is kept. Models without classes have no names.
     """
     if not names or not output_of(file).labels_are_classes:
         return file
@@ -235,37 +235,37 @@ def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     columns = [name for name in ("label", "prediction", "train_label") if name in table]
     values = {name: table[name].tolist() for name in columns}
     return table.assign(**{
-        name: [named(names, value) for value in own] for name, own in values.items()
+        name: [named(names, value) for value in column] for name, column in values.items()
     })
 
 
 def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Return scores by group where a group is called as the values that make it."""
+    """Return scores by group, for groups that are named by a label or prediction."""
     is_class = table["column"].isin(["label", "prediction"]).tolist()
     groups = {name: table[name].tolist() for name in ("group", "other") if name in table}
     return table.assign(**{
-        name: [named(names, int(v)) if c else v for v, c in zip(own, is_class, strict=True)]
-        for name, own in groups.items()
+        name: [named(names, int(v)) if c else v for v, c in zip(values, is_class, strict=True)]
+        for name, values in groups.items()
     })
 
 
 def named(names: Sequence[str], number: Any) -> Any:
-    """Return the name of a class; its number, if it has none."""
+    """Return the name of a class, or its number if it has none."""
     return names[number] if 0 <= number < len(names) else number
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
-    """Return the rows of a target's strongest influences: helpful at 1, harmful at -1."""
+    """Return the rows of a target's strongest influences of sign 1 or -1."""
     return rows_with(experiment.tables["top_influences"], target_id=target, sign=sign)
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A training sample that stands out in more than one experiment.
+    """A training sample that is prominent in more than one experiment.
 
-    ``moved`` has, for each experiment that says what helps, its ``harm`` and ``help``, ``score``
-    (help minus harm), and whether it ``stands_out``: among the strongest of a target that is shown,
-    or among the 100 that harm most.
+    ``moved`` has for each experiment in which help is defined its ``harm``, ``help``, ``score``
+    (help minus harm), and ``stands_out``: whether it is among the strongest of a shown target, or
+    among the 100 most harmful.
     """
 
     id: Any
@@ -274,10 +274,9 @@ class Shared:
 
 
 def side_by_side(experiments: Sequence[File]) -> list[Shared]:
-    """Return training samples that stand out in more than one experiment, the strongest first.
+    """Return training samples that are prominent in more than one experiment, strongest first.
 
-    A sample's strength is the sum of its mean scores' sizes, each by the largest of its experiment,
-    so that every experiment counts alike.
+    The strength of a sample is the sum over experiments of |mean score| / the experiment's largest.
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
@@ -287,30 +286,30 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     sizes = np.abs(np.stack(scores))
     strength = (sizes / np.maximum(sizes.max(axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
     rows = [set(file.tables["train"].index) for file in experiments]
-    counts = Counter(row for own in rows for row in own)
+    counts = Counter(row for part in rows for row in part)
     shared = sorted(
         (row for row, count in counts.items() if count > 1), key=lambda row: (-strength[row], row)
     )
     samples = []
     for row in shared[:_N_SHARED]:
-        where = next(file for file, own in zip(experiments, rows, strict=True) if row in own)
-        # Not a whole row: one of numbers alone makes an id a float.
+        where = next(file for file, part in zip(experiments, rows, strict=True) if row in part)
+        # Single cells, because pandas would convert an id in a row of numbers to float.
         sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
-        own = [
+        moved_here = [
             {
                 **{"experiment": file.spec["experiment"], **table.loc[row]},
                 **{"score": score[row], "stands_out": row in known},
             }
             for file, table, score, known in zip(experiments, moved, scores, rows, strict=True)
         ]
-        samples.append(Shared(sample_id, label, own))
+        samples.append(Shared(sample_id, label, moved_here))
     return samples
 
 
 def read_matrix(path: Path, results: Path) -> File:
-    """Return the ends of a normal matrix's spectrum, as attributes.
+    """Return the smallest and largest eigenvalue of a normal matrix, as attributes.
 
-    No eigenvalue of such a matrix is negative: one that rounding made so is 0.
+    Eigenvalues that rounding makes negative are 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
         ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
@@ -320,15 +319,15 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return a normal matrix's condition number with the damping of the scores, 0 for none."""
+    """Return the condition number of a normal matrix with damping."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
-    # At most what float64 can tell.
+    # At most the largest condition number that float64 can represent.
     return largest / max(smallest, largest * 2.0**-52)
 
 
-# What the report shows of files as they are: tables, and single numbers.
+# Tables and numbers that the report shows of each kind of file.
 _SHOWN = {
     EVALUATION: (
         ("summary", "targets", "checkpoints", "sweep", "best"),
@@ -340,9 +339,9 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return an evaluation, removals or groups; some tables may not be there.
+    """Return an evaluation, removals or groups, with the tables that it has.
 
-    The largest differences of groups come first, whatever their sign.
+    Differences of groups are sorted by size.
     """
     keys, names = _SHOWN[kind]
     with open_artifact(path, kind) as file:
@@ -356,7 +355,7 @@ def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
 
 
 def read_self_influence(path: Path, results: Path) -> File:
-    """Return the training samples with the largest self-influence, whatever its sign."""
+    """Return the training samples with the largest absolute self-influence."""
     with open_artifact(path, SELF_INFLUENCE) as file:
         train = file.table("train")
         by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")
@@ -366,10 +365,9 @@ def read_self_influence(path: Path, results: Path) -> File:
 def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
     """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` of the jobs of each rule.
 
-    Snakemake's ``benchmark:`` left one folder a rule, or one file for a rule of one job. A job's
-    log likewise ends with its peak resident memory; where there is none, what Snakemake measured
-    counts, NaN where jobs were too short. Leftovers of removed checkpoints or experiments don't
-    count: ``known`` are the names that may stand in paths.
+    Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule of one job. The
+    peak memory is that in the job's log if there is one, else Snakemake's, which is NaN for short
+    jobs. Files whose names are not in ``known`` are left over from an earlier config and ignored.
     """
     jobs = []
     for path in sorted(folder.rglob("*.tsv")):
@@ -388,10 +386,10 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
 
 
 def _job_times(path: Path, log: Path) -> pd.DataFrame:
-    """Return seconds and peak resident memory, MiB, of a file's runs."""
-    # Jobs shorter than Snakemake's first look have "NA" or a dash.
+    """Return seconds and peak resident memory in MiB of the jobs in a file."""
+    # Jobs that end before Snakemake's first measurement have "NA" or a dash.
     runs = pd.read_csv(path, sep="\t", na_values="-")
-    # Without processor time that look found the shell only, before the job's process.
+    # Without processor time, Snakemake measured the shell before the job's process.
     is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
     peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
     return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})

@@ -1,8 +1,7 @@
-"""Render pages of HTML from results by templates, and decide which warnings they show.
+"""Render HTML pages from results by templates, and decide which warnings they show.
 
-The folder templates/warnings/ has the words of warnings.
-
-Text is escaped where a template shows it. A name that a template uses and nobody gave is an error.
+The folder templates/warnings/ has the texts of warnings. Templates escape text. A name that a
+template uses and that is not given raises an error.
 """
 
 import base64
@@ -35,28 +34,28 @@ from trak_core.report.read_results import (
 )
 from trak_core.spec import EXACT, GAUSS_NEWTON, Combine
 
-# Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
-# digit, since features are float32, right to 6e-8.
+# Limits of warnings. Features are float32 with a relative error of 6e-8, so with a larger condition
+# number the second digit of a score may be wrong.
 LIMITS = {
     **{"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
     "targets": ENOUGH_TARGETS,
 }
-# Fewer targets than this hardly tell how far targets differ.
+# Fewer targets do not show how much targets differ.
 _ENOUGH_TARGETS = 8
-# n x n inner products, three times in float64, are 0.6 GB then.
+# Three n x n matrices in float64 are 0.6 GB.
 _MOST_EXACT = 5000
 
 
 @dataclass(frozen=True, slots=True)
 class StudyWarning:
-    """One warning: the name of the template that words it, and what that shows."""
+    """A warning: the name of its template, and the values that this shows."""
 
     name: str
     shown: Mapping[str, Any] = field(default_factory=dict)
 
 
 def study_warnings(results: Results) -> list[StudyWarning]:
-    """Return what may mislead, most consequential first."""
+    """Return the warnings of a study, the most important first."""
     scores = results.experiments
     measured = [*_lds(results), *_suspects(results)]
     first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
@@ -66,7 +65,7 @@ def study_warnings(results: Results) -> list[StudyWarning]:
 
 
 def score_warnings(experiment: File) -> list[StudyWarning]:
-    """Return those that an experiment's scores alone tell."""
+    """Return the warnings that follow from the scores of one experiment."""
     kinds = (_predictions, _checkpoints, _trained_on, _loss_weights)
     return [
         *(warning for kind in kinds for warning in kind(experiment)),
@@ -75,7 +74,7 @@ def score_warnings(experiment: File) -> list[StudyWarning]:
 
 
 def _predictions(scores: File) -> list[StudyWarning]:
-    """Look whether the models know their own training data."""
+    """Warn if the models predict their training samples badly."""
     fit = scores.attributes.get("fit")
     return [StudyWarning("no_fit", {"fit": fit})] if fit and fit.is_doubtful else []
 
@@ -89,7 +88,7 @@ def _lds(results: Results) -> list[StudyWarning]:
             warnings.append(StudyWarning("predicts_nothing", shown))
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # Ends of runs are these scores with fewer checkpoints, which chance alone may have ahead.
+        # ends_of_runs uses a part of the checkpoints, so by chance alone it may be better.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
@@ -97,7 +96,7 @@ def _lds(results: Results) -> list[StudyWarning]:
 
 
 def _suspects(results: Results) -> list[StudyWarning]:
-    """Look whether a list of suspects rests on enough targets."""
+    """Warn if a list of suspects has too few targets."""
     named = lists_of(results.config).get("suspects", {}).get("experiment")
     files = (file for file in results.experiments if file.spec["experiment"] == named)
     tables = [file.tables["targets"] for file in files]
@@ -118,13 +117,13 @@ def _checkpoints(scores: File) -> list[StudyWarning]:
 
 
 def _equal_checkpoints(scores: File) -> list[StudyWarning]:
-    """Look for checkpoints whose files are equal, and for runs whose outputs all are."""
+    """Warn if checkpoint files are equal, or if the outputs of all runs are."""
     ids: dict[str, list[str]] = {}
     for checkpoint in scores.spec["checkpoints"]:
-        if isinstance(checkpoint, str):  # all that answers to questions know
+        if isinstance(checkpoint, str):  # answers have ids only
             continue
         ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
-    equal = [f"{', '.join(own[:-1])} and {own[-1]}" for own in ids.values() if len(own) > 1]
+    equal = [f"{', '.join(same[:-1])} and {same[-1]}" for same in ids.values() if len(same) > 1]
     deviations = scores.tables["targets"]["output_sd"].to_numpy()
     if not equal and len(scores.spec["runs"]) > 1 and not deviations.any():
         equal = ["The last checkpoints of all runs"]
@@ -132,16 +131,16 @@ def _equal_checkpoints(scores: File) -> list[StudyWarning]:
 
 
 def _trained_on(scores: File) -> list[StudyWarning]:
-    """Look whether most targets are training samples."""
+    """Warn if most targets are training samples."""
     n, n_targets = scores.attributes.get("n_trained_on", 0), len(scores.tables["targets"])
     shown = {"n": n, "n_targets": n_targets, "experiment": scores.spec["experiment"]}
     return [StudyWarning("trained_on", shown)] if n > n_targets / 2 else []
 
 
 def _loss_weights(scores: File) -> list[StudyWarning]:
-    # Unknown for answers to questions.
+    # Answers have no such attribute.
     saturated = scores.attributes.get("saturated", 0)
-    # A residual is in a unit that no limit here can know.
+    # A residual has a unit, so a fixed limit has no meaning.
     if saturated <= 0.5 or not output_of(scores).weight_is_probability:
         return []
     along = scores.spec["combine"] == Combine.UNIT_AVERAGE
@@ -162,7 +161,7 @@ def _matrices(results: Results) -> list[StudyWarning]:
 
 
 def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
-    """Compare how far ends of runs differ on a target with how far targets differ."""
+    """Warn if outputs differ more between the ends of runs than between targets."""
     targets = [row for file in scores for row in rows_with(file.tables["targets"])]
     if len(scores[0].spec["runs"]) < 2 or len(targets) < _ENOUGH_TARGETS:
         return []
@@ -174,33 +173,24 @@ def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
 
 
 _FOLDER = Path(__file__).parent
-# How templates write a number: `{{ n | plural("target") }}`.
+# Functions of template_filters that templates use, such as `{{ n | plural("target") }}`.
 _FILTERS = (
-    template_filters.number,
-    template_filters.signed,
-    template_filters.fixed,
-    template_filters.percent,
-    template_filters.thousands,
-    template_filters.plural,
-    template_filters.label,
-    template_filters.anchor,
-    template_filters.is_right,
-    template_filters.of_target,
-    template_filters.of_training_sample,
+    *("number", "signed", "fixed", "percent", "thousands", "plural", "label", "anchor"),
+    *("is_right", "of_target", "of_training_sample"),
 )
 _KINDS = ("ceiling", "scores", "baseline")
-# Entries of a list or mapping in the config.
+# The largest number of entries shown of a list or mapping in the config.
 _LONG = 40
 
 
 def ranked(evaluation: File) -> list[Any]:
-    """Return the rows of an evaluation's summary: ceiling, scores, the best simple rules."""
+    """Return the rows of an evaluation's summary: ceiling, scores, baselines by LDS."""
     rows = rows_with(evaluation.tables["summary"])
     return sorted(rows, key=lambda row: (_KINDS.index(row.kind), -row.lds))
 
 
 def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
-    """Return each target's id, correlation and ceiling, None where that is unknown."""
+    """Return the id, the correlation and the ceiling (or None) of each target."""
     table = evaluation.tables["targets"]
     by_method = {
         method: dict(zip(rows["target_id"], rows["correlation"], strict=True))
@@ -211,10 +201,10 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 
 
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
-    """Return the first target with scores of either sign, to read as an example; None without one.
+    """Return the first target with scores of either sign, as an example; None if there is none.
 
-    Beside it the rows of its largest score (``helpful``) and its lowest (``harmful``), and the
-    ``ratio`` of their sizes.
+    ``helpful`` and ``harmful`` are the rows of its largest and lowest score, ``ratio`` the ratio of
+    their sizes.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
@@ -225,7 +215,7 @@ def worked_example(experiment: File) -> Mapping[str, Any] | None:
 
 
 def _shortened(value: Any) -> Any:
-    """Cut long lists and mappings, saying how long they are."""
+    """Return a value with long lists and mappings shortened."""
     if isinstance(value, Mapping):
         items = [(str(k), _shortened(v)) for k, v in value.items()]
         more = {"...": f"{len(items) - _LONG:,} more"} if len(items) > _LONG else {}
@@ -237,20 +227,20 @@ def _shortened(value: Any) -> Any:
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """Return a config as YAML, long lists cut."""
-    # A flow style at the leaves keeps lists of ids on few lines.
+    """Return a config as YAML, with long lists shortened."""
+    # Flow style at the leaves, so that lists of ids need few lines.
     return yaml.safe_dump(
         _shortened(config), sort_keys=False, default_flow_style=None, width=90, allow_unicode=True
     ).rstrip()
 
 
 def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a file's provenance and that of all that it was made from."""
+    """Return the provenance of a file and of all its inputs."""
     return [provenance, *(m for part in provenance.get("made_from", ()) for m in _made(part))]
 
 
 def versions(files: Sequence[File]) -> list[tuple[str, str]]:
-    """Return by name the versions, perhaps several, of the software and devices behind files."""
+    """Return names and versions of the software and devices that computed files."""
     versions: dict[str, set[str]] = {}
     for provenance in (made for file in files for made in _made(file.provenance)):
         for key, value in provenance.items():
@@ -269,13 +259,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
+    # Functions of templates, such as `{% for chart in lds_charts(evaluation) %}`.
     functions = (
         *(charts.lds_charts, charts.removal_charts, charts.group_charts),
         *(output_of, ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )
-    environment.filters |= {function.__name__: function for function in _FILTERS}
+    environment.filters |= {name: getattr(template_filters, name) for name in _FILTERS}
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
         "limits": LIMITS,
@@ -285,13 +275,13 @@ def _environment() -> Environment:
 
 
 def script_hash() -> str:
-    """Return the hash by which a page's policy allows its script, and no other."""
+    """Return the hash of the page's script, the only one that its policy allows."""
     script = _environment().get_template("explore.js.j2").render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def rendered(template: str, **shown: Any) -> str:
-    """Return a template of this name, without its ``.html.j2``, filled in."""
+    """Render the template of a name without ``.html.j2``."""
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
@@ -304,8 +294,8 @@ def report(
 ) -> str:
     """Return the report of a ``study`` as one HTML document, with each experiment's examples.
 
-    ``shared`` are training samples of several experiments, which the examples show too. ``first``
-    is the id of the first training sample, and what the model reads of it, which may be empty.
+    ``shared`` are training samples of several experiments, which ``examples`` has too. ``first`` is
+    the id of the first training sample and the text that the model reads of it, or "".
     """
     return rendered(
         "report",
@@ -322,15 +312,15 @@ def report(
 
 
 def listed_samples(**shown: Any) -> str:
-    """Return the first rows of a list to act on as one HTML document."""
+    """Return the first rows of a list as one HTML document."""
     return rendered("list", **shown)
 
 
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 
-    A target has ``each`` training samples of either sign, at most. An experiment without a name of
-    its file is one of answers, whose scores are in no file.
+    A target has at most ``each`` training samples of either sign. An experiment without a file name
+    has the answers of ``trak ask``.
     """
     output = output_of(shown.experiment)
     warnings = score_warnings(shown.experiment)
