@@ -304,8 +304,8 @@ def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weig
     assert spec.curvature_power == of_curvature[weighting]
     for key in WHOLE:
         assert (f"{key} is" in specs.defaults) == (key not in given)
-    article = "no" if output == "regression" else "a"
-    said = f"{output}, whose loss weight is {article} probability"
+    article = "not a" if output == "regression" else "a"
+    said = f"{output}, where the loss weight is {article} probability"
     assert (said in specs.defaults) == ("loss_weight_power" not in given)
 
 
