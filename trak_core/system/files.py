@@ -271,8 +271,8 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
     if not files:
         raise InputError(
-            "data_files: each entry must match a file that is not hidden and not in the results "
-            f"folder. Found nothing at {pattern!r} (from {Path.cwd()}).",
+            "data_files: each entry must match at least one file that is not hidden and not in the "
+            f"results folder. Found nothing at {pattern!r} (from {Path.cwd()}).",
             code="config.missing_data_file",
         )
     return files
