@@ -99,9 +99,10 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
     bare = [path for path in checkpoints if _lacks_optimizer(Path(path))]
     if bare and specs.all_features.preconditioner is not None:
         raise InputError(
-            f"With `preconditioner: adam`, checkpoints must be folders with {OPTIMIZER_FILE} (a "
-            "Trainer saves it without save_only_model), or files of model and optimizer. Found no "
-            f"optimizer in {', '.join(bare)}. Leave them out, or leave `preconditioner` out."
+            f"With `preconditioner: adam`, checkpoints must be folders that hold {OPTIMIZER_FILE}, "
+            "as a Trainer saves it without save_only_model, or files of model and optimizer. Found "
+            f"no optimizer in {', '.join(bare)}. Name only those that have one, or leave "
+            "`preconditioner` out."
         )
     truth = _own_truth(specs)
     if not all(Path(path).is_file() for path in truth):

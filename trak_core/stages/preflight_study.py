@@ -158,9 +158,9 @@ def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
         # NaN differs from itself.
         if before.shape != after.shape or not ((before == after) | (before != before)).all():
             raise InputError(
-                "A sample must be the same each time it is read. Found that sample "
-                f"{split.ids[0]} differs in {name or 'the inputs'}. Remove random steps such as "
-                "augmentation; prepare samples as in evaluation."
+                "A sample must be the same whenever it is read. Found two of "
+                f"{split.ids[0]}, which differ in {name or 'the inputs'}. Remove random steps such "
+                "as augmentation; prepare samples as in evaluation."
             )
 
 
