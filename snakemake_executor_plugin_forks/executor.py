@@ -1,9 +1,9 @@
-"""The local executor, with another way to run a Python script."""
+"""Snakemake's local executor, which runs Python scripts in forks."""
 
 import os
 import shlex
 import signal
-import subprocess  # ruff: ignore[suspicious-subprocess-import] -- its error alone
+import subprocess  # ruff: ignore[suspicious-subprocess-import] -- only its error class
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,20 +26,18 @@ _execute_by_shell = PythonScript.execute_script
 
 @dataclass
 class ExecutorSettings(ExecutorSettingsBase):
-    """Settings, made when the command line is read, before Snakemake reads the workflow."""
+    """Settings. Snakemake creates them from the command line before it reads the workflow."""
 
     preload: str = field(
         default="",
         metadata={
-            "help": "What is imported before the first script, with commas: modules, names in "
-            "modules, and functions to call, whose names end with ()."
+            "help": "Comma-separated names to import before the first script: modules, names in "
+            "modules, and functions to call, which end with ()."
         },
     )
     late: bool = field(
         default=False,
-        metadata={
-            "help": "Import it when it is known that there are jobs, not while Snakemake plans."
-        },
+        metadata={"help": "Import them when the first job starts, not while Snakemake plans jobs."},
     )
 
     def __post_init__(self) -> None:
@@ -56,20 +54,20 @@ class Executor(LocalExecutor):
         PythonScript.execute_script = execute_script
 
     def run_job(self, job: Any) -> None:
-        """Run a job; the first one starts the server, where it has not been started."""
+        """Run a job. Start the server if it is not running."""
         start()
         super().run_job(job)
 
 
 def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
-    """Run what Snakemake made of a script, in a fork where Snakemake's Python would run it.
+    """Run a script that Snakemake has prepared, in a fork if Snakemake's own Python would run it.
 
     Raises:
-        CalledProcessError: As by Snakemake's shell, if the script fails.
+        CalledProcessError: If the script fails, as from Snakemake's shell.
     """
-    elsewhere = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
-    changed = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
-    if any(elsewhere) or any(changed):
+    other_python = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
+    other_shell = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
+    if any(other_python) or any(other_shell):
         return _execute_by_shell(self, fname, edit)
     environment = dict(os.environ) | dict.fromkeys(THREADS, str(self.threads))
     temporary = self.resources.get("tmpdir")
@@ -86,20 +84,22 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
 
 @contextmanager
 def _measured(process: int | None, record: Any) -> Generator[None, None, None]:
-    """Have Snakemake measure a process for its ``benchmark``, if the rule has one."""
+    """Measure a process for Snakemake's ``benchmark`` if the rule has one."""
     with ExitStack() as stack:
         if record is not None:
             record.running_time = 0.0
-            with suppress(psutil.NoSuchProcess):  # it has ended by now
+            with suppress(psutil.NoSuchProcess):  # it has already ended
                 stack.enter_context(benchmarked(process, record))
         yield
 
 
 def _explain(rule: str, number: int) -> None:
-    """Say which signal has ended a script, and what that may mean."""
+    """Log the signal that ended a script, and its probable cause."""
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-    cause = (
-        ", as by the system when memory runs out. Give the job more memory, or run fewer at a time "
-        "(--cores, --resources)"
-    ) * (number == signal.SIGKILL)
-    logger.error(f"Error: the script of {rule} must end by itself. Found its end by {name}{cause}.")
+    cause = ""
+    if number == signal.SIGKILL:
+        cause = (
+            " The system does this when memory runs out. Give the job more memory, or run fewer at "
+            "a time (--cores, --resources)."
+        )
+    logger.error(f"Error: the script of {rule} was ended by {name}.{cause}")

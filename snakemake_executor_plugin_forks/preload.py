@@ -1,4 +1,4 @@
-"""What multiprocessing's forkserver imports first; importing it does the server's own imports."""
+"""Import the preloaded modules. multiprocessing's forkserver imports this module first."""
 
 from snakemake_executor_plugin_forks.server import serve
 

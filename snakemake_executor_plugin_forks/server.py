@@ -1,9 +1,9 @@
-"""Run Python scripts in forks of one process that has imported what they need.
+"""Run Python scripts in forks of one process that has imported the modules they need.
 
 The process is the forkserver of Python's ``multiprocessing``. A script gets the environment, folder
-and streams that it would have in a Python of its own. Where a fork could differ, it becomes a new
-Python by ``exec``: if an import left threads running or CUDA in use, or if variables that libraries
-read when they are imported have other values than in the server.
+and streams that it would have in a new Python. If a fork could behave differently, it starts a new
+Python by ``exec``. This is the case if an import left threads running or CUDA initialized, or if an
+environment variable that libraries read at import differs from the server's.
 """
 
 import atexit
@@ -24,44 +24,43 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What Snakemake sets to the threads of a job. Libraries read it when they are imported.
+# Snakemake sets these to the threads of a job. Libraries read them at import.
 _LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM", "NUMEXPR_NUM")
 THREADS = [f"{library}_THREADS" for library in _LIBRARIES]
 TEMPORARY = ["TMPDIR", "TMP", "TEMPDIR", "TEMP"]
-# pandas imports pyarrow if it is installed, whose allocator would start a thread.
+# pandas imports pyarrow if it is installed. Without this, pyarrow's allocator starts a thread.
 NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-# No library reads these when it is imported; Snakemake's plugin for S3 sets the last two.
+# No library reads these at import. Snakemake's plugin for S3 sets the last two.
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
-_TOLD = "SNAKEMAKE_FORKS_SERVER"  # modules to import and the environment of scripts, for the server
+_TOLD = "SNAKEMAKE_FORKS_SERVER"  # the server's modules to import and environment, as JSON
 _PR_SET_PDEATHSIG = 1
 _TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
 _context = multiprocessing.get_context("forkserver")
-# multiprocessing's own list of processes is not safe with threads.
+# multiprocessing's list of processes is not thread-safe.
 _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
-_running: set[int] = set()  # processes of scripts
-# In the server and its forks: the environment that imports saw; None where forks are unsafe.
+_running: set[int] = set()  # process ids of scripts
+# In the server and its forks: the environment at import; None if forks are unsafe.
 _seen: dict[str, str] | None = None
 _paths: list[str] = []
 _server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
-    """Set what the server imports before anything else.
+    """Set the names that the server imports: modules, or names in them (``package.module.Class``).
 
-    A name is that of a module, or of what a module has (``package.module.Class``). A function whose
-    name ends with ``()`` is called.
+    A function whose name ends with ``()`` is called.
     """
     _modules[:] = modules
 
 
 def start() -> None:
-    """Start the server, which imports while this process goes on; call it in the main thread.
+    """Start the server, unless it was started before. Call this in the main thread.
 
-    Without effect if it was started before. It and its forks end with this process.
+    The server imports in the background. It and its forks end with this process.
     """
     global _is_started
     with _lock:
@@ -73,7 +72,7 @@ def start() -> None:
         scripts = environment | dict.fromkeys(THREADS, "1")
         told = {_TOLD: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
         forkserver.set_forkserver_preload([f"{__package__}.preload"])
-        resource_tracker.ensure_running()  # which would let SIGINT through below
+        resource_tracker.ensure_running()  # now, because it would unblock SIGINT below
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.environ.update(scripts | NO_ARROW_THREAD | told)
         try:
@@ -85,7 +84,7 @@ def start() -> None:
 
 
 def _end_running() -> None:
-    """Ask scripts that still run to end. SIGCONT lets suspended ones receive SIGTERM."""
+    """Send SIGTERM to running scripts, and SIGCONT so that suspended ones receive it."""
     for pid in [*_running]:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -93,7 +92,7 @@ def _end_running() -> None:
 
 
 def _end_with_parent(process: int) -> None:
-    """End when the parent does; at once if this ``process`` has ended by now."""
+    """End this process when its parent ends, or now if ``process`` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
@@ -103,10 +102,10 @@ def _end_with_parent(process: int) -> None:
 
 
 def serve() -> None:
-    """Import what the server was told to; ``multiprocessing`` calls this in its server."""
+    """Import the preloaded names, in the server process of ``multiprocessing``."""
     global _seen, _server
     _server = os.getpid()
-    # Ctrl-C is for scripts and who waits for them.
+    # Ctrl-C ends scripts and the process that waits for them, not the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if _TOLD not in os.environ:  # multiprocessing has replaced a server that was killed
@@ -118,14 +117,14 @@ def serve() -> None:
     _paths[:] = sys.path
     terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
-    gc.disable()  # imports leave next to nothing to collect, and it takes a sixth of their time
+    gc.disable()  # collections take a sixth of the time of imports and free almost nothing
     for name in modules:
-        with suppress(Exception):  # a script that needs it says why it fails
+        with suppress(Exception):  # a script that needs it will raise the error
             attribute = pkgutil.resolve_name(name.removesuffix("()"))
             if name.endswith("()"):
                 attribute()
     gc.enable()
-    gc.freeze()  # else forks would copy what a collection looks at
+    gc.freeze()  # otherwise a collection in a fork would copy the memory of imports
     sys.stderr.flush()
     os.dup2(terminal, 2)
     os.close(terminal)
@@ -141,7 +140,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Do in a fork what ``python script arguments`` does."""
+    """Run ``python script arguments`` in a fork."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # If memory runs out, the kernel kills this process and not the server, on which others depend.
@@ -149,7 +148,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
         _OOM_SCORE.write_text("300")
     if _seen != _read_at_import(environment):
         command = [sys.executable, script, *arguments]
-        # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
+        # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
         os.execve(sys.executable, command, environment)
     os.environ.clear()
     os.environ.update(environment)
@@ -158,7 +157,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     sys.argv = [script, *arguments]
     folder = [] if environment.get("PYTHONSAFEPATH") else [str(Path(script).parent)]
     sys.path[:] = folder + _paths
-    if "numpy" in sys.modules:  # else scripts that set no seed would draw the same numbers
+    if "numpy" in sys.modules:  # otherwise unseeded scripts would draw equal numbers
         sys.modules["numpy"].random.seed()
     main: Any = ModuleType("__main__")
     main.__file__ = script
@@ -169,7 +168,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
 
 
 def status_of(program: Callable[[], None]) -> int:
-    """Return the exit status of a program, which gets the end that Python gives one."""
+    """Run a program and Python's exit functions, and return the exit status."""
     status = 0
     try:
         program()
@@ -180,10 +179,10 @@ def status_of(program: Callable[[], None]) -> int:
     except BaseException as error:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next  # which Python would not show
+            frames = frames.tb_next  # hide the frames of this module
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         status = 1
-    # What multiprocessing leaves out, or does too late.
+    # multiprocessing does not do this, or does it too late.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     return status & 255
@@ -194,8 +193,8 @@ class Fork:
 
     Args:
         script: Its path.
-        arguments: What it finds in ``sys.argv`` after that.
-        environment: All its variables.
+        arguments: Its command-line arguments.
+        environment: All its environment variables.
     """
 
     def __init__(
@@ -206,10 +205,10 @@ class Fork:
         self._process = _context.Process(target=_run, args=given)
         main = vars(sys.modules["__main__"])
         with _lock:
-            file = main.pop("__file__", None)  # else the fork would run that first
+            file = main.pop("__file__", None)  # otherwise the fork would run this file first
             try:
                 self._process.start()
-                # Else Python's end would wait for a script that Ctrl-C has not ended.
+                # Otherwise Python's exit would wait for a script that Ctrl-C has not ended.
                 process._children.discard(self._process)  # pyright: ignore[reportAttributeAccessIssue]
             finally:
                 main |= {} if file is None else {"__file__": file}
@@ -217,7 +216,7 @@ class Fork:
         _running.add(self.pid)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return its status, as ``subprocess`` gives it; None if it still runs after that time."""
+        """Return the exit status as ``subprocess`` does; None if the script runs longer."""
         if not connection.wait([self._process.sentinel], seconds):
             return None
         with _lock:
@@ -225,6 +224,6 @@ class Fork:
             return self._process.exitcode
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the script."""
         self._process.kill()
         self.wait()

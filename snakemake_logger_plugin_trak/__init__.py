@@ -1,3 +1,3 @@
-"""A Snakemake logger that shows a line for each job, what else matters, and every error."""
+"""A Snakemake logger that shows one line for each job, and all errors."""
 
 from snakemake_logger_plugin_trak.handler import LogHandler as LogHandler

@@ -1,6 +1,6 @@
-"""What `trak run` shows of Snakemake's log: a line for each job, what else matters, every error.
+"""Show a part of Snakemake's log in `trak run`: one line for each job, warnings and errors.
 
-Its log file has everything all the same.
+Snakemake's log file has everything.
 """
 
 import re
@@ -15,7 +15,7 @@ from snakemake.logging import ColorizingTextHandler, DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
-# What Snakemake says of itself; whatever is not listed is shown.
+# Events and messages to hide. All others are shown.
 _HIDDEN_EVENTS = {
     LogEvent.WORKFLOW_STARTED,
     LogEvent.RESOURCES_INFO,
@@ -29,7 +29,7 @@ _HIDDEN_BEGINNINGS = (
     "Using shell:",
     "Conda environments: ignored",
     "Select jobs to execute",
-    # What a job that failed is told of by itself.
+    # The error of the failed job has this information.
     "RuleException:\nCalledProcessError in file",
     "Shutting down, this might take some time",
     "Exiting because a job execution failed",
@@ -39,7 +39,7 @@ _ERROR = re.compile(r"^(?:Error: |Traceback \(most recent).*", re.M | re.S)
 
 
 class _Lines(DefaultFormatter):
-    """Snakemake's formatter, with a line for a job that begins and one for how many there are."""
+    """Snakemake's formatter, with one line for the number of jobs and one for each job's start."""
 
     def __init__(self, show_failed_logs: bool) -> None:
         super().__init__(set(), show_failed_logs)
@@ -49,10 +49,10 @@ class _Lines(DefaultFormatter):
         self._messages: dict[int, str] = {}
 
     def is_shown(self, record: LogRecord) -> bool:
-        """Return whether a record matters to a person, and learn from it how far the run is."""
+        """Return whether to show a record. Update the progress from it."""
         event = getattr(record, "event", None)
         if event == LogEvent.RUN_INFO:
-            # Once more at the end, of a run that was no dry one.
+            # Snakemake repeats it at the end of a run.
             if self._began is not None:
                 return False
             self._began, self._total = record.created, record.__dict__["stats"]["total"]
@@ -62,7 +62,7 @@ class _Lines(DefaultFormatter):
         if event in {LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR}:
             self._has_failed = True
         if event == LogEvent.JOB_INFO:
-            # Jobs without a message only gather files, such as `all`.
+            # Jobs without a message, such as `all`, do nothing.
             message = record.__dict__["rule_msg"]
             self._messages[record.__dict__["jobid"]] = message
             return bool(message)
@@ -72,12 +72,12 @@ class _Lines(DefaultFormatter):
 
     @property
     def kept(self) -> str:
-        """What to know of a run in which a job failed; "" of any other, also of a stopped one."""
+        """A text on finished jobs after a job has failed; empty for other runs."""
         if not self._has_failed:
             return ""
         return (
-            f"Finished jobs are kept, {self._done} of {self._total}. Mend what failed, then run "
-            "the same command again: it goes on from there.\n"
+            f"Finished jobs are kept, {self._done} of {self._total}. Correct the error, and run "
+            "the same command again to continue.\n"
         )
 
     def format_run_info(self, msg: dict[str, Any]) -> str:
@@ -85,7 +85,7 @@ class _Lines(DefaultFormatter):
         return f"{self._total} jobs: {', '.join(f'{n} {rule}' for rule, n in counts.items())}"
 
     def format_job_error(self, msg: dict[str, Any]) -> str:
-        """Return a failed job's own error; without one in its log, all that Snakemake knows."""
+        """Return the error in a failed job's log, or Snakemake's message if there is none."""
         for log in map(Path, msg["log"]):
             with suppress(OSError):
                 error = _ERROR.search(log.read_text(encoding="utf-8", errors="replace"))
@@ -101,25 +101,25 @@ class _Lines(DefaultFormatter):
 
 
 class LogHandler(LogHandlerBase):
-    """The plugin; where a call says what to show (`--quiet`, `-n`), all is as without it."""
+    """The logger plugin. Options such as `--quiet` and `-n` turn it into Snakemake's logger."""
 
     def __post_init__(self) -> None:
-        said = self.common_settings
-        is_said = said.quiet or said.verbose or said.printshellcmds or said.debug_dag
-        stream = sys.stdout if said.stdout else sys.stderr
-        self._shown = ColorizingTextHandler(said.nocolor, stream)
-        self._shown.setFormatter(DefaultFormatter(said.quiet, said.show_failed_logs))
-        self._lines = None if is_said or said.dryrun else _Lines(said.show_failed_logs)
+        options = self.common_settings
+        is_plain = options.quiet or options.verbose or options.printshellcmds or options.debug_dag
+        stream = sys.stdout if options.stdout else sys.stderr
+        self._shown = ColorizingTextHandler(options.nocolor, stream)
+        self._shown.setFormatter(DefaultFormatter(options.quiet, options.show_failed_logs))
+        self._lines = None if is_plain or options.dryrun else _Lines(options.show_failed_logs)
         if self._lines is not None:
             self._shown.setFormatter(self._lines)
             self._shown.addFilter(self._lines.is_shown)
 
     def emit(self, record: LogRecord) -> None:
-        """Show a record, after Snakemake's own filter."""
+        """Show a record that passed Snakemake's filter."""
         self._shown.handle(record)
 
     def close(self) -> None:
-        """Say last what is kept of a run that failed."""
+        """Write which jobs of a failed run are kept."""
         if self._lines is not None:
             self._shown.stream.write(self._lines.kept)
             self._shown.flush()

@@ -96,8 +96,8 @@ def test_a_line_for_each_job_that_begins_and_the_error_of_one_that_failed(said, 
         "Found 7.",
         f"Its log: {tmp_path}/job.log",
         "What nobody has foreseen.",
-        "Finished jobs are kept, 1 of 3. Mend what failed, then run the same command again: "
-        "it goes on from there.",
+        "Finished jobs are kept, 1 of 3. Correct the error, and run the same command again to "
+        "continue.",
         "",
     ]
     # The log has what Snakemake would have said.

@@ -1,4 +1,4 @@
-"""Bad configs stop before any job; one message says what must hold, what was found, what to do."""
+"""Bad configs are refused before any job, with one message."""
 
 import datetime
 import re
@@ -7,14 +7,14 @@ import pytest
 import yaml
 from refusals import as_text, check, message, refuse
 from refused import refused
-from workspace import REPOSITORY, Workspace, as_a_module, snakemake
+from workspace import Workspace, as_a_module
 
-# What the schema says of a key: its words are in the schema.
+# The description of a key, or the list of known keys.
 ABOUT = re.compile(r"(?:Meaning|Known keys): \S[^\n]*")
 
 
 def at(path, value):
-    """A change of the good config, by the key's path."""
+    """Return a change of the good config, from the key's path."""
     *above, key = path.split(".")
     change = {key: value}
     for name in reversed(above):
@@ -27,12 +27,12 @@ def experiment(name):
 
 
 def mean(**about):
-    """A change to an experiment beside one that is its mean."""
+    """Return experiments of which one is the mean of the other."""
     own = {"targets": ["patient-342"]}
     return {"experiments": {"mine": own, "mean": {"mean": "mine"} | about}}
 
 
-# A key, its value, and what the schema says that it must be.
+# A key, its value, and the expected requirement in the message.
 VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
     "a number that is not an integer": ("projection.proj_dim", 16.0, "an integer"),
@@ -42,36 +42,22 @@ VALUES = {
         "rademacher",
         "exact or gauss_newton or a mapping",
     ),
-    "a projection of another type": ("projection", 512, "exact or gauss_newton or a mapping"),
-    "out of range": ("scoring.damping", -1, "at least 0"),
     "power": ("scoring.loss_weight_power", 0, "above 0"),
-    "no dimensions": ("projection.proj_dim", 0, "at least 1"),
-    "a huge number": ("scoring.damping", 1e300, "at most 1000000000.0"),
-    "a huge seed": ("projection.seed", 2**64, f"at most {2**64 - 1}"),
     "NaN": ("scoring.damping", float("nan"), "a finite number"),
-    "infinity": ("scoring.damping", float("inf"), "a finite number"),
     "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, loss(?=\.)")),
     "no checkpoint at all": ("checkpoints", {}, "empty"),
-    "checkpoints that are a list": ("checkpoints", ["c0.pt"], "text or a mapping"),
-    "no experiment": ("experiments", {}, "empty"),
     "an experiment without targets": (
         *("experiments.mine", {}),
         "a mapping with targets or data or where or mean",
     ),
-    "empty experiment": ("experiments.mine.targets", [], "empty"),
-    "a target in place of a list": ("experiments.mine.targets", 5, "text or a list"),
     "a target twice": ("experiments.mine.targets", ["a", "a"], "each once"),
     "a question of another kind": ("experiments.mine.data", "asked.txt", "as its meaning says"),
-    "one parameter in place of a list": ("parameters", "0.weight", "all or a list"),
     "a section without keys": ("scoring", None, "a mapping"),
-    "no required key": ("experiments", None, "a mapping"),
-    "a study without a name": ("study", "", "empty"),
     "a results folder with a command": ("results", "$(touch ran)", "as its meaning says"),
-    "a results folder of a name too long": ("results", "a" * 2001, "as its meaning says"),
     "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
     **{
         f"the results folder {name!r}": ("results", name, "as its meaning says")
-        for name in ("my study", " run", "runs/run 2", "a\tb", "a\u00a0b", "r\u00e9sultats")
+        for name in ("my study", "a\tb", "r\u00e9sultats")
     },
 }
 DATE = datetime.date(2024, 1, 1)
@@ -82,13 +68,13 @@ TRAINED = {"training": {}, "checkpoints": {"c0": {}}}
 
 
 def removals(**lists):
-    """Removals by a list, in a config that trains."""
+    """Return a config that trains, with removals by lists."""
     return TRAINED | {"evaluation": {"removals": lists}}
 
 
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
-# By the code of the refusal: a change of the good config, and what the message must name.
+# Changes of the good config and the values that the message must contain, by error code.
 REFUSALS = {
     "config.schema": {
         **{
@@ -96,11 +82,9 @@ REFUSALS = {
             for name, (path, value, must) in VALUES.items()
         },
         "a name like a file's": (experiment("mine.h5"), "experiments", "'mine.h5'"),
-        "experiment called train": (experiment("train"), "experiments", "'train'"),
         "an experiment's name with a path": (experiment("../mine"), "experiments", "'../mine'"),
         "an experiment's name that ends a line": (experiment("a\n"), "experiments", r"'a\n'"),
         "unknown key": ({"projecton": {}}, "the config", "'projecton'", "mean projection"),
-        "unknown key inside": (at("projection.dim", 3), "projection", "'dim'"),
         "a misspelt key": (
             at("scoring.normalise", True),
             "scoring",
@@ -271,9 +255,9 @@ REFUSALS = {
     "config.checkpoint_value": {
         "arguments without training": (
             {"checkpoints": {"c0": {"seed": 1}}},
-            *("{'seed': 1}", "'c0'", "without `training`."),
+            *("{'seed': 1}", "'c0'", "without `training`"),
         ),
-        "path with training": ({"training": {}}, "'c0.pt'", "'c0'", "with `training`."),
+        "path with training": ({"training": {}}, "'c0.pt'", "'c0'", "with `training`"),
     },
     "config.preflight": {
         "parameter pattern": ({"parameters": ["head.*"]}, "'head.*'", "0.weight, 0.bias"),
@@ -299,9 +283,8 @@ CONFIGS = {
     for code, cases in REFUSALS.items()
     for name, (change, *values) in cases.items()
 }
-# Keys that the schema says nothing more of.
+# Keys without a description.
 WITHOUT_WORDS = {
-    "empty experiment",
     "a target twice",
     "a target that is no id",
     "no checkpoint at all",
@@ -317,17 +300,12 @@ def test_bad_config(workspace, name):
         check(workspace, change)
 
 
-# Each way that a refusal leaves Snakemake by.
+# One refusal by the schema, one by Python code, and one by the preflight.
 TEXTS = {
     "a key that the schema does not know": (
         {"projecton": {}},
         r"^The config is not valid: the config: unknown key 'projecton'\. Did you mean proj",
     ),
-    "a key given twice": (
-        GIVEN_TWICE,
-        r"study\.yaml: a key must be given once\. Found 'c0' in lines 4 and 6",
-    ),
-    "no study": ({"study": "gone.py"}, r"^gone\.py: the study's Python file must exist"),
     "a checkpoint's id with a command": (
         {"checkpoints": {"$(touch ran)": "c0.pt"}},
         r"^A checkpoint's id becomes a file name.*Found '\$\(touch ran\)'",
@@ -353,8 +331,7 @@ def test_snakemake_says_what_is_bad_about_a_modules_config(workspace):
     assert re.search(r"^The config .* 'projecton'", message(refuse(outer, {"projecton": {}})))
 
 
-# Snakemake reads a config before this workflow does, and says so itself; what it does not expect
-# ends with a traceback, whose last line says as much.
+# Snakemake reads a config before this workflow does, so these are its own messages or tracebacks.
 UNREADABLE = {
     "an empty config": (b"", r"Config file must be given as JSON or YAML with keys at top level"),
     "broken YAML": (b"study: [\n", r"Config file is not valid JSON or YAML"),
@@ -392,25 +369,8 @@ def test_lists_of_an_output_that_says_what_is_better(workspace):
 
 
 def test_a_good_config_alone_decides_what_runs(workspace):
-    """The results folder in any spelling; nothing of config/config.yaml leaks in."""
+    """No value of config/config.yaml is merged into it. The results folder is normalized."""
     _, output = workspace.snakemake("-n", text=as_text({"results": "./out/"}))
     assert "out/scores/mine.h5" in output
     assert "./out" not in output
     assert "mix" not in output
-
-
-def test_what_snakemake_says_before_it_reads_the_workflow(workspace, tmp_path):
-    """As docs/how-to/faults.md has it, and that the ways out are some."""
-    workspace.path("study.yaml").write_bytes(as_text({}))
-    there = ("--snakefile", str(REPOSITORY / "Snakefile"), "--cores", "1", "-n")
-    status, output = snakemake(tmp_path, "--cores", "1")
-    assert status
-    assert "No Snakefile found" in output
-    status, output = snakemake(workspace.folder, *there, "--configfile", "study.yaml", "scores")
-    assert status
-    assert re.search(r"FileNotFoundError: .*'scores'", output)
-    status, output = snakemake(workspace.folder, *there, "--configfile=study.yaml", "scors")
-    assert status
-    assert re.search(r"MissingRuleException:\s*No rule to produce scors", output)
-    status, output = snakemake(workspace.folder, *there, "--configfile=study.yaml", "scores")
-    assert status == 0, output

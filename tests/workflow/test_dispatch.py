@@ -1,4 +1,4 @@
-"""What a rule names is what its stage takes: the jobs of configs that use everything, none run."""
+"""The named values of each rule are arguments of its stage, for configs with all rules."""
 
 import ast
 import inspect
@@ -18,14 +18,14 @@ from trak_core.dependency_digests import stage_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.job import convert_param, describe_job, run, stage_module, stage_of
 
-# A stage is a function that takes nothing but keywords.
+# A stage is a function with only keyword arguments.
 STAGES = {
     node.name
     for path in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs and not node.args.args
 } - {"preflight_study"}
-# Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
+# Params that only trigger reruns. A stage may take `code`, to write it.
 TRIGGERS = {"code", "signature", "digest"}
 EXACT = {
     **GOOD,
@@ -96,7 +96,7 @@ def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
         *("compute_outputs", "select_targets", "compute_token_scores"),
         "compute_newton_scores",
     }
-    # Else the last scores wait for the last features, and a core for them.
+    # Otherwise the last scores wait for the last features, and a core is idle.
     first = jobs["compute_features"]["priority"]
     assert first > max(jobs[rule]["priority"] for rule in ("compute_scores", "average_scores"))
 
@@ -108,26 +108,6 @@ def test_every_job_has_the_environment_that_the_config_names(jobs):
         "../envs/trak.yaml",
         f"{folder.pop()}/environment.yaml",
     }
-
-
-COMPILER = """
-import sys
-from trak_core.system.job import import_stages
-import_stages()
-import torch
-from trak_core.projection.project import project
-from trak_core.spec import ProjectionSpec
-before = set(sys.modules)
-sizes = {"n_params": 8, "proj_dim": 4}
-project(torch.ones(1, 8), ProjectionSpec(kind="rademacher", seed=0, stream=0, **sizes))
-print(len([name for name in sys.modules if name.startswith("numba.") and name not in before]))
-"""
-
-
-def test_a_fork_that_projects_has_the_compiler_loaded():
-    """Else it imports more than a hundred modules, for a quarter of a second."""
-    command = [forked_python(), "-c", COMPILER]
-    assert int(subprocess.check_output(command, text=True).splitlines()[-1]) < 5
 
 
 def test_what_a_rule_names_its_stage_takes_and_what_it_must_have_is_there(jobs):
@@ -170,7 +150,7 @@ def test_the_code_of_a_job_is_that_of_its_stage(jobs):
 
 
 def test_a_name_that_the_stage_does_not_take():
-    """Not that a stage's default count in its place."""
+    """The stage's default must not replace it silently."""
     job = SimpleNamespace(
         **{key: {} for key in ("wildcards", "resources", "input", "output")},
         **{"rule": "train_checkpoint", "threads": 1, "log": ["log"], "config": {"compute": {}}},
@@ -181,7 +161,7 @@ def test_a_name_that_the_stage_does_not_take():
 
 
 def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
-    """A checkpoint's id and its file have one name."""
+    """A checkpoint's id and its file have the same name."""
     given = []
     job = SimpleNamespace(
         rule="my_train_checkpoint",

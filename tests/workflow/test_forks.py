@@ -136,7 +136,7 @@ def test_what_has_ended_a_script_is_told(name, folder):
     write(folder, f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
     status, output = run(folder)
     assert status == 1
-    (line,) = {line for line in output.splitlines() if "must end by itself" in line}
+    (line,) = {line for line in output.splitlines() if "was ended by" in line}
     assert f" {name}" in line
     assert ("memory" in line) is (name == "SIGKILL")
     assert "Error in rule tell" in output

@@ -1,4 +1,4 @@
-"""Experiments that bring their own targets: what a new question costs, and what it says."""
+"""Experiments with targets in a file: which jobs run, and equal scores for equal samples."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def _diabetes(monkeypatch):
 
 
 def test_a_question_costs_its_own_gradient_and_scores(study):
-    """Of patients that the study's own targets have as well: the scores are the same."""
+    """Scores of samples that are also targets of the study are equal to the study's."""
     study.run("scores")  # again, because the study has new functions
     names = list(study.config["experiments"]["few"]["targets"])
     lines(study, [int(name.removeprefix("patient-")) for name in names], names)
@@ -84,7 +84,6 @@ def test_a_question_costs_its_own_gradient_and_scores(study):
 
 def test_questions_in_python_and_in_a_table(study):
     study.path("asked.py").write_text(QUESTION.replace("from diabetes", "from beside_it"))
-    # On nodes without a shared disk this comes along.
     study.path("beside_it.py").write_text("from diabetes import x, y")
     lines(study, [400, 401], ["first", "second"])
     rows = [json.loads(line) for line in study.path("asked.jsonl").read_text().splitlines()]
@@ -105,10 +104,10 @@ def test_questions_in_python_and_in_a_table(study):
     assert list(code.columns) == list(table.columns) == ["first", "second"]
     np.testing.assert_allclose(code, table, rtol=1e-5, atol=1e-12)
     np.testing.assert_array_equal(rows["second"], row["second"])
-    # Alone in its batch, whose products some processors add up in another order.
+    # Some processors sum products of a batch of one sample in another order.
     allowed = 1e-6 * table["second"].abs().max()
     np.testing.assert_allclose(rows["second"], table["second"], rtol=0, atol=allowed)
-    # What a question says counts for it alone.
+    # A change of the file reruns only its experiment.
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
@@ -118,24 +117,14 @@ def test_questions_in_python_and_in_a_table(study):
     ("text", "name", "words"),
     [
         ("", "asked.jsonl", "Reading it failed: it has no rows"),
-        ("{}\n[]\n", "asked.jsonl", "a line is not a JSON object"),
         ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
-        ('{"a": 1, "a": 2}\n', "asked.jsonl", "failed: line 1: the field 'a' stands twice, in"),
         ('{"a": null}\n', "asked.jsonl", "same fields, and none may be null"),
         (
             '{"patient": 1}\n',
             "asked.jsonl",
             'asked.jsonl, line 1, {"patient": 1}, must end without',
         ),
-        (
-            '{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n',
-            "asked.jsonl",
-            "line 2: every row must have an id",
-        ),
         ("id\tpatient\n1\n", "asked.tsv", "failed: line 2 has 1 cell, the header 2"),
-        ('a\tb\n1\t"2\n3"\n4\t5\t6\n', "asked.tsv", "failed: line 4 has 3 cells, the header 2"),
-        ("a\ta\n1\t2\n", "asked.tsv", "failed: the field 'a' stands twice"),
-        ('a\n"1\n', "asked.tsv", "failed: line 2 begins a row with wrong quotes: unexpected end"),
         ("x = 1\n", "asked.py", "the study must define a function target_data()"),
     ],
 )

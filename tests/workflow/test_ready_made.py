@@ -200,7 +200,7 @@ def test_what_a_config_may_not_say(study, monkeypatch):
     with refused("config.study", "tabular without"):
         with_ready_study({"study": "tabular"})
     for wrong, named in (
-        ({"text": "train.jsonl"}, "no texts (is it text: train.jsonl?)"),
+        ({"text": "train.jsonl"}, "no texts"),
         ({"texts": "trian.jsonl"}, "trian.jsonl"),
         ({"texts": "train.jsonl", "txt": 3}, "unknown key txt"),
         ({"texts": "train.jsonl", "max_tokens": float("inf")}, "max_tokens: inf"),

@@ -111,7 +111,7 @@ def test_scores_are_unit_averages_of_all_checkpoints(along):
     with h5py.File(results / "scores/few.h5") as file:
         said = file.attrs["defaults"].decode()
         assert (file.attrs["n_checkpoints"], file.attrs["n_runs"]) == (7, 3)
-    assert "combine is unit_average, since some checkpoints come from along a run" in said
+    assert "combine is unit_average, because checkpoints are from different times" in said
     page = " ".join(results.joinpath("report.html").read_text().split())
     assert said in page
     assert "7 checkpoint" in page

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,13 @@ own = Study.load(Path({path!r})).module
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A ready-made study, and the model output of a config that names none; None where it must.
+    """A ready-made study.
 
-    The content of ``files``, arguments that name data, counts; with ``names_images`` they may be
-    tables of images' paths. A model that ``takes_weights`` is built from a checkpoint's folder.
+    Attributes:
+        model_output: The default model output; None if the config must name one.
+        files: The arguments that name data files.
+        takes_weights: Whether the model is built from a checkpoint's folder.
+        names_images: Whether data files may be tables of image paths.
     """
 
     model_output: str | None
@@ -61,7 +63,7 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# The type of an argument by its annotation, and how a message says it.
+# The type of an argument and its name in messages, by annotation.
 _TYPES = {
     "str": (str, "a text: put it into quotes"),
     "int": (int, "an integer"),
@@ -75,34 +77,35 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# Arguments that the pipeline gives itself, by place and by name; functions that get no others.
+# Positional arguments that the pipeline passes, how many by function, and keyword arguments.
+# Functions in _WITHOUT_OTHERS are called with no arguments of the pipeline.
 _BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _GIVEN = {"train": ("seed", "data")}
 _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
-    """Return a config whose study is a file, which is written if there are ``study_arguments``.
+    """Return a config whose ``study`` is a Python file without ``study_arguments`` to pass.
 
-    It lies in the results folder, and is not written where ``writes`` is false. Files that the
-    arguments name are among ``data_files``; a model output is filled in, and the weights of the
-    first checkpoint. A Python file becomes one that gives its functions those arguments that they
-    have as keywords; it and its modules are ``data_files`` then.
+    If the config has ``study_arguments``, a file that binds them is written to the results folder,
+    unless ``writes`` is false. For a ready-made study, it calls the study with them. For a Python
+    file, it passes them to those functions of the study that have keywords of these names. The
+    files and modules that the study reads are added to ``data_files``. The default model output
+    and the weights of the first checkpoint are filled in.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
-        return dict(config)  # which needs no file, or the schema refuses
+        return dict(config)  # needs no file, or is refused by the schema
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
-            "study must be a Python file, or a ready-made study with its `study_arguments`: "
-            f"{', '.join(READY_MADE)}. Found {name}"
-            f"{'' if name not in READY_MADE else ' without a mapping of study_arguments'}.",
+            "study must be a Python file, or a ready-made study with a mapping `study_arguments`: "
+            f"{', '.join(READY_MADE)}. Found {name}, study_arguments {arguments!r}.",
             code="config.study",
         )
     arguments = {key: value for key, value in arguments.items() if value is not None}
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
-        return dict(config)  # which the schema refuses
+        return dict(config)  # is refused by the schema
     if name.endswith(".py"):
         text = _own_source(Path(name), arguments)
         code = [str(path) for path in study_modules(Path(name)).values()]
@@ -121,7 +124,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     if about.names_images:
         named += [pattern for table in named for pattern in _images_of(Path(table))]
     if about.takes_weights:
-        named += _beside_weights(Path(arguments["weights"]))
+        named += _model_files(Path(arguments["weights"]))
     for argument in arguments.values():
         named += [path for path in _code_of(argument) if path not in named]
     return {
@@ -133,7 +136,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return what builds the model, as a started config has it: a function, or an argument."""
+    """Return the part of a completed config that builds the model, for error messages."""
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
@@ -143,15 +146,15 @@ def builder_of(config: Mapping[str, Any]) -> str:
 
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
-    """Return the file of a study of the user's own whose functions get arguments by keyword."""
-    study_modules(study)  # which refuses a file that is not there
+    """Return the source of a file that passes arguments to the functions of a user's study."""
+    study_modules(study)  # refuses a missing file
     nodes = ast.parse(study.read_bytes(), filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
     bound_otherwise = {name for node in nodes for name in _bound_by(node)}
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # Imported, assigned or a class: its arguments are not known, and it gets none.
+            # It is imported, assigned or a class. Its arguments are unknown, so it gets none.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]
@@ -172,8 +175,8 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(
-            f"study_arguments of {study} must be plain values for keywords of its functions: "
-            f"{', '.join(sorted(taken)) or 'it has none'}. Found {'; '.join(problems)}.",
+            f"study_arguments of {study} must be plain values for keywords of its functions "
+            f"({', '.join(sorted(taken)) or 'it has none'}). Found {'; '.join(problems)}.",
             code="config.study_keywords",
         )
     return _OWN.format(path=str(study), functions="\n".join(lines))
@@ -194,21 +197,16 @@ def _bound_by(node: ast.stmt) -> list[str]:
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
-    """Refuse arguments that the study doesn't take, and files that are not there."""
+    """Refuse arguments that a ready-made study does not take, and files that do not exist."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     function = next(function for function in functions if function.name == name)
     names = [argument.arg for argument in function.args.args]
     required = names[: len(names) - len(function.args.defaults)]
     if about.takes_weights:
-        required.remove("weights")  # a checkpoint's, if not given
+        required.remove("weights")  # the default is a checkpoint
     problems = [f"unknown key {key}" for key in arguments if key not in names]
-    missing = [key for key in required if key not in arguments]
-    near = {key: get_close_matches(key, arguments, 1) for key in missing}
-    problems += [
-        f"no {key}{f' (is it {near[key][0]}: {arguments[near[key][0]]}?)' if near[key] else ''}"
-        for key in missing
-    ]
+    problems += [f"no {key}" for key in required if key not in arguments]
     types = {
         argument.arg: ast.unparse(argument.annotation)
         for argument in function.args.args
@@ -222,8 +220,8 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
             problems.append(f"{key}: {value}")
     if problems:
         raise InputError(
-            f"study_arguments of {name} must be plain values for {', '.join(names)}, with "
-            f"{' and '.join(required)}. Found {'; '.join(problems)}.",
+            f"study_arguments of {name} must be plain values for {', '.join(names)}. "
+            f"{' and '.join(required)} are required. Found {'; '.join(problems)}.",
             code="config.study_arguments",
         )
     for key in about.files:
@@ -241,20 +239,20 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
         folder = Path(str(arguments.get(key)))
         if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
             raise InputError(
-                f"study_arguments: {key} must be a folder without the results, whose pictures "
-                f"would become a class. Found {results} in {folder}. Put the images into a folder "
-                "of their own, or name another folder as `results`.",
+                f"study_arguments: the folder {key} must not contain the results folder, whose "
+                f"pictures would become a class. Found {results} in {folder}. Move the images, or "
+                "name another folder as `results`.",
                 code="config.results_in_images",
             )
 
 
 def _is_of_type(value: Any, annotation: str) -> bool:
-    """Return whether a value is of a ready-made study's type: a text, an integer or a list."""
+    """Return whether a value has the type of a ready-made study's argument."""
     return type(value) is _TYPES[annotation.removesuffix(" | None")][0]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is written in Python as it is: no date, no infinity."""
+    """Return whether a value can be written as a Python literal. Dates and infinity cannot."""
     try:
         return ast.literal_eval(repr(value)) == value
     except (ValueError, SyntaxError):
@@ -264,26 +262,26 @@ def _is_plain(value: Any) -> bool:
 def _images_of(table: Path) -> list[str]:
     """Return patterns of the images that a table names, one for each folder and ending."""
     if not table.is_file():
-        return []  # a folder, which is watched itself
+        return []  # a folder, whose files are data files already
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
-        return []  # which the study explains
+        return []  # the study refuses the table
     patterns: dict[str, Path] = {}
     for path in images:
         patterns.setdefault(f"{glob.escape(str(path.parent))}/*{path.suffix}", path)
     missing = next((path for path in patterns.values() if not path.is_file()), None)
     if missing:
         raise InputError(
-            f"{table}: the images that it names must be files; their paths count from its folder. "
+            f"{table}: each image must be a file, with a path relative to the table's folder. "
             f"Found nothing at {missing} (from {Path.cwd()}).",
             code="config.missing_images",
         )
     return list(patterns)
 
 
-def _beside_weights(weights: Path) -> list[str]:
-    """Return the files beside weights that say what the model and its tokens are."""
+def _model_files(weights: Path) -> list[str]:
+    """Return the files next to weights that specify the model and its tokenizer."""
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
@@ -309,8 +307,8 @@ def _code_of(argument: Any) -> list[str]:
 
 
 def _written(name: str, text: str, results: str, *, writes: bool) -> str:
-    """Return the path of a study's file, which is written unless it is there: jobs look at it."""
-    # Two configs may share a results folder: neither overwrites the study of the other's jobs.
+    """Return the path of a generated study file, which is written if it does not exist."""
+    # The name has a digest, because configs that share a results folder need different files.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
     if not writes or (file.is_file() and file.read_text() == text):
@@ -329,8 +327,8 @@ def first_checkpoint(checkpoints: Any) -> str:
     path = first.get("path") if isinstance(first, Mapping) else first
     if not isinstance(path, str):
         raise InputError(
-            "study_arguments must have `weights`, the folder that the model is built from, where "
-            f"`checkpoints` is not a mapping of ids to paths. Found {json.dumps(checkpoints)}.",
+            "study_arguments must have `weights`, the folder that the model is built from, or "
+            f"`checkpoints` must map ids to paths. Found checkpoints {json.dumps(checkpoints)}.",
             code="config.weights",
         )
     return path

@@ -1,7 +1,6 @@
-"""Find the checkpoints that a config or its table names: their paths, runs and times.
+"""List the checkpoints that a config or its table names, with their paths, runs and times.
 
-A run is one training. A checkpoint of a run that says ``at`` comes from along it; the last of each
-run is its end.
+A run is one training. Its checkpoints are ordered by their times, ``at``. The last is its end.
 """
 
 import json
@@ -18,17 +17,20 @@ from trak_core.spec import ordered, stream_of
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
-# What transformers' Trainer calls the folders that it saves.
+# The names of the folders in which transformers' Trainer saves checkpoints.
 _OF_TRAINER = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint: the run that it comes from, and when, in any unit, if something says so.
+    """One checkpoint of a run.
 
-    ``path`` is None where the pipeline trains it; ``arguments`` are what the study's ``train`` gets
-    for this run alone. One that ``is_listed`` was found in a Trainer's folder. ``state_dict`` says
-    which of a file's weights are taken (``study.load_checkpoint``); None for those that are usual.
+    Attributes:
+        at: The time in the run, in any unit; None if the config does not specify it.
+        path: The file or folder; None if the pipeline trains the checkpoint.
+        arguments: Arguments of the study's ``train`` for this run only.
+        is_listed: Whether it was found in a folder of a Trainer's checkpoints.
+        state_dict: The state dict in the file to load; None for the default one.
     """
 
     run: str
@@ -42,11 +44,13 @@ class Checkpoint:
 def checkpoint_table(
     checkpoints: Mapping[Any, Any] | str, training: Mapping[str, Any] | None
 ) -> dict[str, Checkpoint]:
-    """Return the checkpoints by id, sorted.
+    """Return a config's checkpoints by id, sorted by id.
 
-    They are the config's: a mapping, or the path of a table with the columns ``checkpoint`` and
-    ``path``, and perhaps ``run``, ``at`` and ``state_dict``. With its ``training``, values are
-    arguments, with ``at`` for one time or several.
+    Args:
+        checkpoints: A mapping of ids, or the path of a table with the columns ``checkpoint`` and
+            ``path`` and the optional columns ``run``, ``at`` and ``state_dict``.
+        training: The config's ``training``. If it is given, the values of ``checkpoints`` are
+            arguments of ``train``, and ``at`` may be a list of times.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at", "state_dict"))
@@ -56,9 +60,9 @@ def checkpoint_table(
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
-    # Also of those that expand to several: a name given twice is a mistake.
+    # An entry may expand to several checkpoints. Check its name first.
     _check_ids([name for name, _ in named])
-    expand = _placed if training is None else _trained
+    expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
     names = [name for name, _ in pairs]
     _check_ids(names)
@@ -69,14 +73,14 @@ def checkpoint_table(
         if len(ids) > 1 and (None in times or len(set(times)) < len(times)):
             shown = ", ".join(f"{name}: {at}" for name, at in zip(ids, times, strict=True))
             raise InputError(
-                "Checkpoints of one run must each say `at`, a number of its own, so that it is "
-                f"known which comes last. Found {shown} in run {run!r}."
+                "Checkpoints of one run must have different times `at`, which give their order. "
+                f"Found {shown} in run {run!r}."
             )
     return table
 
 
 def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
-    """Return the runs, sorted, with the ids of their checkpoints in the order they were saved."""
+    """Return the runs, sorted, each with the ids of its checkpoints in the order of time."""
     runs: dict[str, list[str]] = {}
     for name in sorted(checkpoints, key=lambda name: (checkpoints[name].at or 0, name)):
         runs.setdefault(checkpoints[name].run, []).append(name)
@@ -84,9 +88,9 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 
 def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Return whether a run has several, or they say different times.
+    """Return whether checkpoints are from several times of training.
 
-    A checkpoint that the pipeline trains and that names no time is of the end, a time too.
+    A trained checkpoint without ``at`` is the end of its run, which is one time for all runs.
     """
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
@@ -102,7 +106,7 @@ def _check_ids(names: list[str]) -> None:
                 code="config.checkpoint_id",
             )
         if counts[name] > 1:
-            raise InputError(f"A checkpoint's id must be its own. Found {name!r} twice.")
+            raise InputError(f"Ids of checkpoints must differ. Found {name!r} twice.")
 
 
 def _check_streams(names: list[str]) -> None:
@@ -111,13 +115,13 @@ def _check_streams(names: list[str]) -> None:
         other = streams.setdefault(stream_of(name), name)
         if other != name:
             raise InputError(
-                f"Checkpoints must have projections of their own. The ids {other!r} and "
-                f"{name!r} give the same one by chance: rename either."
+                "Checkpoints need different random projections, which their ids determine. Found "
+                f"that {other!r} and {name!r} have the same by chance. Rename one of them."
             )
 
 
 def _number(text: str, name: str) -> float | None:
-    """Return a cell of a table as a number, an integer where it is written as one."""
+    """Return a cell of a table as an integer or a float; None if it is empty."""
     if not text:
         return None
     try:
@@ -129,8 +133,8 @@ def _number(text: str, name: str) -> float | None:
 def _checked_time(at: Any, name: str) -> float:
     if type(at) not in (int, float) or not 0 <= at < float("inf"):
         raise InputError(
-            f"`at` says when in its run a checkpoint was saved: a number from 0 on, such as epochs "
-            f"or steps. Found {at!r} for checkpoint {name!r}."
+            "`at` must be the time at which a checkpoint was saved, a number of at least "
+            f"0 such as an epoch. Found {at!r} for checkpoint {name!r}."
         )
     return at
 
@@ -138,12 +142,11 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoints that one training leaves: one, or one for each time."""
+    """Yield the checkpoints of one training: one for each time, or one at the end."""
     if not isinstance(value, Mapping):
         raise InputError(
-            "With `training`, a checkpoint must be a mapping of training arguments; without "
-            f"it, the path of a file or folder. Found {value!r} for checkpoint {name!r}, with "
-            "`training`.",
+            "In a config with `training`, a checkpoint must be a mapping of training arguments. "
+            f"Found {value!r} for checkpoint {name!r}.",
             code="config.checkpoint_value",
         )
     times = value.get("at", training.get("at"))
@@ -153,8 +156,8 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            "`at` says at which times a training leaves checkpoints, one or several. Found none "
-            f"for run {name!r}. Leave it out for one at the end."
+            f"`at` must have at least one time. Found an empty list for run {name!r}. Leave `at` "
+            "out for one checkpoint at the end."
         )
     several = times if isinstance(times, list) else [times]
     twice = [at for i, at in enumerate(several) if at in several[:i]]
@@ -164,16 +167,16 @@ def _trained(
         yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
 
 
-def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoint at a path, or those that a Trainer saved there."""
+def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield the checkpoint at a path, or all that a Trainer saved in that folder."""
     given = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
     if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
         shown = ", ".join(unknown) if unknown and "path" in given else repr(value)
         raise InputError(
-            "Without `training`, a checkpoint must be the path of a file or folder, or a mapping "
-            "with `path`, and perhaps `run`, `at` and `state_dict`; with it, a mapping of training "
-            f"arguments. Found {shown} for checkpoint {name!r}, without `training`.",
+            "In a config without `training`, a checkpoint must be a path, or a mapping with `path` "
+            "and optionally `run`, `at` and `state_dict`. Found "
+            f"{shown} for checkpoint {name!r}.",
             code="config.checkpoint_value",
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
@@ -185,8 +188,8 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         return
     if at is not None:
         raise InputError(
-            f"{path}: the checkpoints that a Trainer saved in a folder say `at` themselves, their "
-            f"step. Found {at!r} for checkpoint {name!r}; leave it out, or name one folder in it."
+            f"{path}: a folder of a Trainer's checkpoints must have no `at`, because each has its "
+            f"step. Found {at!r} for checkpoint {name!r}. Leave it out, or name one of its folders."
         )
     for number, folder in folders:
         step = _step(folder, number)
@@ -204,7 +207,7 @@ def _of_trainer(path: Path) -> list[tuple[int, Path]]:
 
 
 def _step(folder: Path, number: int) -> float:
-    """Return the step that a Trainer's folder says it was saved at, else that of its name."""
+    """Return the step in a Trainer's state file, or the number in the folder's name without one."""
     state = folder / "trainer_state.json"
     if not state.is_file():
         return number
@@ -214,32 +217,33 @@ def _step(folder: Path, number: int) -> float:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
-            f"failed: {type(error).__name__}: {error}. Train again, or name the other folders."
+            f"failed: {type(error).__name__}: {error}."
         ) from error
 
 
 def shared_training(
     checkpoints: Mapping[Any, Mapping[str, Any]], training: Mapping[str, Any], count: int
 ) -> dict[str, Any]:
-    """Return the ``arguments`` of ``train`` that a config's first runs share, and ``run_seeds``.
+    """Return the ``arguments`` of ``train`` that the first ``count`` runs share, and ``run_seeds``.
 
-    With ``training`` every entry of ``checkpoints`` is a run; those that are added come last.
+    ``checkpoints`` and ``training`` are those of the config. Each of ``checkpoints`` is a run.
     """
-    runs = {str(run): ordered({**training, **own}) for run, own in [*checkpoints.items()][:count]}
-    for own in runs.values():
-        own.pop("at", None)
-    seeds = {run: own.pop("seed", None) for run, own in runs.items()}
+    runs = {str(run): ordered({**training, **given}) for run, given in checkpoints.items()}
+    runs = dict([*runs.items()][:count])
+    for arguments in runs.values():
+        arguments.pop("at", None)
+    seeds = {run: arguments.pop("seed", None) for run, arguments in runs.items()}
     numbers = [seed for seed in seeds.values() if type(seed) is int]
     shared = next(iter(runs.values()))
-    if len({*numbers}) < count or any(own != shared for own in runs.values()):
-        shown = [
-            f"{run}: {{{', '.join(f'{k}: {v}' for k, v in {'seed': seeds[run], **own}.items())}}}"
-            for run, own in runs.items()
-        ]
+    if len({*numbers}) < count or any(arguments != shared for arguments in runs.values()):
+        shown = []
+        for run, arguments in runs.items():
+            pairs = {"seed": seeds[run], **arguments}.items()
+            shown.append(f"{run}: {{{', '.join(f'{key}: {value}' for key, value in pairs)}}}")
         raise InputError(
-            "evaluation.subsets.same_seeds trains as the first runs of `checkpoints` were trained: "
-            f"{count} runs, as many as `seeds` says, must each have a `seed` of their own, and all "
-            f"other training arguments alike. Found {', '.join(shown)}.",
+            f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints`, as many "
+            "as `seeds`, must have different integers as `seed` and equal other training "
+            f"arguments. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )
     return {"arguments": shared, "run_seeds": numbers}

@@ -1,8 +1,7 @@
-"""Before any job, refuse missing files, a study that fails, misfit checkpoints, too little memory.
+"""Check files, the study, its checkpoints and the memory limit before any job starts.
 
-A process of its own reads the study and its checkpoints: a fork of the process that will fork for
-jobs, where there is one. Its answer stays in the results folder under keys of all that it read, so
-that a further start costs nothing.
+A separate process reads the study and its checkpoints. The results folder keeps its answer with
+digests of everything that it read, so that the next start does not repeat unchanged checks.
 """
 
 import json
@@ -30,9 +29,9 @@ from trak_core.system.files import path_digests, read_record, write_record
 _RECORD, _DIGESTS = "study.json", "checkpoints.json"
 _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
-# Clocks of this machine and of a file server differ by so much without harm.
+# The clocks of this machine and of a file server may differ by this much.
 _SKEW_SECONDS = 2
-# What is in Snakemake's list of configs without being one, from all modules of a workflow.
+# Files that were added to Snakemake's list of config files, by all modules of a workflow.
 brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
@@ -40,9 +39,13 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only w
 def run_preflight(
     specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
-    """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
+    """Refuse a config or study with which some job would fail later.
 
-    Files that are ``is_stored`` lie in a store, which Snakemake reads.
+    Args:
+        specs: The config's specs.
+        results: The results folder, which keeps what was read.
+        config_files: Further paths to check for characters that a shell interprets.
+        is_stored: Whether Snakemake reads files from a store, so that none are on this disk.
 
     Returns:
         Hashes of the content of the user's checkpoints and retrained models on this disk, by path.
@@ -51,16 +54,16 @@ def run_preflight(
     check_paths(specs.config, [*config_files, *filter(None, listed)])
     _check_files(specs, is_stored)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
-    own = [] if is_stored else [*checkpoints, *_own_truth(specs)]
-    digests = path_digests(own, results / _DIGESTS) if own else {}
+    paths = [] if is_stored else [*checkpoints, *_own_truth(specs)]
+    digests = path_digests(paths, results / _DIGESTS) if paths else {}
     _check_sizes(specs, _facts(specs, results / _RECORD, checkpoints, digests))
     return digests
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB of a checkpoint's weights in a job, or of the largest one's for None.
+    """Return the MiB that a job needs for a checkpoint's weights; for None, the largest one's.
 
-    They follow from what the folder's preflight found; 0 before it.
+    The sizes come from the preflight's record in ``results``. Without a record the result is 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -81,43 +84,48 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
         if listed:
             raise InputError(
-                "Checkpoints in a store must be named one by one: jobs elsewhere can't look into a "
-                f"folder here. Found a folder of several, with {listed[0]}; name each in it."
+                "Checkpoints in a store must be named one by one. Found a folder that holds "
+                f"several, such as {listed[0]}."
             )
         return
     here = f"(from {Path.cwd()})"
-    own = _own_checkpoints(specs)
-    missing = [path for path in own if not Path(path).exists()]
+    checkpoints = _own_checkpoints(specs)
+    missing = [path for path in checkpoints if not Path(path).exists()]
     if missing:
         raise InputError(
             f"Checkpoints must exist. Found nothing at: {', '.join(missing)} {here}.",
             code="config.missing_checkpoint",
         )
-    bare = [path for path in own if _lacks_optimizer(Path(path))]
+    bare = [path for path in checkpoints if _lacks_optimizer(Path(path))]
     if bare and specs.all_features.preconditioner is not None:
         raise InputError(
-            "With `preconditioner: adam`, checkpoints must be folders that hold "
-            f"{OPTIMIZER_FILE}, as a Trainer saves it without save_only_model, or files of "
-            f"model and optimizer. Found no optimizer in {', '.join(bare)}. Name only those "
-            "that have one, or leave `preconditioner` out."
+            f"With `preconditioner: adam`, checkpoints must be folders that hold {OPTIMIZER_FILE}, "
+            "as a Trainer saves it without save_only_model, or files of model and optimizer. Found "
+            f"no optimizer in {', '.join(bare)}. Name only those that have one, or leave "
+            "`preconditioner` out."
         )
-    own_truth = _own_truth(specs)
-    if not all(Path(path).is_file() for path in own_truth):
+    truth = _own_truth(specs)
+    if not all(Path(path).is_file() for path in truth):
         raise InputError(
-            f"evaluation.ground_truth must exist. Found nothing at {own_truth[0]} {here}.",
+            f"evaluation.ground_truth must exist. Found nothing at {truth[0]} {here}.",
             code="config.missing_ground_truth",
         )
-    refuse_future([*own, *own_truth])
+    refuse_future([*checkpoints, *truth])
 
 
 def stored_signature(path: str, store: Any, results: Path) -> str:
-    """Return what tells a user's file in a store, which is Snakemake's object of it.
+    """Return a text that changes when a user's file in a store changes.
 
-    A folder of this machine can be a store, whose content counts as anywhere on this machine.
+    It is a hash of the content if the store is a folder of this machine, else the size and time.
+
+    Args:
+        path: The file's path in the config, for the error message.
+        store: Snakemake's storage object of the file.
+        results: The results folder, which has the record of hashes.
     """
-    here = Path(store.query)
-    if here.exists():
-        return path_digests([str(here)], results / _DIGESTS)[str(here)]
+    local_path = Path(store.query)
+    if local_path.exists():
+        return path_digests([str(local_path)], results / _DIGESTS)[str(local_path)]
     if not store.exists():
         raise InputError(
             f"{path} must be in its store. Found nothing at {store.query}.", code="config.stored"
@@ -126,31 +134,27 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 
 def _own_truth(specs: Specs) -> list[str]:
-    """Return the path of a user's retrained models on this disk, if there is one."""
+    """Return the path of ``evaluation.ground_truth``, or nothing if it is not on this disk."""
     truth = specs.evaluation.get("ground_truth")
     return [truth] if truth is not None and "://" not in truth else []
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Refuse files of a later time than now: Snakemake would delete what is made of them."""
+    """Refuse files with a time in the future, because Snakemake deletes what jobs make of them."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
     if late:
         raise InputError(
-            f"{listed(late)}: a file must have been written in the past. Found a time that is "
-            f"{max(ahead.values()):.0f} s from now: Snakemake would delete what a job makes of it. "
-            "Mend the clock of the machine that wrote it, or of this one; or give such files "
-            "today's time by `touch`.",
+            f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
+            f"delete what jobs make of it. Found a time {max(ahead.values()):.0f} s ahead. Correct "
+            "the clocks, and set the time of these files with `touch`.",
             code="config.future",
         )
 
 
 def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
-    """Return the paths of checkpoints on this disk that the pipeline doesn't train.
-
-    Each has the state dicts that are taken of it.
-    """
+    """Return the checkpoints that the user has on this disk: the state dicts to read, by path."""
     own = defaultdict[str, list[str | None]](list)
     for checkpoint in specs.checkpoints.values():
         if checkpoint.path is not None and "://" not in checkpoint.path:
@@ -159,23 +163,22 @@ def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's kind tells, unread, that no optimizer's state is in it."""
+    """Return whether a checkpoint's file names show that it has no optimizer state."""
     if checkpoint.is_dir():
         return not (checkpoint / OPTIMIZER_FILE).is_file()
     return checkpoint.suffix == ".safetensors"
 
 
 def bring_along(files: Sequence[Path]) -> list[str]:
-    """Return files for jobs that share no disk with Snakemake; refuse what it would not bring."""
+    """Return the files that Snakemake must send to jobs without a shared disk."""
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
     for wrong, rule in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
         if wrong:
             raise InputError(
-                "Without a shared disk jobs get the study, the modules beside it, tables and "
-                f"`data_files` with the workflow's sources: each must {rule}. Found "
-                f"{', '.join(map(str, wrong))}. What is larger, or elsewhere, the study itself can "
-                "fetch.",
+                "Without a shared disk, Snakemake sends the study, its modules, tables and "
+                f"`data_files` to jobs. Each must {rule}. Found {', '.join(map(str, wrong))}. Let "
+                "the study download other files.",
                 code="config.sources",
             )
     brought_along.extend(map(str, files))
@@ -183,7 +186,7 @@ def bring_along(files: Sequence[Path]) -> list[str]:
 
 
 def _request(specs: Specs) -> dict[str, Any]:
-    """Return the arguments of ``preflight_study`` that are the same for every split."""
+    """Return the arguments of ``preflight_study`` that do not depend on splits or checkpoints."""
     config = specs.config
     is_trained = "training" in config
     retrains = {"subsets", "removals"} & set(specs.evaluation)
@@ -207,16 +210,15 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return sizes of the study, and keys of splits and checkpoints; read only what has a new key.
+    """Return the study's sizes, and read only splits and checkpoints that changed since.
 
-    So an experiment can be added where training data are no more.
+    So an experiment can be added after the training data have been deleted.
     """
     request, shards, known = _request(specs), specs.shards, read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
-    decisive = {
-        s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards
-    } | {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
-    keys = {name: content_digest(name, common, own) for name, own in decisive.items()}
+    inputs = {s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards}
+    inputs |= {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
+    keys = {name: content_digest(name, common, values) for name, values in inputs.items()}
     old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
     if old == keys.keys():
         return known
@@ -238,7 +240,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model takes long to build, as an adapter's base may."""
+    """Return whether a checkpoint's model may be large. An adapter's base model always may be."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -247,59 +249,54 @@ def _is_large(checkpoint: Path) -> bool:
 
 
 def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
-    """Return the sizes that ``preflight_study`` computes in a process of its own.
+    """Return the result of ``preflight_study``, which runs in a separate process.
 
-    Its error messages name ``builder`` in place of ``make_model()``.
+    Its error messages name ``builder`` instead of ``make_model()``.
     """
-    # Files, not pipes: a process that the study leaves behind would hold these open.
-    with tempfile.TemporaryDirectory() as name:
-        asked, answer, said = (Path(name, file) for file in ("asked", "answer", "said"))
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        # Modules in the working folder, or beside the script, must not shadow installed ones.
+    # Files and not pipes, because a process that the study leaves running would keep pipes open.
+    with tempfile.TemporaryDirectory() as folder:
+        request_file, answer_file, log_file = (
+            Path(folder, name) for name in ("request", "answer", "log")
+        )
+        request_file.write_text(json.dumps(request), encoding="utf-8")
+        # Modules in the working folder, or next to the script, must not shadow installed ones.
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        fork = Fork(_SCRIPT, [str(asked), str(answer), str(said)], environment)
+        fork = Fork(_SCRIPT, list(map(str, (request_file, answer_file, log_file))), environment)
         try:
-            status = _waited(fork)
+            status = _wait_for(fork)
         except BaseException:
             fork.kill()
             raise
-        texts = [
+        answer, log = (
             file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-            for file in (answer, said)
-        ]
-    sizes, told = texts
-    if status or not sizes:
+            for file in (answer_file, log_file)
+        )
+    if status or not answer:
         raise InputError(
-            told.strip()
-            or f"{request['study_file']}: the study must load. The process of the preflight "
-            f"ended with exit status {status} and without a message: out of memory, or "
-            "a crash.",
+            log.strip()
+            or f"{request['study_file']}: the study must load. Its process ended with exit status "
+            f"{status} and without a message. It ran out of memory or crashed.",
             code="config.preflight",
         )
-    # Such as notices of transformers', which are no errors.
-    print(told, end="", file=sys.stderr)
-    reply = json.loads(sizes)
+    print(log, end="", file=sys.stderr)  # such as notices of transformers
+    reply = json.loads(answer)
     if "refused" in reply:
         refused = reply["refused"].replace("make_model()", builder)
         raise InputError(refused, code="config.preflight")
     return reply
 
 
-def _waited(fork: Fork) -> int:
+def _wait_for(fork: Fork) -> int:
     """Return the exit status of a process. Report once a minute that it still runs."""
     minutes = 0
     while (status := fork.wait(60)) is None:
         minutes += 1
-        print(
-            f"The study and its checkpoints have been read for {minutes} min before the first "
-            "job. Ctrl-C ends it.",
-            file=sys.stderr,
-        )
+        print(f"Still reading the study and its checkpoints, {minutes} min.", file=sys.stderr)
     return status
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Refuse what the study's sizes, and the memory of a job, don't allow."""
+    """Refuse settings that the numbers of samples or the memory of a job do not allow."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:
@@ -309,8 +306,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_targets = {split: facts["n_samples"][split] for split in specs.shards}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
-    # Its scores are never in memory together.
-    n_targets.pop(POOL, None)
+    n_targets.pop(POOL, None)  # a pool's scores are never in memory together
     check_memory(
         memory_mb,
         proj_dim=proj_dim,
@@ -325,7 +321,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train, n_targets)
-    # Models retrained elsewhere are counted when they are read.
+    # The number of models that were retrained elsewhere is not yet known.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,

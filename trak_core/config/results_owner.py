@@ -1,4 +1,4 @@
-"""Tell whose a results folder is: another config's, another study's, or a copy of another."""
+"""Check whether another config or study made a results folder, or whether it is a copy."""
 
 import json
 import os
@@ -21,9 +21,14 @@ def begin_run(
     given: Mapping[str, Any],
     entries: Sequence[str],
 ) -> list[str]:
-    """Take a results folder for a run that has jobs to do.
+    """Check, lock and record a results folder for a run that has jobs.
 
-    What was ``given`` by ``--config`` stands in ``entries`` as on the command line.
+    Args:
+        config: The config with its defaults.
+        results: The results folder.
+        config_files: The files of the config.
+        given: The values that ``--config`` gave.
+        entries: The same values as texts ``key=value`` of the command line.
 
     Returns:
         Warnings for the user.
@@ -36,40 +41,38 @@ def begin_run(
     if not earlier:
         return []
     return [
-        f"{results} is what {earlier} made. This run replaces files of the same names there, and "
-        "leaves the others. To keep both, give each config a `results` of its own."
+        f"{results} has results of {earlier}. This run replaces files of the same names. To keep "
+        "both, give each config another `results`."
     ]
 
 
 def what_to_read(
     files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
 ) -> tuple[list[str], list[str]]:
-    """Return where a run has put what its user wants to read, and the report's warnings.
-
-    ``files`` has the names of files by kind; those that aren't there are left out.
-    """
-    there = {
-        kind: ", ".join(sorted(file for file in own if is_stored or Path(file).exists()))
-        for kind, own in files.items()
-    }
-    said = [f"{kind}: {names}" for kind, names in there.items() if names]
-    written = results / "report.html"
-    page = written.read_text(encoding="utf-8") if written.exists() and not is_stored else ""
-    patterns = '<p class="fit">(.*?)</p>', '<div class="warning">\n<h3>(.*?)</h3>'
-    measures, titles = ([unescape(t) for t in re.findall(p, page)] for p in patterns)
-    warnings = [f"The report warns: {'; '.join(titles)}."] if titles else []
-    return said + measures, warnings
+    """Return lines that list a run's existing files by kind, and the warnings of its report."""
+    lines = []
+    for kind, paths in files.items():
+        existing = sorted(file for file in paths if is_stored or Path(file).exists())
+        lines += [f"{kind}: {', '.join(existing)}"] if existing else []
+    report = results / "report.html"
+    if is_stored or not report.exists():
+        return lines, []
+    page = report.read_text(encoding="utf-8")
+    lines += [unescape(text) for text in re.findall(r'<p class="fit">(.*?)</p>', page)]
+    titles = [unescape(text) for text in re.findall(r'<div class="warning">\n<h3>(.*?)</h3>', page)]
+    return lines, [f"The report warns: {'; '.join(titles)}."] if titles else []
 
 
 def earlier_configs(
     results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
 ) -> list[str]:
-    """Return the config files of a folder's last start, if this one has none of them.
+    """Return the config files of the last run in a results folder if this run uses none of them.
 
-    A copy of a folder replaces nothing of theirs, so that none are returned for it.
+    For a copy of a results folder, nothing is returned, because the run does not change the
+    original.
 
     Raises:
-        InputError: If they are still there, and of another study than ``config``'s.
+        InputError: If the files still exist and are for another study than ``config``.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
@@ -80,43 +83,45 @@ def earlier_configs(
     there = [file for file in earlier if Path(results, known["folder"], file).exists()]
     if there and study != other:
         raise InputError(
-            f"The results folder must be this study's own. Found in {results} what "
-            f"{', '.join(there)} made of another, {Path(other[0]).stem}, which this run would "
-            f"replace. Name a new folder as `results` in {min(here)}, or remove {results} if "
-            "nobody needs it.",
+            f"A results folder must have results of one study. Found results of {', '.join(there)} "
+            f"with the study {Path(other[0]).stem} in {results}. Name a new folder as `results` in "
+            f"{min(here)}, or remove {results}.",
             code="config.results_of_another",
         )
     return [] if _is_copy(known, results) else earlier
 
 
 def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
-    """Return a warning of the keys by which a copied folder's files were made that are others now.
+    """Return a warning if a copied results folder was made with other settings than ``config``.
 
-    Snakemake has no record of what made a copy's files, and takes them as finished. Keys that
-    decide no numbers don't count; a folder that is no copy has none.
+    Snakemake has no record of the settings of copied files, and treats them as finished. Keys that
+    do not change numbers are ignored.
     """
     known = read_record(results / CONFIG_RECORD)
     if not known or not _is_copy(known, results):
         return []
-    own, other = ({**c, "study": _study_of(c)[0]} for c in (config, known["config"]))
-    keys = sorted((own.keys() | other) - {"results", "compute", "answers"})
-    own = json.loads(json.dumps(own))
-    changed = [key for key in keys if own.get(key) != other.get(key)]
+    now, before = ({**c, "study": _study_of(c)[0]} for c in (config, known["config"]))
+    now = json.loads(json.dumps(now))
+    keys = sorted((now.keys() | before) - {"results", "compute", "answers"})
+    changed = [key for key in keys if now.get(key) != before.get(key)]
     if not changed:
         return []
     return [
-        f"{results} is a copy of a folder that was made with another {', '.join(changed)}. Files "
-        "in it count as finished, whatever made them: run once with --forceall."
+        f"{results} is a copy of a folder that was made with another {', '.join(changed)}. "
+        "Snakemake treats its files as finished. Run once with --forceall."
     ]
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
-    """Return whether a folder's record is of a start with another results folder."""
+    """Return whether a folder's record names another results folder."""
     made = Path(results, known["folder"], known.get("results", ""))
     return "results" in known and os.path.relpath(made) != os.path.relpath(results)
 
 
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return what a started config's study is, whatever version and folder have a file of it."""
+    """Return the name of a completed config's study and its arguments.
+
+    The name of a generated study file contains the results folder and a digest. Both are removed.
+    """
     study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
     return study, config.get("study_arguments")

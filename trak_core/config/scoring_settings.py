@@ -1,4 +1,4 @@
-"""The settings from features to scores: defaults that depend on others, and the spec of scores."""
+"""Fill in scoring settings that depend on other settings, and build the spec of scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,44 +15,41 @@ from trak_core.spec import (
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return how checkpoints come together: those from along runs, or ends of runs alone."""
+    """Return the default ``combine``. ``along``: whether runs have several checkpoints."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
 def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weighting:
-    """Return how training samples weigh in the normal matrix."""
+    """Return the default weighting of training samples in the normal matrix."""
     is_curved = combine == Combine.UNIT_AVERAGE and about_output(model_output).weighs_by_curvature
     return Weighting.CURVATURE if is_curved else Weighting.PLAIN
 
 
 def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
-    """Return the power of the loss weights."""
+    """Return the default power of the loss weights."""
     if not about_output(model_output).weight_is_probability:
         return 1
     return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in the settings of scoring that a config leaves out; return them and why, as a text."""
+    """Fill in missing scoring settings, and return a text that lists them with reasons."""
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     if config["projection"] == GAUSS_NEWTON:
-        own = {"damping": 0.1, "combine": str(Combine.PRODUCT_OF_AVERAGES)}
-        reasons += [
-            f"{k} is {v}, the default with {GAUSS_NEWTON}"
-            for k, v in own.items()
-            if k not in scoring
-        ]
-        scoring.update(own | scoring)
+        for key, value in {"damping": 0.1, "combine": str(Combine.PRODUCT_OF_AVERAGES)}.items():
+            if key not in scoring:
+                scoring[key] = value
+                reasons.append(f"{key} is {value}, the default with {GAUSS_NEWTON}")
     scoring.setdefault("damping", 2)
     if "combine" not in scoring:
         scoring["combine"] = str(usual_combine(along=along))
-        whence = (
-            "some checkpoints come from along a run"
+        reason = (
+            "checkpoints are from different times of training"
             if along
-            else "no run has several checkpoints, nor do they say different times"
+            else "each run has one checkpoint, and no different times are given"
         )
-        reasons.append(f"combine is {scoring['combine']}, since {whence}")
+        reasons.append(f"combine is {scoring['combine']}, because {reason}")
     combine = scoring["combine"]
     usual = f"the default with {combine} of {output_name(model_output)}"
     if "weighting" not in scoring:
@@ -60,10 +57,10 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         reasons.append(f"weighting is {scoring['weighting']}, {usual}")
     if "loss_weight_power" not in scoring:
         scoring["loss_weight_power"] = usual_power(combine, model_output)
-        article = "a" if about_output(model_output).weight_is_probability else "no"
+        article = "a" if about_output(model_output).weight_is_probability else "not a"
         reasons.append(
-            f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, whose loss weight is "
-            f"{article} probability"
+            f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, where the loss weight "
+            f"is {article} probability"
         )
     return "; ".join(reasons)
 
@@ -71,7 +68,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return what decides the features, or Gramians, of all checkpoints and splits."""
+    """Return the spec of features, or Gramians, that all checkpoints and splits share."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(
@@ -88,7 +85,7 @@ def features_spec(
 def scores_spec(
     config: Mapping[str, Any], features: FeaturesSpec, runs: Mapping[str, Sequence[str]]
 ) -> ScoresSpec:
-    """Return what decides self-influences, and the scores of every experiment."""
+    """Return the spec of self-influences, which the specs of all scores extend."""
     scoring, about = config["scoring"], about_output(config["model_output"])
     power, weighting = scoring["loss_weight_power"], scoring["weighting"]
     return ScoresSpec(

@@ -1,4 +1,4 @@
-"""Build the specs of all jobs from a config: every setting that can change their numbers."""
+"""Build the specs of all jobs from a config. A spec holds every setting that changes numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,28 +51,31 @@ from trak_core.spec import (
 )
 from trak_core.system.files import data_digests, file_digest
 
-# Subsets, and targets with their removals, that one job trains for.
-_SUBSETS_A_JOB, _REMOVALS_A_JOB = 10, 5
-# Random removals of each number, trainings without each set of samples; the seed of what is drawn.
+# One retraining job trains models for at most this many subsets, or removals for this many targets.
+_SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
+# Random removals for each number of samples, trainings for each removal, and the seed of both.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
-# Functions of a study for columns of its own.
+# Functions by which a study adds columns to tables.
 _COLUMNS = ("train_columns", "target_columns")
 
 
 def targets_digest(
     ids: Sequence[int | str] | None, question: Path | None = None, study: Path = Path()
 ) -> str:
-    """Return the hash of target ids, in order, and of the file that the targets come from.
+    """Return a hash of target ids, in order, and of the file that has the targets.
 
-    The ids are None for all of the ``question``'s file, which is None for the study.
+    Args:
+        ids: None for all targets of the file.
+        question: The file of targets; None if the study has them.
+        study: The study's file, needed with ``question``.
     """
-    own = [] if question is None else [_question_digest(question, study)]
-    return content_digest(ids and [str(i) for i in ids], *own)
+    digests = [] if question is None else [_question_digest(question, study)]
+    return content_digest(ids and [str(i) for i in ids], *digests)
 
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Hash a question once: all jobs of a start are planned for what it said then."""
+    """Hash a file of targets, once in a process, so that all jobs are planned for one version."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be a file. Found nothing at {path}.",
@@ -85,14 +88,15 @@ def _question_digest(path: Path, study: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """A config with its defaults, and what follows from it.
+    """A config with its defaults, and the settings of jobs that follow from it.
 
     Attributes:
-        experiments: Names with the ids of their targets, None for all; ``means`` has the others.
-        study_digest: Hash of the study's code and of all data files.
-        files: The study's source and data files, and tables and questions that the config names.
-        defaults: What the config left to the model output and the checkpoints, in words.
-        output_digest: Hash of the file that has a model output of its own; None without such.
+        experiments: The ids of each experiment's targets, None for all. Experiments in ``means``
+            are not in it.
+        study_digest: A hash of the study's code and of all data files.
+        files: The study's source and data files, and the tables and files that the config names.
+        defaults: A text that lists the scoring settings that were filled in, with reasons.
+        output_digest: A hash of the file of a user-defined model output; None for other outputs.
     """
 
     config: Mapping[str, Any]
@@ -105,108 +109,109 @@ class Specs:
 
     @property
     def columns(self) -> str:
-        """What tables say of samples, in plain words."""
+        """A description of the columns that tables have for samples."""
         return self.output.columns
 
     @property
     def output(self) -> About:
-        """What is known of the model output, in words among others."""
+        """Properties and descriptions of the model output."""
         return about_output(self.config["model_output"])
 
     @property
     def output_words(self) -> dict[str, Any] | None:
-        """What the config says of a model output of its own; None for one that has a name here."""
+        """The config's settings of a user-defined model output; None for a built-in one."""
         if not self.output.is_own:
             return None
         return {} if isinstance(given := self.config["model_output"], str) else ordered(given)
 
     @property
     def made_of(self) -> str:
-        """Hash of the study and of the file of a model output of its own."""
-        own = self.output_digest
-        return content_digest(self.study_digest, own) if own else self.study_digest
+        """A hash of the study and of the file of a user-defined model output."""
+        if self.output_digest is None:
+            return self.study_digest
+        return content_digest(self.study_digest, self.output_digest)
 
     @property
     def is_projected(self) -> bool:
-        """Whether scores come from projected gradients."""
+        """Whether scores are computed from projected gradients."""
         return not isinstance(self.config["projection"], str)
 
     @property
     def is_newton(self) -> bool:
-        """Whether an experiment's scores come from the model, by the Gauss-Newton matrix."""
+        """Whether scores are computed with the Gauss-Newton matrix of the model."""
         return self.config["projection"] == GAUSS_NEWTON
 
     @property
     def evaluation(self) -> Mapping[str, Any]:
-        """The config's evaluation, empty for none."""
+        """The config's ``evaluation``, empty if there is none."""
         return self.config.get("evaluation", {})
 
     @property
     def shards(self) -> dict[str, int]:
-        """Jobs that each split's features are cut into."""
+        """The number of jobs that compute each split's features."""
         shards = {name: self.config["experiments"][name]["shards"] for name in self.experiments}
         pool = {} if self.pool is None else {POOL: 1}
         return {TRAIN: self.config["compute"]["shards"], **shards, **pool}
 
     @property
     def reported(self) -> dict[str, Any]:
-        """What of the config decides numbers: what runs where, and what pages show, does not."""
+        """The config without ``compute`` and ``answers``, which do not change numbers."""
         return ordered({k: v for k, v in self.config.items() if k not in ("compute", "answers")})
 
     @property
     def reported_first(self) -> dict[str, Any]:
-        """What of that decides scores: how they are measured is in the last report."""
+        """``reported`` for the first report, which is written before the evaluation."""
         measured = {"evaluation"} & set(self.reported)
         return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
 
     @property
     def runs(self) -> dict[str, list[str]]:
-        """Runs, sorted, with the ids of their checkpoints in the order they were saved."""
+        """Runs, sorted, each with its checkpoints in the order of time."""
         return runs_of(self.checkpoints)
 
     @property
     def training(self) -> dict[str, Any]:
-        """Arguments of the study's ``train`` that all runs share."""
+        """The arguments of the study's ``train`` that all runs share."""
         return {key: value for key, value in self.config["training"].items() if key != "at"}
 
     def training_arguments(self, run: str) -> dict[str, Any]:
-        """Return what the study's ``train`` gets for one run."""
+        """Return the arguments of the study's ``train`` for one run."""
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
-        """Return when a training leaves a checkpoint, in order; None for at its end alone."""
+        """Return the times at which a run leaves checkpoints, in order; None for its end only."""
         times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Runs whose files are named alike: what follows a run's name in each, and the runs."""
-        alike: dict[tuple[str, ...], list[str]] = {}
+        """Groups of runs whose checkpoints have equal suffixes: (suffixes, runs) of each group."""
+        groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
-            alike.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
-        return [(list(ends), runs) for ends, runs in alike.items()]
+            groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
+        return [(list(suffixes), runs) for suffixes, runs in groups.items()]
 
     @property
     def questions(self) -> dict[str, str]:
-        """Files of targets that experiments bring by themselves, and of the pool to select from."""
-        about = self.config["experiments"]
-        own = {name: about[name]["data"] for name in about if "data" in about[name]}
-        return own if self.pool is None else own | {POOL: self.pool}
+        """The files that have an experiment's targets or the pool, by experiment or ``POOL``."""
+        experiments = self.config["experiments"].items()
+        files = {name: about["data"] for name, about in experiments if "data" in about}
+        return files if self.pool is None else files | {POOL: self.pool}
 
     @property
     def pool(self) -> str | None:
-        """The file of samples to select from; None where these are the training samples."""
+        """The file of samples that ``lists.select`` ranks; None for the training samples."""
         return self.lists.get("select", {}).get("pool")
 
     @property
     def conditions(self) -> dict[str, str]:
-        """What experiments say of their targets, by name, where they don't name any."""
+        """The ``where`` conditions of experiments, by experiment."""
         experiments = self.config["experiments"].items()
         return {name: about["where"] for name, about in experiments if "where" in about}
 
     @property
     def means(self) -> dict[str, list[str]]:
-        """Experiments of one target: what it is the mean of, and of what else it is less that."""
+        """The experiments whose target is a mean: the names under ``mean`` and ``minus``."""
         means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
         return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
 
@@ -216,22 +221,22 @@ class Specs:
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
-        """Return in words what an experiment's one target is the mean of."""
+        """Return the name of a mean, such as ``a - b``; None for an experiment that is no mean."""
         return LESS.join(self.means.get(experiment, ())) or None
 
     @property
     def has_columns(self) -> bool:
-        """Whether the study, or a question in Python, may have columns of its own."""
+        """Whether the study, or a Python file of targets, may add columns to tables."""
         files = [self.config["study"], *self.questions.values()]
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     @property
     def lists(self) -> dict[str, dict[str, Any]]:
-        """Lists to act on, by name: each with the experiment whose targets count."""
+        """The config's lists, by name, each with its experiment."""
         return lists_of(self.config)
 
     def targets_digest(self, split: str) -> str | None:
-        """Return the hash of an experiment's targets, None for the training samples."""
+        """Return a hash of an experiment's targets; None for the training samples."""
         if split in self.means:
             named = [(name, self.targets_digest(name)) for name in self.means[split]]
             return content_digest("mean", *named)
@@ -245,17 +250,17 @@ class Specs:
 
     @property
     def all_features(self) -> FeaturesSpec:
-        """What decides the features, or Gramians, of all checkpoints and splits."""
+        """The spec of features, or Gramians, that all checkpoints and splits share."""
         parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
         return features_spec(self.config, self.made_of, parts)
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
-        """Return what decides one file of features, or one Gramian."""
+        """Return the spec of one file of features, or of one Gramian."""
         return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
 
     @property
     def embeddings(self) -> FeaturesSpec:
-        """What decides the embeddings of all checkpoints."""
+        """The spec of all checkpoints' embeddings."""
         return replace(
             self.all_features,
             projection={"kind": "embedding"},
@@ -267,7 +272,7 @@ class Specs:
 
     @property
     def outputs(self) -> FeaturesSpec:
-        """What decides the model outputs of all possible targets, of all checkpoints."""
+        """The spec of the model outputs of all possible targets and checkpoints."""
         return replace(
             self.all_features,
             parameter_patterns=None,
@@ -278,26 +283,26 @@ class Specs:
         )
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
-        """Return what decides one checkpoint's normal matrix."""
+        """Return the spec of one checkpoint's normal matrix."""
         return self.self_influence.under(checkpoint).of_normal_matrix()
 
     def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
-        """Return what decides one checkpoint's scores of an experiment."""
+        """Return the spec of one checkpoint's scores of an experiment."""
         return self.scores(experiment).under(checkpoint)
 
     def scores(self, experiment: str) -> ScoresSpec:
-        """Return what decides an experiment's scores."""
+        """Return the spec of an experiment's scores."""
         digest = self.targets_digest(experiment)
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return what decides the scores that a list is made of, which may be a pool's."""
+        """Return the spec of the scores that a list is computed from, which may be a pool's."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
     @property
     def self_influence(self) -> ScoresSpec:
-        """What decides self-influences, and the scores of every experiment."""
+        """The spec of self-influences, and the part of all scores' specs that they share."""
         return scores_spec(self.config, self.all_features, self.runs)
 
     @property
@@ -310,25 +315,25 @@ class Specs:
 
     @property
     def measures_features(self) -> bool:
-        """Whether something is measured that scores alone can't say."""
+        """Whether the evaluation needs features and not only scores."""
         if not self.measured:
             return False
         several = len(self.runs) < len(self.checkpoints) and self.is_projected
         return several or "sweep" in self.evaluation or self.measures("gradient_dot")
 
     def measures(self, baseline: str) -> bool:
-        """Return whether scores are measured beside a baseline, by LDS or by removals."""
+        """Return whether LDS or removals compare scores with a baseline."""
         by_lds = self.evaluation["baselines"] if self.measured else []
         return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        """Values of other settings of scoring; None for no sweep."""
+        """The values of scoring settings to sweep over; None for no sweep."""
         return ordered(self.evaluation.get("sweep"))
 
     @property
     def settings(self) -> list[Setting]:
-        """Other settings of scoring to measure, the study's own among them; none for no sweep."""
+        """All settings of the sweep, the config's own included; empty for no sweep."""
         scoring, sweep = self.config["scoring"], self.sweep
         if sweep is None:
             return []
@@ -342,7 +347,7 @@ class Specs:
 
     @property
     def random_subsets(self) -> RetrainedSpec:
-        """What decides models retrained on random subsets."""
+        """The spec of models that are retrained on random subsets."""
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
         runs = self.config["checkpoints"]
@@ -356,11 +361,11 @@ class Specs:
 
     @property
     def removals(self) -> dict[str, dict[str, Any]]:
-        """What is compared with random removals, by the name of its file: see ``removals_of``."""
+        """The removals to measure, by the name of their file (see ``removals_of``)."""
         return removals_of(self.config)
 
     def removals_spec(self, by: str) -> RetrainedSpec:
-        """Return what decides models retrained without samples, or on them, that a choice names."""
+        """Return the spec of models retrained for one way ``by`` to choose samples."""
         if by in self.lists:
             return self._retrained("list", 1, _SEED)
         spec = self._retrained(f"without {by}", _REMOVAL_SEEDS, _SEED)
@@ -368,14 +373,14 @@ class Specs:
 
     @property
     def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
-        """What names the samples of each job that retrains: the stage's ``naming``, by choice."""
+        """The argument ``naming`` of each retraining job, by the way to choose samples."""
         jobs: dict[str, list[dict[str, Any]]] = {}
         for about in self.removals.values():
             if by := about.get("list"):
-                own = {"kind": by, "fractions": about["fractions"]}
-                jobs[by] = [own | {"draw": draw} for draw in range(about["seeds"])]
+                naming = {"kind": by, "fractions": about["fractions"]}
+                jobs[by] = [naming | {"draw": draw} for draw in range(about["seeds"])]
                 continue
-            naming = {
+            namings = {
                 "top": {"scores_spec": self.scores(about["experiment"]).as_dict()},
                 "bm25": {},
                 "embedding_cosine": {
@@ -384,10 +389,10 @@ class Specs:
                 },
             }
             targets = list(self.experiments[about["experiment"]] or [])[: about["targets"]]
-            starts = range(0, len(targets), _REMOVALS_A_JOB)
-            groups = [{"target_ids": targets[i : i + _REMOVALS_A_JOB]} for i in starts]
+            starts = range(0, len(targets), _TARGETS_A_JOB)
+            groups = [{"target_ids": targets[i : i + _TARGETS_A_JOB]} for i in starts]
             for by in about["by"]:
-                jobs[by] = [naming[by] | group for group in groups] if by in naming else [{}]
+                jobs[by] = [namings[by] | group for group in groups] if by in namings else [{}]
         return jobs
 
     def _retrained(self, subsets: str, seeds: int, seed: int) -> RetrainedSpec:
@@ -402,10 +407,10 @@ class Specs:
 
 
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
-    """Return the specs of a config that has its schema's defaults; check what a schema cannot.
+    """Return the specs of a valid config. Check conditions that its schema cannot express.
 
-    Defaults that depend on the model output and the checkpoints are filled in. The folder
-    ``results`` keeps a record of data files, which is read alone where ``writes`` is false.
+    Scoring settings that the config leaves out are filled in. A record in the folder ``results``
+    saves reading unchanged data files again. It is not updated if ``writes`` is false.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))

@@ -1,7 +1,7 @@
-"""Check a study before any job: functions, model, ids, labels, targets, checkpoints.
+"""Check a study before any job: functions, model, ids, labels, targets and checkpoints.
 
-As a script it reads a request in JSON from a file and answers in JSON, so that neither torch nor
-the study's code is loaded into Snakemake, which keeps the answer (``config.preflight``).
+As a script, this module reads a request from a JSON file and writes its answer to another, which
+``config.preflight`` keeps. So Snakemake imports neither torch nor the study's code.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trak_core.attribution.batch_by_length import naming_text
 from trak_core.attribution.sample_outputs import model_output as named_output
@@ -49,15 +49,17 @@ from trak_core.study.study import Study
 from trak_core.system.job import quiet_libraries
 
 _CPU = torch.device("cpu")
+_LABEL_SECONDS = 10.0
 
 
 class StudyModel:
-    """A study's model for a look at names, shapes and classes, in evaluation mode on the CPU.
+    """A study's model in evaluation mode on the CPU, for names, shapes and the number of classes.
 
-    ``without_numbers`` saves time and memory where the model is large: torch's fake tensors have
-    shapes and dtypes, and operations on them compute shapes. What they can't do is done with the
-    model itself: a ``make_model`` or a forward pass that looks at numbers, or fails, and outputs
-    that need embeddings. So all errors are the model's own.
+    With ``without_numbers`` the model is built under torch's ``FakeTensorMode``, where tensors have
+    shapes and dtypes but no storage, so a large model takes neither time nor memory. Fake tensors
+    do not support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches
+    on values. If anything fails with them, it is repeated with the real model. Errors are
+    therefore always those of the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -66,16 +68,12 @@ class StudyModel:
         self.module = nn.Module()
         if without_numbers and not about_output(model_output).needs_pairs:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            # Fake modules can't be moved to another dtype, and from_pretrained refuses torch's meta
-            # device: each way builds what the other can't.
-            for context in (torch.device("meta"), mode):
-                with suppress(Exception), _quiet(), context:
-                    self.module, self._mode = _fake(study.make_model().eval(), mode), mode
-                    break
+            with suppress(Exception), _quiet(), mode:
+                self.module, self._mode = study.make_model().eval(), mode
         if self._mode is None:
-            self._take_numbers()
+            self._build_real_model()
 
-    def _take_numbers(self) -> None:
+    def _build_real_model(self) -> None:
         self.module, self._mode = self._study.make_model().eval(), None
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
@@ -83,32 +81,13 @@ class StudyModel:
         if self._mode is not None:
             with suppress(Exception), self._mode, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
-            self._take_numbers()
+            self._build_real_model()
         return count_classes(self.module, output, sample, _CPU)
-
-
-def _fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Give a model fake tensors on the CPU; tied ones stay tied."""
-    fakes: dict[int, Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or isinstance(tensor, FakeTensor):
-                    continue
-                if id(tensor) not in fakes:
-                    with mode:
-                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fakes[id(tensor)] = (
-                        nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    )
-                tensors[name] = fakes[id(tensor)]  # pyright: ignore[reportArgumentType]
-    return model
 
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Silence torch's words about what fake tensors can't do."""
+    """Silence log messages and warnings about operations that fake tensors do not support."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -119,17 +98,16 @@ def _quiet() -> Generator[None, None, None]:
         logging.disable(disabled)
 
 
-_LABEL_SECONDS = 10.0
-_SHOWN = 8  # bad checkpoints whose messages are shown in full
-
-
-def _check_split(
+def _check_labels(
     split: Split, model: StudyModel, output: ModelOutput, n_classes: int | None
 ) -> list[int | float]:
-    """Return the labels of as many samples as ten seconds allow, checked with their shapes.
+    """Check the labels and shapes of as many random samples as can be read in ten seconds.
 
-    They are the numbers that tables have of them. Jobs check every sample again. Where texts differ
-    in length, the longest that was read goes through the model.
+    Jobs check every sample again. If texts differ in length, the longest of those that were read
+    passes through the model.
+
+    Returns:
+        The labels that were read, as the numbers that tables have.
     """
     numbers: list[int | float] = []
     longest: tuple[object, Batch] | None = None
@@ -146,7 +124,7 @@ def _check_split(
             if longest is None or sample.labels.numel() > longest[1].labels.numel():
                 longest = split.ids[i], sample
             if time.monotonic() - began > _LABEL_SECONDS:
-                print(f"Labels checked beforehand for a part of {len(split.ids)} samples only.")
+                print(f"Labels were checked for only a part of {len(split.ids)} samples.")
                 return
 
     if shapes_of(checked_samples(), output).differ and longest:
@@ -159,7 +137,7 @@ def _check_split(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Refuse ``label`` or ``prediction`` as groups where they are known to make none."""
+    """Refuse to group by ``label`` or ``prediction`` if their values are no classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -174,65 +152,63 @@ def _check_known_groups(
 
 
 def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
-    """Refuse samples that come out otherwise when they are read again, as by augmentation."""
+    """Refuse a sample that differs when it is read again, for example by augmentation."""
     again = as_batch(split.batch(0, 1), output)
     for (name, before), (_, after) in zip(first.tensors(), again.tensors(), strict=True):
-        # NaN is not itself.
+        # NaN differs from itself.
         if before.shape != after.shape or not ((before == after) | (before != before)).all():
             raise InputError(
                 "A sample must be the same whenever it is read. Found two of "
-                f"{split.ids[0]}, which differ in {name or 'the inputs'}. Take what is random out "
-                "of the data, such as augmentation: prepare samples as in evaluation."
+                f"{split.ids[0]}, which differ in {name or 'the inputs'}. Remove random steps such "
+                "as augmentation; prepare samples as in evaluation."
             )
 
 
-def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare every run's arguments with what ``train`` takes."""
+def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
+    """Refuse arguments that the study's ``train`` does not accept."""
     signature = inspect.signature(study.function("train"))
-    if "at" in signature.parameters:
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
         raise InputError(
-            f"{study.path}: train{signature} must call its argument `at` something else: in a "
-            "config `at` says at which times a training leaves checkpoints."
+            f"{study.path}: {requirement}. Found train{signature} and {arguments}: {error}."
+        ) from None
+
+
+def _check_training(
+    study: Study, training: Mapping[str, Mapping[str, Any]], *, leaves_several: bool
+) -> None:
+    """Compare every run's arguments with those that ``train`` takes."""
+    train = study.function("train")
+    if "at" in inspect.signature(train).parameters:
+        raise InputError(
+            f"{study.path}: train() must rename its argument `at`. In a config, `at` specifies "
+            "the times at which a training leaves checkpoints."
         )
     for run, arguments in training.items():
-        try:
-            signature.bind(**arguments)
-        except TypeError as error:
-            raise InputError(
-                f"{study.path}: train{signature} must take the arguments under `training` and "
-                f"those of the checkpoint. Found {dict(arguments)} for checkpoint {run}: "
-                f"{error}."
-            ) from None
-
-
-def _check_yields(study: Study) -> None:
-    """Make sure that ``train`` leaves more than the model it ends with."""
-    if not inspect.isgeneratorfunction(inspect.unwrap(study.function("train"))):
+        requirement = f"train() must take the arguments of checkpoint {run} and of `training`"
+        _check_arguments(study, dict(arguments), requirement)
+    if leaves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
         raise InputError(
-            f"{study.path}: for checkpoints from along a run (`at`), train() must yield (time, "
-            "model) as it goes, at every time under `at`. Found no yield in it: write "
-            "`yield epoch, model` into its loop, in place of `return model` at its end; or `yield "
-            "from`, if the loop is in a function that it calls."
+            f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
+            "model) at every time under `at`. Found no yield in it. Write `yield epoch, model` in "
+            "its loop instead of `return model` at its end, or `yield from` if another function "
+            "has the loop."
         )
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
-    """Make sure that ``train`` can be told what to train on, and with which seed."""
-    signature = inspect.signature(study.function("train"))
-    given = {**arguments, "seed": 0, "data": None}
-    try:
-        signature.bind(**given)
-    except TypeError as error:
+    """Refuse a ``train`` without the arguments that an evaluation passes to it."""
+    requirement = (
+        "for an evaluation, train() must take the arguments of `training`, `seed` (an integer) and "
+        "`data` (the samples to train on; None, its default, for all)"
+    )
+    _check_arguments(study, {**arguments, "seed": 0, "data": None}, requirement)
+    if weighted and "sample_weights" not in inspect.signature(study.function("train")).parameters:
         raise InputError(
-            f"{study.path}: for an evaluation, train{signature} must take the arguments under "
-            "`training`, `seed` (an integer) and `data` (the samples to train on; all of them if "
-            f"None, its default). Found {', '.join(given)}: {error}."
-        ) from None
-    if weighted and "sample_weights" not in signature.parameters:
-        raise InputError(
-            f"{study.path}: for evaluation.subsets.same_seeds, train{signature} must take "
-            "`sample_weights`, a tensor by which it multiplies each sample's loss (None for 1, its "
-            "default). Found no such argument.",
+            f"{study.path}: for evaluation.subsets.same_seeds, train() must take `sample_weights`, "
+            "a tensor that each sample's loss is multiplied by (None, its default, for 1). Found "
+            "no such argument.",
             code="study.no_sample_weights",
         )
 
@@ -240,15 +216,15 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
 def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
     if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
         raise InputError(
-            "scoring.weighting can be curvature where the loss is a function of the model "
-            f"output alone. Found model_output {name}, whose loss is not; set it to plain."
+            "scoring.weighting can be curvature where the loss is a function of the model output "
+            f"alone. Found model_output {name}. Set it to plain."
         )
 
 
 def _check_checkpoints(
     model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Return the checkpoints that transformers must rename; tell of all that don't fit."""
+    """Return the checkpoints whose keys transformers must rename; refuse all that do not fit."""
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
     for checkpoint, parts in checkpoints.items():
@@ -265,26 +241,24 @@ def _check_checkpoints(
             print(f"Notice: {listed(paths)}: {notice}")
     if not problems:
         return renamed
-    shown, others = list(problems.values())[:_SHOWN], list(problems)[_SHOWN:]
-    if len(problems) > 1:
-        shown.insert(0, f"Every checkpoint must fit the model. Found {len(problems)} that do not:")
-    if others:
-        shown.append(f"The others are {', '.join(others)}.")
-    raise InputError("\n".join(shown))
+    lines = [*problems.values()]
+    if len(lines) > 1:
+        lines.insert(0, f"Every checkpoint must fit the model. Found {len(lines)} that do not:")
+    raise InputError("\n".join(lines))
 
 
 def _ready_made(study: Study) -> ReadyStudy | None:
-    """Return what a ready-made study consists of; None for a user's own."""
-    consists = getattr(study.module, "study", None)
-    return consists if isinstance(consists, ReadyStudy) else None
+    """Return the parts of a ready-made study; None for a user-defined study."""
+    parts = getattr(study.module, "study", None)
+    return parts if isinstance(parts, ReadyStudy) else None
 
 
-def _as_told(error: InputError, study: Study) -> str:
-    """Return an error that says of a ready-made study's samples which argument changes them."""
+def _with_advice(error: InputError, study: Study) -> str:
+    """Return an error's message. For a ready-made study it names the argument to change."""
     message, ready = str(error), _ready_made(study)
     if ready:
-        for words in (CHANGE_SAMPLES, ONE_SHAPE):
-            message = message.replace(words, ready.to_change_samples)
+        for advice in (CHANGE_SAMPLES, ONE_SHAPE):
+            message = message.replace(advice, ready.to_change_samples)
         if error.code == "gradients.label_value":
             message += " `classes` in study_arguments lists the labels in the order of the logits."
     return message
@@ -311,44 +285,52 @@ def preflight_study(
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with the config.
 
-    ``training`` has arguments of the study's ``train`` for each run, None if the checkpoints are
-    there; ``leaves_several`` says whether trainings leave checkpoints on their way. ``splits`` to
-    read have ids for an experiment, None for the training data and for all that a question's file
-    has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
-    retrained, and ``weighted`` says whether by sample weights; ``describes`` whether samples must
-    have texts. Keys and shapes of ``checkpoints`` are read, no numbers; each path comes with the
-    state dicts that are taken of it, None for the usual one. ``without_numbers`` builds
-    the model so too, if it can be. ``group_by`` are columns of the training samples, ``conditions``
-    descriptions of experiments' targets. The first thing that doesn't hold is refused, and all
-    checkpoints that don't fit.
+    The first problem is raised, and for checkpoints all problems together.
+
+    Args:
+        study_file: The study's Python file.
+        model_output: The name of the model output.
+        weighting: The config's ``scoring.weighting``.
+        parameter_patterns: Names of the parameters to use; None for all.
+        training: Arguments of the study's ``train`` for each run; None if nothing is trained.
+        leaves_several: Whether a training leaves checkpoints before its end.
+        splits: The ids of an experiment's targets; None for all samples of a split.
+        shards: The number of jobs that share a split.
+        questions: Files of experiments that have targets of their own, by experiment.
+        conditions: The ``where`` conditions of experiments, by experiment.
+        retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
+        weighted: Whether retraining uses sample weights.
+        describes: Whether the study must define ``describe``.
+        checkpoints: The state dicts that are read from each file, None for the default one. Only
+            keys and shapes are read.
+        without_numbers: Whether to build the model from fake tensors if it supports them.
+        group_by: Columns of the training samples to group by.
 
     Returns:
-        ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split;
-        ``renamed``, the checkpoints whose weights transformers must rename.
+        ``n_params``; ``model_bytes``, the size of all parameters and buffers; ``n_samples`` of each
+        split; ``renamed``, the checkpoints whose keys transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
     if training is not None:
-        _check_training(study, training)
-    if leaves_several:
-        _check_yields(study)
+        _check_training(study, training, leaves_several=leaves_several)
     if retraining is not None:
         _check_retraining(study, retraining, weighted=weighted)
     if describes and not study.has("describe"):
         raise InputError(
             f"{study.name}: for bm25 among baselines of `evaluation`, the study must define "
-            "describe(sample), which returns a sample's whole text. Found none. Define it, or "
-            "leave bm25 out.",
+            "describe(sample), which returns a sample's text. Found none. Define it, or leave bm25 "
+            "out.",
             code="study.no_texts",
         )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
     size = n_params(select_parameters(model.module, parameter_patterns))
     tensors = *model.module.parameters(), *model.module.buffers()
-    size_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    model_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
-        own = "training data" if _ready_made(study) else "train_data()"
-        where = own if name == TRAIN else f"experiment {name}"
+        source = "train_data()" if _ready_made(study) is None else "training data"
+        where = source if name == TRAIN else f"experiment {name}"
         question = Path(questions[name]) if name in questions else None
         try:
             split = split_of(study, name, targets, question)
@@ -357,59 +339,68 @@ def preflight_study(
                 check_groups(group_by, columns)
             if name in conditions:
                 Condition.parse(conditions[name]).check_columns(columns)
-            output = named_output(
-                model_output, model.module, split, torch.device("cpu"), study, n_others=1
-            )
+            output = named_output(model_output, model.module, split, _CPU, study, n_others=1)
             _check_weighting(weighting, model_output, output)
-            first = as_batch(split.batch(0, 1), output)
-            _check_repeatable(split, output, first)
-            is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
-            with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
-                n_classes = model.count_classes(output, first)
-            labels = _check_split(split, model, output, n_classes)
+            labels = _check_samples(split, study, model, output)
             if name == TRAIN:
                 _check_known_groups(group_by, model_output, output, labels)
-            if name == TRAIN and (read := study.first_as_read(split)):
-                print(f"The first training sample, {split.ids[0]}, as the model reads it: {read}")
-            if study.has("describe"):
-                with users_code(f"reading sample {split.ids[0]}"):
-                    sample = split.samples[0]
-                study.describe(split.ids[0], sample)
+                if text := study.first_as_read(split):
+                    first = f"The first training sample, {split.ids[0]}"
+                    print(f"{first}, as the model reads it: {text}")
         except InputError as error:
-            # A ready-made study names the user's own file; this one's is written by a start.
+            # Errors of ready-made studies already name the user's file, not the generated study.
             is_ready = str(error.code).startswith("studies.")
-            place = "" if is_ready else f"{study.name}, {where}: "
-            raise InputError(f"{place}{_as_told(error, study)}", error.code) from error
+            prefix = "" if is_ready else f"{study.name}, {where}: "
+            raise InputError(f"{prefix}{_with_advice(error, study)}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
                 f"{len(split.ids)} samples."
             )
         n_samples[name] = len(split.ids)
-    renamed = _check_checkpoints(model.module, checkpoints)
-    sizes = {"n_params": size, "model_bytes": size_bytes}
-    return {**sizes, "n_samples": n_samples, "renamed": renamed}
+    return {
+        "n_params": size,
+        "model_bytes": model_bytes,
+        "n_samples": n_samples,
+        "renamed": _check_checkpoints(model.module, checkpoints),
+    }
 
 
-def answer(asked: str, reply_to: str, said: str) -> None:
-    """Answer the request in one file into another: with sizes, or with what was refused and why.
+def _check_samples(
+    split: Split, study: Study, model: StudyModel, output: ModelOutput
+) -> list[int | float]:
+    """Check samples of a split, and pass the first one through the model. Return their labels."""
+    first = as_batch(split.batch(0, 1), output)
+    _check_repeatable(split, output, first)
+    is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
+    with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
+        n_classes = model.count_classes(output, first)
+    if study.has("describe"):
+        with users_code(f"reading sample {split.ids[0]}"):
+            sample = split.samples[0]
+        study.describe(split.ids[0], sample)
+    return _check_labels(split, model, output, n_classes)
 
-    All that is printed goes to the file ``said``.
+
+def answer(request_file: str, answer_file: str, log_file: str) -> None:
+    """Answer the request of a JSON file with sizes, or with the message of a refusal.
+
+    Everything that is printed goes to ``log_file``.
     """
-    log = os.open(said, os.O_WRONLY | os.O_CREAT)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     quiet_libraries()
-    request = json.loads(Path(asked).read_text(encoding="utf-8"))
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     try:
         reply = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
     except InputError as error:
         reply = {"refused": str(error)}
-    Path(reply_to).write_text(json.dumps(reply), encoding="utf-8")
+    Path(answer_file).write_text(json.dumps(reply), encoding="utf-8")
 
 
 if __name__ == "__main__":
     answer(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without waiting for threads that the study has left running
+    os._exit(0)  # do not wait for threads that the study has left running

@@ -1,6 +1,6 @@
-"""Write files whole, lock the results folder, and keep digests of code and data between starts.
+"""Write files atomically, lock the results folder, and keep digests of data between runs.
 
-Standard library only, because every start of Snakemake imports this.
+Only the standard library is imported, because every start of Snakemake imports this module.
 """
 
 import errno
@@ -24,11 +24,12 @@ from trak_core.errors import InputError, no_room
 if TYPE_CHECKING:
     import pandas as pd
 
-# What a disk says that knows no locks.
+# Errors of file systems that do not support locks.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The name of the record, in a results folder, of the config of its last start.
 CONFIG_RECORD = "config.json"
-# A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
+# A spreadsheet interprets a cell that begins with one of these, or with its full-width form, as a
+# formula.
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
@@ -43,9 +44,9 @@ def _is_running(process: int) -> bool:
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete what killed processes of this machine left of a file."""
+    """Delete partial files that killed processes of this machine have left."""
     if os.name != "posix":
-        return  # elsewhere os.kill(process, 0) does not only ask
+        return  # on Windows, os.kill(process, 0) ends the process
     for partial in path.parent.iterdir():
         process = partial.name.removeprefix(prefix).removesuffix(".part")
         is_ours = process.isdigit() and partial.name == f"{prefix}{process}.part"
@@ -54,28 +55,27 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 
 
 def hold_results(results: Path) -> None:
-    """Refuse a results folder that another run is writing to; until it ends, it is this process's.
+    """Lock a results folder until this process ends; refuse it if another run has locked it.
 
-    The system lets go of it however the process ends. Where a disk knows no such locks, as some
-    network disks don't, nothing is refused.
+    The operating system releases the lock however the process ends. On a file system without locks,
+    such as some network file systems, nothing is locked or refused.
     """
-    import fcntl  # Only here: Windows has none.
+    import fcntl  # does not exist on Windows
 
     results.mkdir(parents=True, exist_ok=True)
     lock = results / ".lock"
     try:
-        # Some network disks lock only what is open for writing.
+        # Some network file systems lock only files that are open for writing.
         file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        file = os.open(lock, os.O_RDONLY)  # a colleague's, in a folder of a group
+        file = os.open(lock, os.O_RDONLY)  # created by another user of the folder
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(file)
         raise InputError(
             f"{results}: a results folder must be written to by one run at a time. Found another "
-            "one, which may have begun in another folder. Wait for it to end, or name another "
-            "folder under `results`.",
+            "run. Wait for it to end, or name another folder under `results`.",
             code="config.results_in_use",
         ) from error
     except OSError:
@@ -83,8 +83,8 @@ def hold_results(results: Path) -> None:
 
 
 def knows_locks(file: int) -> bool:
-    """Return whether the disk of an open file knows locks, whoever holds one."""
-    import fcntl  # as above
+    """Return whether the file system of an open file supports locks."""
+    import fcntl  # does not exist on Windows
 
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,42 +94,42 @@ def knows_locks(file: int) -> bool:
 
 
 def lock_tables_where_possible(results: Path) -> None:
-    """Have HDF5 lock no file where the disk of a results folder knows no locks.
+    """Turn off HDF5's file locks if the file system of a results folder has none.
 
-    Else PyTables would write nothing there. HDF5's own setting, BEST_EFFORT, ignores ENOSYS alone,
-    not what network disks say. A job's file has a name of its own until it is whole.
+    Without this, PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS but not
+    the errors of network file systems. Locks are not needed, because each job writes a file of
+    another name.
 
-    It counts for processes that this one starts, and here until PyTables is imported. What the
-    environment says already stays.
+    The setting is an environment variable. It affects child processes, and this process if PyTables
+    is not yet imported. A variable that is already set stays unchanged.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
-    places = (results, *results.absolute().parents)
-    # Nothing is written into a folder that takes no file.
-    with suppress(OSError), tempfile.TemporaryFile(dir=next(filter(Path.is_dir, places))) as file:
+    folders = (results, *results.absolute().parents)
+    with suppress(OSError), tempfile.TemporaryFile(dir=next(filter(Path.is_dir, folders))) as file:
         if not knows_locks(file.fileno()):
             os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 
 
 def does_not_fit(path: Path, reason: str) -> InputError:
-    """Return the error of a file that its disk did not take."""
+    """Return the error for a file for which the disk or quota is too small."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
         f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
-        "Nothing is left of the file. Make room, or raise the quota or limit, and run snakemake "
-        "again: what is finished stays."
+        "The partial file was deleted. Free space, or raise the quota or limit, and run snakemake "
+        "again. Finished files are kept."
     )
 
 
 @contextmanager
 def written_whole(path: Path) -> Generator[Path, None, None]:
-    """Give a place to write to; what stands there at the end appears under ``path`` at once.
+    """Write a file atomically: write to the path that is yielded, which is renamed to ``path``.
 
-    The folder is made. On an exception, such as that of a full disk, ``path`` stays as it was.
+    The folder is created. On an exception, such as that of a full disk, ``path`` stays unchanged.
 
     Yields:
-        A hidden name beside ``path`` that no other process uses. A killed process leaves it behind;
-        the next one on the same machine that writes ``path`` deletes it.
+        A hidden path in the same folder that no other process uses. If the process is killed, the
+        partial file stays until a process on the same machine writes ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}."
@@ -137,7 +137,7 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
     _delete_leftovers(path, prefix)
     try:
         yield partial
-        # Else a power cut could leave the new name on an empty file.
+        # Without fsync, a power failure could leave an empty file under the final name.
         descriptor = os.open(partial, os.O_RDWR)
         try:
             os.fsync(descriptor)
@@ -154,12 +154,12 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
 
 
 def harmless(cell: Any) -> Any:
-    """Return a cell of a CSV: a text that a spreadsheet would run is quoted."""
+    """Return a cell of a CSV, with an apostrophe before a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
-    """Write a table with a header; a text that a spreadsheet would run gets an apostrophe."""
+    """Write a table as CSV with a header. Texts that look like formulas get an apostrophe."""
     texts = {
         name: [harmless(cell) for cell in rows[name]]
         for name in rows
@@ -175,7 +175,7 @@ def _digest(known: dict[str, Any]) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return what ``write_record`` wrote; empty if there is no such file, or a damaged one."""
+    """Return the values that ``write_record`` wrote; empty for a missing or damaged file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         known = record["known"]
@@ -185,12 +185,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
-    """Write plain values with a hash of them, whole or not at all.
-
-    Without ``must`` nothing is written into a folder that may only be read, as a colleague's.
+    """Write values as JSON with a hash of them, atomically.
 
     Raises:
-        InputError: If the folder takes no such file (``config.results_folder``).
+        InputError: If the file cannot be written (``config.results_folder``). Without ``must``, a
+            read-only folder is left unchanged instead.
     """
     try:
         with written_whole(path) as partial:
@@ -202,27 +201,27 @@ def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> Non
 
 
 def may_only_be_read(folder: Path) -> bool:
-    """Return whether a folder is there in which this process may write nothing."""
+    """Return whether a folder exists and is read-only for this process."""
     try:
         return folder.is_dir() and not os.access(folder, os.W_OK)
-    except PermissionError:  # a folder above it may not be looked into
+    except PermissionError:  # of a parent folder
         return False
 
 
 def takes_no_file(results: Path, path: Path, error: OSError) -> InputError:
-    """Return the error of a file, or of the folder itself, that could not be written."""
+    """Return the error for a file of a results folder that could not be written."""
     named = Path(error.filename or path)
-    # A temporary file's name says nothing.
-    place = path if named.absolute().parent == results.absolute() else named
+    # The user does not know the name of a temporary file.
+    failed = path if named.absolute().parent == results.absolute() else named
     return InputError(
-        f"{results}: the results folder must be one that files can be written to. Found "
-        f"{error.strerror or error} at {place}. Mend it, or name another one under `results`.",
+        f"{results}: the results folder must be writable. Found {error.strerror or error} at "
+        f"{failed}. Change it, or name another folder under `results`.",
         code="config.results_folder",
     )
 
 
 def check_results(results: Path) -> None:
-    """Refuse a results folder that takes no file."""
+    """Refuse a results folder in which no file can be created."""
     try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
@@ -231,31 +230,31 @@ def check_results(results: Path) -> None:
         raise takes_no_file(results, results, error) from error
 
 
-# Clocks of file systems stand still for up to two seconds: a file changed that lately may change
-# once more under the same time.
+# File systems round times to up to two seconds. A file that changed within them may change again
+# without a new time.
 CLOCK_NS = 2 * 10**9
 
 
 def _files(pattern: str) -> Iterator[Path]:
-    # A path may hold the signs of a pattern. Path.glob means other files by `**`, from version to
-    # version of Python.
+    # A path may contain special characters of a pattern. In Path.glob, the meaning of `**` depends
+    # on the version of Python.
     names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
     for path in map(Path, names):
         if path.is_file():
             yield path
-        # What Python and others leave in a folder of data comes and goes by itself.
+        # Hidden files and Python's caches change without the data.
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
             files = (Path(folder, name) for name in names if not name.startswith("."))
-            yield from (file for file in files if file.is_file())  # no link to nothing, no pipe
+            yield from (file for file in files if file.is_file())  # no broken link, no pipe
 
 
 def matches(path: Path, pattern: str) -> bool:
-    """Return whether a file of this path, there or not, would be among those of ``data_files``."""
+    """Return whether a path, which need not exist, matches an entry of ``data_files``."""
 
     def fits(parts: Sequence[str], signs: Sequence[str]) -> bool:
         if not signs or not parts:
-            return not signs  # all that a folder holds
+            return not signs  # a folder matches all files below it
         if signs[0] == "**":
             return any(fits(parts[i:], signs[1:]) for i in range(len(parts) + 1))
         return fnmatchcase(parts[0], signs[0]) and fits(parts[1:], signs[1:])
@@ -265,15 +264,15 @@ def matches(path: Path, pattern: str) -> bool:
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    # The run's own results change while it runs. Links stay as they are: to ask the disk where
-    # thousands of them lead takes long.
+    # The results change during the run, so they cannot be data. Links are not resolved, because
+    # that takes long for thousands of files.
     plain = os.path.abspath
     folder = plain(results)
     files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
     if not files:
         raise InputError(
-            "data_files: each entry must match at least one file. Hidden files and the results "
-            f"folder don't count. Found nothing at {pattern!r} (from {Path.cwd()}).",
+            "data_files: each entry must match at least one file that is not hidden and not in the "
+            f"results folder. Found nothing at {pattern!r} (from {Path.cwd()}).",
             code="config.missing_data_file",
         )
     return files
@@ -294,10 +293,10 @@ def file_digest(path: Path) -> str:
 
 
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
-    """Return ``file_digest`` of files, by path; one that stays as the record has it is not read.
+    """Return ``file_digest`` of files, by path, without reading files that did not change.
 
-    Size and times tell that, the time of the last change (ctime) among them. What the digests are
-    does not depend on the record, which is brought up to date unless ``writes`` is false.
+    A file is unchanged if its size, mtime and ctime equal those in the record. The record is
+    updated unless ``writes`` is false.
     """
     known, digests = read_record(record), {}
     kept = dict(known)
@@ -305,7 +304,9 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         now, stat, name = time.time_ns(), file.stat(), file.as_posix()
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         *before, digest = known.get(name, [None])
-        is_kept = before == seen and len(digest or "") == _DIGITS  # older versions kept others
+        is_kept = (
+            before == seen and len(digest or "") == _DIGITS
+        )  # older versions kept shorter digests
         digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
         if stat.st_ctime_ns >= now - CLOCK_NS:
@@ -316,12 +317,11 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
 
 
 def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
-    """Return ``file_digest`` of files that a config names under ``data_files``, by path, in order.
+    """Return ``file_digest`` of the files that match a config's ``data_files``, by sorted path.
 
-    Patterns are paths of files, or of folders for all files below them, or patterns as in a shell,
-    where ``**`` stands for any folders; relative to the working folder. Hidden files of a folder,
-    and the run's own results, don't count. An entry without a readable file is refused. For the
-    record, which lies in the results folder, see ``_file_digests``.
+    A pattern is relative to the working folder. It is the path of a file, the path of a folder for
+    all files below it, or a shell pattern, in which ``**`` matches any folders. Hidden files and
+    the results folder, which has the ``record``, are ignored. A pattern without files is refused.
     """
     if not patterns:
         return {}
@@ -332,7 +332,7 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
     """Return hashes of the content of files and folders, such as checkpoints, by path.
 
-    All files of a folder count, except hidden ones.
+    The hash of a folder covers all files in it except hidden ones.
     """
     files = {path: sorted(_files(path)) for path in paths}
     each = dict.fromkeys(file for own in files.values() for file in own)

@@ -1,4 +1,4 @@
-"""Show how far work has come: in a job by lines fit for a log file, elsewhere by a bar."""
+"""Show progress: lines for log files in jobs, progress bars elsewhere."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from typing import TypeVarTuple
 
 _WIDTH = 20
 _SECONDS = 10.0
-# Takes the number of rows that are done; None in a job.
+# A function that takes the number of finished rows; None in a job.
 _advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
 Rest = TypeVarTuple("Rest")
@@ -20,7 +20,7 @@ Rest = TypeVarTuple("Rest")
 
 @contextmanager
 def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
-    """Have ``with_progress`` call ``advance`` with the rows of each block; nothing is printed."""
+    """Make ``with_progress`` call ``advance`` with the rows of each block instead of printing."""
     token = _advance.set(advance)
     try:
         yield
@@ -30,7 +30,7 @@ def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar that counts rows: ``advance`` takes the number of some that are done."""
+    """A progress bar. ``advance`` takes the number of rows that were finished."""
 
     advance: Callable[[int], object]
 
@@ -39,19 +39,19 @@ class Bar:
         return reported_to(self.advance)
 
     def silent(self) -> AbstractContextManager[None]:
-        """Count nothing that ``with_progress`` yields, and print nothing."""
+        """Ignore the rows that ``with_progress`` yields, and print nothing."""
         return reported_to(lambda n_rows: None)
 
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
-    """Yield a bar for terminals and notebooks; elsewhere a line on standard error, now and then."""
+    """Yield a progress bar for terminals and notebooks, or lines on standard error elsewhere."""
     outer = _advance.get()
-    if outer is not None:  # somebody counts already
+    if outer is not None:  # an outer bar counts the rows
         yield Bar(outer)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of notebooks without ipywidgets, where it is a line
+        warnings.simplefilter("ignore")  # tqdm warns in notebooks without ipywidgets
         from tqdm.auto import tqdm
 
         is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
@@ -63,12 +63,12 @@ def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
 
 @cache
 def notice(text: str) -> None:
-    """Print a notice, once in a process."""
+    """Print a notice once in a process."""
     print(f"Notice: {text}", flush=True)
 
 
 def log(text: str) -> None:
-    """Print what a job's log says of its work; nothing where progress is reported elsewhere."""
+    """Print a line for a job's log; nothing if a bar shows the progress."""
     if _advance.get() is None:
         print(text, flush=True)
 
@@ -78,7 +78,10 @@ def with_progress(
 ) -> Iterator[tuple[int, int, *Rest]]:
     """Yield blocks of rows, and print a line every ten seconds and at the end.
 
-    Blocks begin with start and stop, in order. The unit is the plural of what is counted.
+    Args:
+        blocks: Tuples that begin with the start and stop of consecutive rows.
+        n_rows: The number of rows of all blocks.
+        unit: The name of the rows, in the plural.
     """
     advance = _advance.get()
     began = printed = time.monotonic()
@@ -98,6 +101,6 @@ def with_progress(
 
 
 def blocks_with_progress(n_rows: int, block: int, unit: str) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of blocks of ``n_rows``, with the lines of ``with_progress``."""
+    """Yield the starts and stops of blocks of rows, with the lines of ``with_progress``."""
     starts = range(0, n_rows, block)
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, unit)

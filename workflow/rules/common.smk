@@ -1,4 +1,4 @@
-# Read the config and check it, say what decides each job's numbers, run the preflight.
+# Read and check the config, build the specs of all jobs, and run the preflight.
 import re
 import sys
 from contextlib import contextmanager
@@ -33,20 +33,20 @@ from trak_core.dependency_digests import mentions, stage_digest
 from trak_core.system.files import lock_tables_where_possible
 from trak_core.system.job import explain_interrupts, name_library, stage_module
 
-# Jobs are processes of their own. They import the trak_core that this file imports.
+# Jobs are separate processes. They import the same trak_core as this file.
 name_library()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
 given = workflow.config_settings.config_args or []
-# With a default storage provider all files of rules are in its store, a user's too.
+# With a default storage provider, all files of rules are in its store, including the user's.
 stored = workflow.storage_settings.default_storage_provider is not None
-# A module of another workflow has no start of its own, and a name. `--config` isn't its own.
+# A module of another workflow has a name, no `onstart`, and no `--config`.
 is_module = __name__ is not None
 placed = workflow.modifier.path_modifier
 
 
 @contextmanager
 def explained():
-    """End with a message alone: a WorkflowError would bring lines of this file along."""
+    """Exit with the message alone. A WorkflowError would show lines of this file too."""
     try:
         yield
     except InputError as error:
@@ -61,10 +61,10 @@ with explained():
     config.update(
         completed(with_values_read(config, [] if is_module else given), schema)
     )
-    # Where a module's `prefix` puts what the rules write.
+    # A module's `prefix` changes the folder of the results.
     results = Path(placed.replace_prefix(f"{config['results']}/_")).parent
     explain_interrupts(str(results), is_main=workflow.is_main_process)
-    # Where outputs lie until a store has them, or the results.
+    # With a store, outputs are first written to the working folder.
     lock_tables_where_possible(Path() if stored else results)
     specs, digests = specs_of(config, results), {}
     if workflow.is_main_process:
@@ -72,9 +72,9 @@ with explained():
         if not stored:
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
-            # Else a start with jobs does it, of which a module isn't told.
+            # `onstart` writes later records, but a module has no `onstart`.
             if is_module or not has_record(results):
                 record_config(config, results, must=False)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
-            # Snakemake brings configs along to jobs; other files only where git knows them.
+            # Snakemake sends config files to jobs. Other files must be tracked by git.
             workflow.configfiles += bring_along(specs.files)

@@ -1,4 +1,4 @@
-# Models that were retrained elsewhere stay where they are.
+# Models that were retrained elsewhere are read from the user's file.
 ground_truth = specs.evaluation.get("ground_truth")
 retrained_files, truth_signature = [], None
 if ground_truth is not None:

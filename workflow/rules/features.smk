@@ -10,7 +10,7 @@ use rule model_stage as compute_features with:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
-    # Before what is made of them: a job that waits for features leaves cores idle at the end.
+    # These run first, because jobs that wait for features would leave cores idle at the end.
     priority: scores_first + 1
     params:
         code=code_of("compute_features"),
@@ -88,7 +88,7 @@ use rule stage as compute_scores with:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    # More threads would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     params:
         code=code_of("compute_scores"),
@@ -119,7 +119,7 @@ use rule stage as compute_self_influence with:
         "<results>/logs/compute_self_influence.log",
     benchmark:
         "<results>/benchmarks/compute_self_influence.tsv"
-    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    # More threads would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     params:
         code=code_of("compute_self_influence"),

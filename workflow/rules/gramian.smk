@@ -33,7 +33,7 @@ use rule stage as compute_exact_scores with:
     wildcard_constraints:
         experiment=any_of(specs.experiments),
     priority: scores_first
-    # More would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
+    # More threads would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
     threads: 1
     params:
         code=code_of("compute_exact_scores"),

@@ -1,11 +1,11 @@
-# The study, where lists may have its names of classes.
+# The study is needed only if it defines names of classes.
 naming_study = (
     config["study"] if mentions(Path(config["study"]), "class_names") else None
 )
 
 
 def list_scores(kind):
-    """The scores that a list is made of: of training samples, or of a pool."""
+    """Return the scores of a list, of training samples or of a pool."""
     of = "pool" if kind == "select" and specs.pool is not None else "scores"
     return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
@@ -84,7 +84,7 @@ if specs.pool is not None:
 
 
 if "duplicates" in specs.lists:
-    # Copies are copies under any checkpoint.
+    # One checkpoint is enough, because copies have equal features under each.
     compared = specs.self_influence.ends[0]
     compared_with = specs.lists["duplicates"]["experiment"]
 
@@ -141,7 +141,7 @@ use rule stage as show_list with:
 timed("show_list/{kind}", kind=specs.lists)
 
 
-# Each list is a target of its own name.
+# Each list is a Snakemake target of its name.
 for kind in specs.lists:
 
     rule:

@@ -2,7 +2,7 @@ removal_jobs = specs.removal_jobs
 
 
 def naming_samples(by):
-    """The files that name samples which models are retrained without, or on, by a choice of them."""
+    """Return the files from which samples to remove, or to train on, are chosen."""
     if by == "top":
         return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
     if by == "embedding_cosine":
@@ -10,7 +10,7 @@ def naming_samples(by):
     return [f"{folder}/lists/{by}.csv"] if by in specs.lists else []
 
 
-# Without random samples, those of a target's largest scores, those of a baseline or a list's.
+# `by` is random, top (the largest scores of a target), a baseline, or a list.
 use rule stage as retrain_removals with:
     input:
         named_by=lambda wildcards: naming_samples(wildcards.by),

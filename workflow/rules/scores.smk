@@ -1,7 +1,7 @@
 use rule stage as average_scores with:
     input:
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
-        # Where only the solved targets were kept.
+        # With top_k, scores are recomputed from features.
         features=[] if compute["shards"] > 1 else train_features,
         shards=scores_shards,
     output:

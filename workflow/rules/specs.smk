@@ -1,8 +1,8 @@
-# Files and params of jobs, as functions of their wildcards; there are no rules here.
+# Define the files and params of jobs as functions of wildcards. There are no rules in this file.
 #
-# Snakemake compares params as an unordered set of values, and each value as text. So numbers that
-# could change places go into one spec, with its keys sorted. Beside it stand values that no other
-# equals.
+# Snakemake compares params as an unordered set of texts, so two params that exchange their values
+# would go unnoticed. All numbers are therefore in one spec with sorted keys. No two of the other
+# params can have the same value.
 compute, scoring = config["compute"], config["scoring"]
 folder, trained = config["results"], "training" in config
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
@@ -20,10 +20,11 @@ wildcard_constraints:
 
 
 def own_file(path):
-    """A user's own file, which a module's `prefix` doesn't move, and what tells its content.
+    """Return a user's file as a rule's input, and a text that changes with its content.
 
-    Snakemake alone would miss a file replaced by an older one, or changed inside a folder. Only
-    where jobs are planned: a node may not have it.
+    Snakemake misses a file that is replaced by an older one or changed inside a folder. The text is
+    None where no jobs are planned, because a node may not have the file. A module's `prefix` does
+    not change the path.
     """
     if not stored and "://" not in path:
         return ancient(local(path)), digests.get(path)
@@ -67,7 +68,7 @@ def split_targets(wildcards):
 
 
 def selected_targets(wildcards):
-    """The file that says which targets a description matches, if there is one."""
+    """Return the file of the targets that a `where` condition selects, or nothing."""
     return [
         f"{folder}/targets/{e}.h5" for e in specs.conditions if e == wildcards.split
     ]
@@ -78,12 +79,12 @@ def split_question(wildcards):
 
 
 def of_checkpoints(pattern, of=specs.checkpoints):
-    """One file a checkpoint; the pattern's other wildcards stay."""
+    """Return one file for each checkpoint. Other wildcards of the pattern stay."""
     return [f"{folder}/{pattern}".replace("{c}", c) for c in of]
 
 
 def of_ends(pattern):
-    """One file for each run, of its last checkpoint."""
+    """Return one file for each run, that of its last checkpoint."""
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
@@ -92,8 +93,8 @@ train_features = (
 )
 
 
-# The files that Snakemake's `benchmark:` leaves. In a store they are inputs of the report. Elsewhere
-# it reads what is there, so that nothing runs again where they were deleted.
+# The files of Snakemake's `benchmark:`. In a store they are inputs of the report. Otherwise the report
+# reads those that exist, so that deleting them reruns nothing.
 timings = []
 
 
@@ -101,44 +102,44 @@ def timed(job, /, **names):
     timings.extend(expand(f"<results>/benchmarks/{job}.tsv", **names))
 
 
-# The files that a config wants beside scores: none for what it leaves out.
+# Optional outputs of a config besides scores.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
-# What pages show of training samples, where something else needs it too.
+# Pages show self-influences only if they are computed for another reason.
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [*(evaluation_files + removals_files + self_influence_files)]
 
 
-# On Kubernetes 0 would be a request too.
+# On Kubernetes, 0 would be a request too.
 gpu = 1 if compute["device"] == "cuda" else None
-# A path of a conda environment's file would count from this folder, a name is one of an environment.
+# `conda` is a file or the name of an environment. Snakemake takes a file relative to this folder.
 environment = compute.get("conda", "../envs/trak.yaml")
 if "conda" in compute and environment.endswith((".yaml", ".yml")):
     environment = str(Path(environment).absolute())
-# The priority of rules that make scores and figures: they run before trainings that only measure.
+# Rules for scores and figures have this priority, so that they run before the evaluation.
 scores_first = 10
 
 
 def code_of(stage):
-    """The stage, by which its job is run, and a hash of the code that it may run."""
+    """Return the name of a stage and a hash of the code that it may run."""
     return f"{stage} {stage_digest(stage_module(stage))}"
 
 
 def job_mb(wildcards, attempt):
-    # Interpreter, torch and a study's own data come on top of the arrays.
+    # The interpreter, torch and the study's data need memory besides the arrays.
     return attempt * (compute["memory_mb"] + 1500)
 
 
 def model_job_mb(wildcards, attempt):
-    # And the weights of a large model: a job of several checkpoints has one at a time.
-    asked = getattr(wildcards, "checkpoint", None)
-    weights = largest_weights_mb(specs, results, asked)
+    # A job of several checkpoints loads one at a time.
+    checkpoint = getattr(wildcards, "checkpoint", None)
+    weights = largest_weights_mb(specs, results, checkpoint)
     return job_mb(wildcards, attempt) + attempt * weights
 
 
@@ -149,7 +150,7 @@ def shards_of(wildcards):
 
 
 def scores_shards(wildcards):
-    """The parts of an average, which is cut as training features are."""
+    """Return the shards of average scores, which are as many as those of training features."""
     n = compute["shards"]
     shards = f"{folder}/scores/{wildcards.experiment}/shards"
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []

@@ -1,5 +1,5 @@
-# What all jobs have in common: an environment, memory, and a script that runs the stage in the param
-# `code`. Logs and benchmarks stand in each rule: with a store, Snakemake fills in no rule's pathvars.
+# All jobs share an environment, a memory limit and a script, which runs the stage in the param `code`.
+# Each rule has its own log and benchmark, because with a store Snakemake does not fill in pathvars.
 rule stage:
     log:
         "<results>/logs/stage.log",
@@ -13,7 +13,7 @@ rule stage:
         "../scripts/stage.py"
 
 
-# One that runs the model.
+# A job that runs the model.
 use rule stage as model_stage with:
     threads: compute["threads"]
     resources:

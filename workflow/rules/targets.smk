@@ -1,4 +1,4 @@
-# Which targets a description matches is known before their features are computed.
+# Selects the targets of `where` conditions before their features are computed.
 use rule model_stage as compute_outputs with:
     input:
         checkpoint=checkpoint_input,

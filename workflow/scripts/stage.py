@@ -1,4 +1,4 @@
-"""Run a job: its param `code` names the stage, which takes what its rule names, by these names."""
+"""Run the stage that the param `code` of a job names, with the rule's named values as arguments."""
 
 from trak_core.system.job import run_script
 
