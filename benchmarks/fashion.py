@@ -3,9 +3,9 @@
     python benchmarks/fashion.py --data /usr/share/datasets/fashion-mnist --folder f --setting mlp
 
 The data are those of Debian's package dataset-fashion-mnist: the first 5,000 training images and
-the first 500 test images. Setting ``lr`` is a linear layer, SGD with learning rate 0.01, batches of 32,
-20 epochs; ``mlp`` is 784-128-64-10 with dropout 0.1, momentum 0.9, batches of 64, 50 epochs (dattri,
-Deng et al., NeurIPS 2024, and GraSS, Hu et al., 2025).
+the first 500 test images. Setting ``lr`` is a linear layer, SGD with learning rate 0.01, batches of
+32, 20 epochs; ``mlp`` is 784-128-64-10 with dropout 0.1, momentum 0.9, batches of 64, 50 epochs
+(dattri, Deng et al., NeurIPS 2024, and GraSS, Hu et al., 2025).
 
 The linear datamodeling score (LDS) of a method is the Spearman correlation, over 100 random halves
 of the training images, between the sum of a test image's scores over the half and the mean log-odds
