@@ -218,7 +218,7 @@ def _looked_up(use: Use) -> Contribution | None:
     if use.dim >= max(1, indices.ndim):  # samples lie along the vectors' entries
         return None
     gradient = use.gradient
-    if padding < 2**62:  # no padding index is -1, which the graph returns as an unsigned number
+    if padding < 2**62:  # without a padding index it is -1, saved as an unsigned number
         gradient = gradient * (indices != padding).unsqueeze(-1)
     own = use.by_sample(gradient, use.dim, 1)
     own = own.reshape(*own.shape[:2], -1, own.shape[-1])

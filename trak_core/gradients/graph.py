@@ -82,7 +82,7 @@ def is_function(node: Node) -> bool:
     return hasattr(node, "saved_tensors")
 
 
-# The names of nodes that accumulate the gradient of a leaf tensor end so.
+# Suffix of the names of nodes that accumulate the gradient of a leaf tensor.
 _LEAF = "AccumulateGrad"
 
 

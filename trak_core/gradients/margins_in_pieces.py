@@ -224,7 +224,7 @@ class MarginFactors(Contribution):
                 hidden = self.rows.hidden[tokens]
                 for i in range(n_each):
                     factors = self.gradients[i, sample, part, None].to(slopes.dtype)
-                    # Sums of pieces in float32 at least.
+                    # Pieces are summed in float32 or float64.
                     total[i, sample] += (slopes * factors).T @ hidden
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 

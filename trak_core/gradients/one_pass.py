@@ -285,7 +285,7 @@ def by_samples(
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # Start from the sum, because torch imports sympy, for seconds, to check the shape of a
+        # Start from the sum, because torch imports sympy, which is slow, to check the shape of a
         # gradient that it is given.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
