@@ -31,8 +31,8 @@ class OrderedSamples:
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Tokens of each text. None if no padding is needed.
         along: Names of the inputs that have a row for each token.
-        source: Names of an encoder's inputs, which have lengths of their own; and the largest of
-            these lengths, to which they are padded.
+        source: For an encoder's inputs, whose lengths differ from those of labels: their largest
+            length by name, to which they are padded.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """
@@ -73,7 +73,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return ``n`` positions: the first ones; or the longest, the shortest and other texts."""
+        """Return ``n`` positions: the first, or those of the longest, shortest and other texts."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]

@@ -40,7 +40,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 class Part(Protocol):
-    """What the combination over checkpoints reads of one checkpoint, from a file or in memory.
+    """The data of one checkpoint that are combined over checkpoints, in a file or in memory.
 
     Vectors are ``loss_weights`` (n,), and ``ids``, ``labels``, ``outputs`` and ``predictions`` of
     the training samples and of the targets, such as ``train_labels``. The scalar ``train_norm`` is

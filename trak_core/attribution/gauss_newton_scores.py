@@ -151,7 +151,7 @@ def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) ->
 
 @contextmanager
 def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
-    """Evaluate with attention that has a forward mode; explain errors of models without one."""
+    """Use attention kernels with forward-mode derivatives; explain errors of models without."""
     try:
         with (
             torch.no_grad(),
