@@ -162,8 +162,8 @@ def language_model(
         labels[: max(in_prompt, default=-1) + 1] = -100
         if (labels == -100).all():
             raise InputError(
-                f"A text must have tokens after its prompt. Found none in {shortened(row)}. Is it "
-                "empty, or does max_tokens cut it off?",
+                f"A text must have a part that counts, after its prompt. Found none in "
+                f"{shortened(row)}. Is it empty, or does max_tokens cut it off?",
                 code="studies.empty_text",
             )
         return {"input_ids": input_ids, "labels": labels}
