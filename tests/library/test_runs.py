@@ -120,7 +120,11 @@ FIRST = {"path": "a.pt", "run": "r", "at": 1}
 @pytest.mark.parametrize(
     ("table", "training", "message"),
     [
-        ({"a": FIRST, "b": {"path": "b.pt", "run": "r"}}, None, "different times `at`.*b: None, a: 1"),
+        (
+            {"a": FIRST, "b": {"path": "b.pt", "run": "r"}},
+            None,
+            "different times `at`.*b: None, a: 1",
+        ),
         ({"a": FIRST, "b": {**FIRST, "path": "b.pt"}}, None, "different times `at`"),
         ({"a": {"path": "a.pt", "at": "late"}}, None, r"a number of at least 0.*'late' for .*'a'"),
         ({"a": {"path": "a.pt", "at": True}}, None, "a number of at least 0.*True"),
