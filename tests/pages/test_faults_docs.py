@@ -1,11 +1,13 @@
-"""Every fault of docs/how-to/faults.md names tests that exist."""
+"""Every fault of docs/how-to/faults.md names tests that exist, except Snakemake's own messages."""
 
 import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs/how-to/faults.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "| fault |" not in line]
+BEFORE, SNAKEMAKES = PAGE.split("## What Snakemake itself says")
+OWN = BEFORE + SNAKEMAKES.split("`trak run` refuses")[1]
+ROWS = [line for line in OWN.splitlines() if line.startswith("| ") and "| fault |" not in line]
 
 
 def test_every_fault_has_a_test():

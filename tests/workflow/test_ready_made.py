@@ -197,7 +197,7 @@ def test_what_a_config_may_not_say(study, monkeypatch):
     assert with_ready_study({"study": "mine.py"}) == {"study": "mine.py"}
     with refused("config.study", "language_modl", ", ".join(READY_MADE)):
         with_ready_study({"study": "language_modl", "study_arguments": {}})
-    with refused("config.study", "tabular without"):
+    with refused("config.study", "tabular, study_arguments None"):
         with_ready_study({"study": "tabular"})
     for wrong, named in (
         ({"text": "train.jsonl"}, "no texts"),

@@ -138,8 +138,8 @@ def job_mb(wildcards, attempt):
 
 def model_job_mb(wildcards, attempt):
     # A job of several checkpoints loads one at a time.
-    checkpoint = getattr(wildcards, "checkpoint", None)
-    weights = largest_weights_mb(specs, results, checkpoint)
+    name = getattr(wildcards, "checkpoint", None)
+    weights = largest_weights_mb(specs, results, name)
     return job_mb(wildcards, attempt) + attempt * weights
 
 
