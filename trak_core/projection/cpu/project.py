@@ -7,11 +7,12 @@ chunks either if they end at the end of a slice.
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import parent_process
 from typing import TypeVar
 
@@ -25,8 +26,10 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-_WAVE = 4  # slices for each thread, after which their results are added,
-_WAVE_BYTES = 2**26  # unless the results of a wave exceed this size
+# Calls for each thread, so that no thread is idle for long at the end.
+_CALLS = 4
+# Results that wait for their turn may use so many bytes, but each thread has one.
+_WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # samples that a kernel may process together
 # None in a process that multiprocessing forked: OpenMP may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
@@ -137,27 +140,30 @@ if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) -> Iterator[T]:
-    """Yield the results of calls in order. At most ``wave_length`` results exist at a time."""
-    if threads == 1:
-        yield from (call() for call in calls)
+def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Iterator[T]:
+    """Yield the results of calls in order, with at most ``ahead`` calls started before their turn."""
+    first = list(islice(calls, 2 if threads > 1 else 0))
+    if len(first) < 2:  # a single call, or one thread
+        yield from (call() for call in chain(first, calls))
         return
-    while wave := list(islice(calls, wave_length)):
-        if len(wave) > 1:
-            pause_openmp()
-        futures = [_pool(threads).submit(call) for call in wave]
-        try:
-            for future in futures:
-                yield future.result()
-        finally:  # After an error no thread may go on to use memory and cores.
-            for future in futures:
-                future.cancel()
-            wait(futures)
+    pause_openmp()
+    pending = deque[Future[T]]()
+    try:
+        for call in chain(first, calls):
+            if len(pending) == ahead:
+                yield pending.popleft().result()
+            pending.append(_pool(threads).submit(call))
+        while pending:
+            yield pending.popleft().result()
+    finally:  # After an error no thread may go on to use memory and cores.
+        for future in pending:
+            future.cancel()
+        wait(pending)
 
 
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
     """Split the samples so that caches hold a share and few slices occupy all threads."""
-    n_useful = 1 if threads == 1 else -(-_WAVE * threads // n_slices)
+    n_useful = 1 if threads == 1 else -(-_CALLS * threads // n_slices)
     n_shares = max(min(n_useful, n_samples // kernel.share), -(-n_samples // kernel.most))
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
     return [slice(start, start + size) for start in range(0, n_samples, size)]
@@ -168,9 +174,9 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Memory beyond the arguments, for each thread: up to four results (one if four exceed 64 MiB in
-    total), the kernel's sums, and a slice of the gradients. The slice is copied only if it is not
-    float32, not contiguous, or in several blocks.
+    Memory beyond the arguments, for each thread: a result, the kernel's sums, and a slice of the
+    gradients. Two more results may wait if they fit in 64 MiB. The slice is copied only if it is
+    not float32, not contiguous, or in several blocks.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype: float32, float16,
@@ -197,10 +203,7 @@ def project_cpu(
         kernel(*part, first, out=sums)
         return share, sums
 
-    wave = _WAVE_BYTES * len(shares) // out.nbytes
-    for share, sums in _in_order(
-        (partial(slice_sums, at, *part) for at in grid for part in parts),
-        threads,
-        max(threads, min(_WAVE * threads * len(shares), wave)),
-    ):
+    fitting = _WAITING_BYTES * len(shares) // out.nbytes
+    calls = (partial(slice_sums, at, *part) for at in grid for part in parts)
+    for share, sums in _in_order(calls, threads, max(threads, min(threads + 2, fitting))):
         out[share] += sums
