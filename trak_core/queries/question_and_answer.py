@@ -42,7 +42,7 @@ def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> As
     names = study.class_names()
     if label not in names and (names or not label.isdecimal()):
         choices = f"one of {listed(names)}" if names else "the number of a class"
-        raise InputError(f"The label must be {choices}. Found {label}.", code="queries.label")
+        raise InputError(f"A label must be {choices}. Found {label}.", code="queries.label")
     number = names.index(label) if names else int(label)
     own_label = named(names, int(label_of(asked.sample)))
     return replace(asked, sample=with_label(asked.sample, number), own_label=own_label)
