@@ -147,7 +147,7 @@ def refuse_future(files: Iterable[str]) -> None:
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete what jobs make of it. Found a time {max(ahead.values()):.0f} s ahead. Correct "
+            f"delete what jobs make of it. Found a time that is {max(ahead.values()):.0f} s ahead. Correct "
             "the clocks, and set the time of these files with `touch`.",
             code="config.future",
         )
