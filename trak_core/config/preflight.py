@@ -147,8 +147,8 @@ def refuse_future(files: Iterable[str]) -> None:
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete what jobs make of it. Found a time {max(ahead.values()):.0f} s ahead. Correct "
-            "the clocks, and set the time of these files with `touch`.",
+            f"delete what jobs make of it. Found a time that is "
+            f"{max(ahead.values()):.0f} s ahead. Correct the clocks, and `touch` these files.",
             code="config.future",
         )
 
