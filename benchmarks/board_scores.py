@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.spec import ProjectionKind
+from trak_core.settings import ProjectionKind
 
 _CHUNK, _MOST_BYTES = 64, 1e9
 OURS = "along a run, damping 0.1"

@@ -39,7 +39,7 @@ part again 60 "$python" -c "
 import sys, time, torch
 torch.zeros(1, device='cuda')
 from trak_core.projection import project
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 spec = ProjectionSpec(kind=ProjectionKind('rademacher'), n_params=2000, proj_dim=512, seed=0, stream=0)
 for _ in range(2):
     began = time.perf_counter()

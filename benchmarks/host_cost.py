@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trak_core.gradients import as_batch, select_parameters
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.system.job import keep_freed
+from trak_core.runtime.job import keep_freed_memory
 
 _KINDS = ("hadamard", "rademacher", "normal", "tensor_sketch")
 _PROJ_DIM = 64
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed()
+    keep_freed_memory()
     about = environment("cpu", ("torch", "numpy", "numba", "transformers"))
     print(about)
     print("| model | side | ms a batch | floors |\n|---|---|---|---|")

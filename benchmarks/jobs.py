@@ -97,10 +97,10 @@ results: results
 JOB = """\
 import json, sys
 from pathlib import Path
-from trak_core.system.job import keep_freed, quiet_libraries
+from trak_core.runtime.job import keep_freed_memory, quiet_libraries
 quiet_libraries()
-keep_freed()
-from trak_core.spec import FeaturesSpec
+keep_freed_memory()
+from trak_core.settings import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
 compute_features(
     features=Path(sys.argv[3]), checkpoint=Path("model"), study_file=Path("study.py"),
@@ -113,11 +113,11 @@ LOAD = """\
 import json, sys
 from pathlib import Path
 import torch
-from trak_core.system.job import keep_freed, quiet_libraries
+from trak_core.runtime.job import keep_freed_memory, quiet_libraries
 quiet_libraries()
-keep_freed()
+keep_freed_memory()
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.spec import FeaturesSpec
+from trak_core.settings import FeaturesSpec
 from trak_core.study.study import Study
 spec = FeaturesSpec(**json.loads(sys.argv[1]))
 study = Study.load(Path("study.py"))

@@ -76,8 +76,8 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import project
-from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
-from trak_core.system.job import keep_freed
+from trak_core.runtime.job import keep_freed_memory
+from trak_core.settings import ProjectionKind, ProjectionSpec, matrix_shape
 
 KINDS = ["rademacher", "hadamard", "tensor_sketch"]
 
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed()
+    keep_freed_memory()
     rows: list[Row] = []
     if not arguments.peak:
         print(HEADER, flush=True)

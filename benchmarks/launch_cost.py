@@ -19,7 +19,7 @@ import torch
 from shared import environment
 
 from trak_core.projection.cuda import compiled, project, project_slices
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 CAPABILITY = (9, 0)  # assumed where there is no GPU
 HAS_GPU = torch.cuda.is_available()

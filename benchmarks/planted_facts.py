@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
-from trak_core.spec import RetrainedSpec
+from trak_core.settings import RetrainedSpec
 from trak_core.stages.evaluate_scores import read_ground_truth
 from trak_core.stages.retrain import retrain
 from trak_core.study.study import Study

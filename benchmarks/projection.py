@@ -28,7 +28,7 @@ from shared import environment, write_csv
 
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 Call = Callable[[], Any]
 

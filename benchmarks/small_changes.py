@@ -31,7 +31,7 @@ from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
+from trak_core.settings import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.evaluate_scores import read_ground_truth
 from trak_core.stages.retrain import retrain

@@ -23,7 +23,7 @@ from trak_core.evaluation.baselines import Bm25
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+from trak_core.settings import ProjectionKind, ProjectionSpec, matrix_shape
 from trak_core.study.study import Study
 
 _CHUNK, _SIDE = 64, 16

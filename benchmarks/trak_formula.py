@@ -30,7 +30,7 @@ from trak_core.artifacts import (
 )
 from trak_core.compat.score_computers import BasicScoreComputer
 from trak_core.evaluation.lds import lds_tables
-from trak_core.spec import ProjectionKind
+from trak_core.settings import ProjectionKind
 from trak_core.stages.evaluate_scores import read_ground_truth
 
 

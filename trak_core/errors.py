@@ -23,7 +23,7 @@ class InputError(ValueError):
         self.code = code
 
 
-class ToldToStopError(SystemExit):
+class StoppedError(SystemExit):
     """A job was stopped by SIGTERM or Ctrl-C. It ends as by ``sys.exit``."""
 
 
@@ -45,7 +45,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def no_room(error: BaseException) -> str | None:
+def disk_full_reason(error: BaseException) -> str | None:
     """Return the system's message if an error, or a cause of it, is a full disk; otherwise None."""
     for cause in _chain(error):
         match = re.search(r"\berrno = (\d+)", str(cause))  # in messages of HDF5
@@ -67,6 +67,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (is_named or has_words)
 
 
-def came_from_no_memory(error: BaseException) -> bool:
+def caused_by_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or a cause of it, is a failed allocation."""
     return any(map(is_out_of_memory, _chain(error)))

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from generate.rule_graph import drawn
-from trak_core.system.job import stage_module, stage_of
+from trak_core.runtime.job import stage_module, stage_of
 
 REPOSITORY = Path(__file__).parents[2]
 # What runs a rule again beside its files and its code. A param that is new must get its words here.

@@ -24,7 +24,7 @@ from trak_core.gradients import (
 from trak_core.gramian import train_gramian
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
 from trak_core.projection import project
-from trak_core.spec import ProjectionSpec, matrix_shape
+from trak_core.settings import ProjectionSpec, matrix_shape
 
 VOCABULARY, TOKENS = 37, 11
 

@@ -30,7 +30,7 @@ from trak_core.gradients.batch_size import TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.gramian import train_gramian
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.spec import FeaturesSpec
+from trak_core.settings import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
 from trak_core.study.study import Study
 

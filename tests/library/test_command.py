@@ -147,7 +147,7 @@ def test_imports_of_jobs_start_before_snakemake_if_there_are_jobs(tmp_path, monk
     config.write_text("{results: made, study: mine.py}")
     (tmp_path / "mine.py").write_text("import xml.dom")
     assert begins("scores")
-    assert called[-1][-3] == "--forks-preload=trak_core.system.job:import_stages(),xml.dom"
+    assert called[-1][-3] == "--forks-preload=trak_core.runtime.job:import_stages(),xml.dom"
     record.parent.mkdir()
     record.touch()
     assert not begins()

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from trak_core.errors import InputError
-from trak_core.system import files
-from trak_core.system.files import data_digests, path_digests
+from trak_core.runtime import files
+from trak_core.runtime.files import data_digests, path_digests
 
 
 @pytest.fixture

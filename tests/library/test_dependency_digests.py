@@ -25,7 +25,7 @@ SHOWING = {"draw_influences", "write_report"}
 # Each file, and the stages whose digests an edit of it changes.
 TOY = {
     **{name: {"solve", *SHOWING} for name in ("errors.py", "projection/deep/a.py", "new/b.py")},
-    **{name: {"solve", *SHOWING} for name in ("system/job.py", "stages/_shared.py")},
+    **{name: {"solve", *SHOWING} for name in ("runtime/job.py", "stages/_shared.py")},
     **{f"stages/{name}.py": {name} for name in ("solve", *sorted(SHOWING))},
     **{f"report/{name}": {*SHOWING} for name in ("page.py", "templates/a.j2", "style.css")},
     **{name: set() for name in ("command/run.py", "queries/ask.py", "compat/traker.py")},

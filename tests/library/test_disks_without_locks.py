@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 from no_locks import needs_compiler, without_locks
 
-from trak_core.system.files import lock_tables_where_possible
+from trak_core.runtime.files import lock_tables_where_possible
 
 USES_LOCKS = """
 import fcntl, os
 from pathlib import Path
-from trak_core.system.files import hold_results, lock_tables_where_possible
+from trak_core.runtime.files import hold_results, lock_tables_where_possible
 
 results = Path("a/results")  # not there yet
 lock_tables_where_possible(results)

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 # Each has an example at least: a package counts by its public names.
-PACKAGES = ("gradients", "gramian", "projection", "spec", "artifacts")
+PACKAGES = ("gradients", "gramian", "projection", "settings", "artifacts")
 MODULES = (*("attribution.solve", "evaluation.lds", "dependency_digests", "compat.utils"),)
 
 

@@ -18,7 +18,7 @@ from trak_core.lists.groups import (
     group_tables,
     run_weights,
 )
-from trak_core.spec import Combine
+from trak_core.settings import Combine
 from trak_core.stages.preflight_study import preflight_study
 
 N, M, RUNS = 37, 5, [0, 0, 1, 2, 2]

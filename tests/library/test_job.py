@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from trak_core.system import progress as blocks
-from trak_core.system.progress import blocks_with_progress
+from trak_core.runtime import progress as blocks
+from trak_core.runtime.progress import blocks_with_progress
 
 
 def run(body, log):
     code = (
-        f"from trak_core.system.job import logged_to\nwith logged_to({str(log)!r}):\n    {body}\n"
+        f"from trak_core.runtime.job import logged_to\nwith logged_to({str(log)!r}):\n    {body}\n"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
@@ -45,10 +45,10 @@ def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path
 STOPPED = """
 import os, signal, time
 from pathlib import Path
-from trak_core.system.files import written_whole
-from trak_core.system.job import logged_to
+from trak_core.runtime.files import atomic_write
+from trak_core.runtime.job import logged_to
 
-with logged_to("a.log"), written_whole(Path("half.h5")) as partial:
+with logged_to("a.log"), atomic_write(Path("half.h5")) as partial:
     partial.touch()
     try:
         os.kill(os.getpid(), signal.SIGTERM)

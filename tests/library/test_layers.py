@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trak_core"
 LAYERS = [
     {"errors"},
-    {"spec", "dependency_digests"},
-    {"system"},
+    {"settings", "dependency_digests"},
+    {"runtime"},
     {"projection", "model_outputs", "data"},
     {"study", "artifacts", "config"},
     {"ready_made", "gradients"},
@@ -119,7 +119,7 @@ LIGHT = [
     [
         ("trak_core.dependency_digests", HEAVY),
         ("trak_core.model_outputs.about_outputs", HEAVY),
-        ("trak_core.spec", HEAVY),
+        ("trak_core.settings", HEAVY),
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *(
             (f"trak_core.config.{name}", HEAVY)

@@ -13,7 +13,7 @@ from trak_core.lists.lists import (
     nearest,
     suspects,
 )
-from trak_core.system.files import write_csv
+from trak_core.runtime.files import write_csv
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import nn
 from trained_cases import STUDIES
 
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, matrix_shape, stream_of
+from trak_core.settings import ProjectionSpec, matrix_shape, stream_of
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 

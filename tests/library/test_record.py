@@ -7,7 +7,7 @@ import pytest
 from refused import refused
 
 from trak_core.errors import InputError
-from trak_core.system.files import hold_results, read_record, write_record
+from trak_core.runtime.files import hold_results, read_record, write_record
 
 KNOWN = {"n_params": 3, "splits": {"train": {"key": "a", "n_samples": 2}}}
 
@@ -39,7 +39,9 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
 
 
 def test_a_results_folder_is_one_runs(tmp_path):
-    code = "import sys; from pathlib import Path; from trak_core.system.files import hold_results\n"
+    code = "from pathlib import Path; from trak_core.runtime.files import hold_results\n"
+        "import sys; from pathlib import Path; from trak_core.runtime.files import hold_results\n"
+    )
     code += f"hold_results(Path({str(tmp_path / 'results')!r})); print(1, flush=True); input()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -55,7 +57,7 @@ def test_a_colleagues_lock_is_one_too(tmp_path):
     lock = tmp_path / "results/.lock"
     lock.parent.mkdir()
     lock.touch(mode=0o444)
-    code = "import os; from pathlib import Path; from trak_core.system.files import hold_results\n"
+    code = "import os; from pathlib import Path; from trak_core.runtime.files import hold_results\n"
     code += "import fcntl; os.getuid() or os.setuid(65534)\n"
     code += "hold_results(Path('results'))\n"
     command = [sys.executable, "-c", code]
@@ -73,7 +75,7 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from trak_core.errors import InputError
-from trak_core.system.files import check_results, write_record
+from trak_core.runtime.files import check_results, write_record
 if os.getuid() == 0:
     os.setuid(65534)
 try:

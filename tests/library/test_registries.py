@@ -14,7 +14,7 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection.cpu import project
 from trak_core.projection.cuda import project as project_cuda
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import EXACT, GAUSS_NEWTON, ProjectionKind, ProjectionSpec
+from trak_core.settings import EXACT, GAUSS_NEWTON, ProjectionKind, ProjectionSpec
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "trak_core"
@@ -22,7 +22,7 @@ SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").rea
 DESCRIBED = (REPOSITORY / "config/README.md").read_text()
 KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
 # What may say a name: the tables, and the interface of another library that has names of its own.
-SAYS_KINDS = ("spec/", "projection/", "compat/")
+SAYS_KINDS = ("settings/", "projection/", "compat/")
 # The other names of outputs are no words that mean something else.
 OUTPUTS = [name for name in TABLE if name != "loss"]
 SAYS_OUTPUTS = (

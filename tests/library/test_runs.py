@@ -6,18 +6,18 @@ import pytest
 
 from trak_core.config.checkpoint_list import (
     Checkpoint,
+    are_from_along_runs,
     checkpoint_table,
-    come_from_along_runs,
     runs_of,
 )
 from trak_core.errors import InputError
-from trak_core.spec import FeaturesSpec, ScoresSpec
+from trak_core.settings import FeaturesSpec, ScoresSpec
 
 
 def test_each_path_is_a_run():
     table = checkpoint_table({"b": "b.pt", "a": "a.pt"}, None)
     assert table == {"a": Checkpoint("a", path="a.pt"), "b": Checkpoint("b", path="b.pt")}
-    assert not come_from_along_runs(table)
+    assert not are_from_along_runs(table)
 
 
 MAPPING = {
@@ -48,7 +48,7 @@ def test_checkpoints_have_runs_and_times(tmp_path):
     table = checkpoint_table(MAPPING, None)
     assert runs_of(table) == {"7": ["z"], "first": ["x", "y"], "w": ["w"]}
     assert (table["z"].at, table["w"].at) == (0.5, None)
-    assert come_from_along_runs(table)
+    assert are_from_along_runs(table)
     file = tmp_path / "checkpoints.tsv"
     rows = "x\t2\t1.pt\tfirst\ny\t10\t2.pt\tfirst\nz\t0.5\t3.pt\t7\nw\t\t4.pt\t\n"
     file.write_text(f"checkpoint\tat\tpath\trun\n{rows}")
@@ -60,7 +60,7 @@ def test_checkpoints_have_runs_and_times(tmp_path):
 )
 def test_single_checkpoints_are_along_runs_if_their_times_differ(times, along):
     table = {f"c{i}": {"path": f"{i}.pt", "at": at} for i, at in enumerate(times)}
-    assert come_from_along_runs(checkpoint_table(table, None)) == along
+    assert are_from_along_runs(checkpoint_table(table, None)) == along
 
 
 def test_trainings_write_a_checkpoint_at_each_time():
@@ -69,7 +69,7 @@ def test_trainings_write_a_checkpoint_at_each_time():
     assert list(table) == ["s0-1", "s0-10", "s1-3", "s2-10", "s2-2.5"]
     assert runs_of(table)["s2"] == ["s2-2.5", "s2-10"]
     assert table["s1-3"] == Checkpoint("s1", 3, arguments={"seed": 1})
-    assert come_from_along_runs(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
+    assert are_from_along_runs(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
     ends = checkpoint_table({"s0": {"seed": 0}}, {"epochs": 10})
     assert ends == {"s0": Checkpoint("s0", arguments={"seed": 0})}
 

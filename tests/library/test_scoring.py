@@ -5,7 +5,7 @@ import pytest
 
 from trak_core.attribution.scores import combined, largest, most_frequent, powered, unit_rows
 from trak_core.attribution.solve import divide_by_lengths
-from trak_core.spec import Combine
+from trak_core.settings import Combine
 
 RNG = np.random.default_rng(0)
 

@@ -12,7 +12,7 @@ from trak_core.config import specs_from_config
 from trak_core.config.specs_from_config import specs_of
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
-from trak_core.spec import (
+from trak_core.settings import (
     Combine,
     FeaturesSpec,
     ScoresSpec,

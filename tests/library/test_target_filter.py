@@ -8,7 +8,7 @@ import pytest
 from refused import refused
 
 from trak_core.errors import InputError
-from trak_core.spec.target_filter import Condition
+from trak_core.settings.target_filter import Condition
 
 NUMBERS, TEXTS = ("label", "prediction", "output"), ("annotator", "id")
 CONSTANTS = {"label": "3", "prediction": "-1", "output": "0.25"}

@@ -15,7 +15,7 @@ import torch
 def project_rows(**options):
     import numpy as np
     from trak_core.projection import project
-    from trak_core.spec import ProjectionSpec
+    from trak_core.settings import ProjectionSpec
     spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
     return project(np.ones((2, 100_000), np.float32), spec, **options)
 
@@ -92,13 +92,13 @@ def test_freed_memory_is_kept_unless_the_user_says_otherwise():
     code = """
 import os
 import numpy as np
-from trak_core.system.job import keep_freed
+from trak_core.runtime.job import keep_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-keep_freed()
+keep_freed_memory()
 before = resident()
 arrays = [np.full(2**21, 1.0) for _ in range(8)]  # 16 MiB each
 del arrays

@@ -22,7 +22,7 @@ from trak_core.gradients.model_inputs import as_batch
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, matrix_shape
+from trak_core.settings import ProjectionSpec, matrix_shape
 
 transformers = pytest.importorskip("transformers")
 N_TEXTS, N_TOKENS, N_WORDS = 3, 7, 11

@@ -12,7 +12,7 @@ from trak_core.attribution.solve import (
     train_norm,
     weighted_gramians,
 )
-from trak_core.spec import Combine
+from trak_core.settings import Combine
 
 N, M, K, POWER, DAMPING = 37, 5, 12, 0.75, 2
 

@@ -16,7 +16,7 @@ from trak_core.gradients import as_batch, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+from trak_core.settings import ProjectionKind, ProjectionSpec, matrix_shape
 
 WAIT = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
 

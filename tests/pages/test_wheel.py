@@ -22,7 +22,7 @@ from workspace import REPOSITORY
 import trak_core
 from trak_core.dependency_digests import stage_digest
 from trak_core.projection import project
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 SOURCE = REPOSITORY / "trak_core"
 # The folders of the workflow, and where a wheel has them.
@@ -48,7 +48,7 @@ USE = f"""
 import numpy as np
 from trak_core.projection import project
 from trak_core.dependency_digests import stage_digest
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=3, proj_dim=4, seed=0, stream=0)
 print(*project(np.float32([[1, 2, 3]]), spec)[0], stage_digest({STAGE!r}))
 """

@@ -8,7 +8,7 @@ import torch
 
 from trak_core.projection import back_project
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 SHAPES = [(5, 7), (1, 3), (40, 2), (3, 33)]
 

@@ -21,7 +21,7 @@ from trak_core.projection.reference import (
     project_reference,
     projection_matrix,
 )
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 # Odd, prime and off-by-one sizes: no block of coordinates, samples or columns divides them.
 SHAPES = [(1, 1, 1), (3, 31, 5), (2, 127, 7), (9, 129, 33), (7, 257, 64), (17, 1000, 130)]
@@ -249,7 +249,7 @@ def test_memory_does_not_grow_with_the_gradient():
     program = """
 import resource, numpy as np
 from trak_core.projection import project
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=2**21, proj_dim=4096, seed=0, stream=0)
 rows = np.zeros((8, 2**21), np.float32)
 out = np.zeros((8, 4096), np.float32)

@@ -10,7 +10,7 @@ from refused import refused
 from trak_core.projection import project
 from trak_core.projection.cuda import project as project_module
 from trak_core.projection.cuda import project_cuda
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 
 def zeros(*shape, dtype=np.float32):

@@ -20,7 +20,7 @@ from trak_core.projection.cuda import (
 )
 from trak_core.projection.cuda import project as project_module
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")

@@ -8,7 +8,7 @@ from projections import KINDS, spec_of
 
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.settings import ProjectionSpec, stream_of
 
 
 def of_pairs(x, y):

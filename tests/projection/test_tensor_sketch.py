@@ -7,7 +7,7 @@ import torch
 from trak_core.projection import OuterProducts, project
 from trak_core.projection.reference import project_reference
 from trak_core.projection.tensor_sketch import _add_squares, _counts, add_rows
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 CPU = torch.device("cpu")
 

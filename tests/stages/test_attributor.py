@@ -19,9 +19,9 @@ from workspace import REPOSITORY
 import trak_core
 from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.runtime.progress import notice
 from trak_core.stages.compute_gramian import compute_newton_scores
 from trak_core.study.study import Study
-from trak_core.system.progress import notice
 
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
 # Settings of a config.

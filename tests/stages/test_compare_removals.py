@@ -13,12 +13,12 @@ from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.intervals import mean_interval
-from trak_core.spec import RetrainedSpec
+from trak_core.runtime.files import write_csv
+from trak_core.settings import RetrainedSpec
 from trak_core.stages.compare_removals import compare_removals
 from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import listed_rows, retrain
 from trak_core.study.retraining_draws import random_removal, training_seed
-from trak_core.system.files import write_csv
 
 FRACTIONS, DRAWS = [0.2, 0.5], 2
 LISTED = RetrainedSpec(

@@ -13,10 +13,10 @@ from trak_core.attribution.deferred_logits import MarginsOfTokens
 from trak_core.attribution.gradient_method_record import RECORD, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import gradients_at_once, gradients_in_turn
+from trak_core.runtime.files import CONFIG_RECORD, write_record
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
-from trak_core.system.files import CONFIG_RECORD, write_record
 
 STUDY = """
 import torch

@@ -24,7 +24,7 @@ from trak_core.config.memory_needs import (
     weights_mb,
 )
 from trak_core.errors import InputError
-from trak_core.spec import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
+from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_normal_matrix, compute_scores
 
@@ -184,8 +184,8 @@ def test_an_evaluation_needs_the_computed_memory():
 STAGES = """
 import sys
 import test_memory
-from trak_core.system.job import keep_freed
-keep_freed()  # as jobs do
+from trak_core.runtime.job import keep_freed_memory
+keep_freed_memory()  # as jobs do
 getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
 print(peak())
 """

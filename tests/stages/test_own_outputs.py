@@ -42,7 +42,7 @@ from trak_core.model_outputs.about_outputs import TABLE, output_name
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.model_outputs.supervised import REGRESSION
-from trak_core.spec import FeaturesSpec
+from trak_core.settings import FeaturesSpec
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
 from trak_core.study.study import Study

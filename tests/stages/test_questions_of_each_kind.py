@@ -225,13 +225,13 @@ def check_answers_without_scores_by_token(monkeypatch, capsys, reads):
     main(words[:4])
     whole = capsys.readouterr().out
 
-    def no_room(*_, **__):
+    def disk_full_reason(*_, **__):
         raise InputError("compute.memory_mb must hold a gradient", code="gradients.memory_limit")
 
     for owner, name, value, why in (
-        (ProjectedScorer, "cut", no_room, "compute.memory_mb must hold"),
+        (ProjectedScorer, "cut", disk_full_reason, "compute.memory_mb must hold"),
         (checkpoint_scorers, "count_tokens", lambda *_: 0, "Found a target without tokens"),
-        (Study, "token_texts", no_room, "compute.memory_mb must hold"),
+        (Study, "token_texts", disk_full_reason, "compute.memory_mb must hold"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
@@ -245,7 +245,7 @@ def check_answers_without_scores_by_token(monkeypatch, capsys, reads):
     with monkeypatch.context() as patch:
         patch.setattr(
             *(ProjectedScorer, "cut"),
-            lambda *given: cut(*given) if given[-1].memory_mb == memory_mb else no_room(),
+            lambda *given: cut(*given) if given[-1].memory_mb == memory_mb else disk_full_reason(),
         )
         del reads[:]
         main([*words, "--tokens"])

@@ -25,8 +25,8 @@ from trak_core.config.read_config import read_config
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.open_run import OpenRun
 from trak_core.queries.render_answers import answer_rows
+from trak_core.runtime.files import matches
 from trak_core.study.sample_columns import RESERVED
-from trak_core.system.files import matches
 
 STUDY = (
     (REPOSITORY / "tests/studies/diabetes.py").read_text()

@@ -21,7 +21,7 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
+from trak_core.settings import NormalSpec, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_normal_matrix
 from trak_core.study.dataset_split import Split

@@ -33,7 +33,7 @@ from trak_core.report.template_filters import (
     plural,
     signed,
 )
-from trak_core.spec import MEAN_OF
+from trak_core.settings import MEAN_OF
 from trak_core.study.show_samples import readable
 
 

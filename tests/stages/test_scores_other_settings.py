@@ -5,7 +5,7 @@ from pipeline import averaged, changed, scores_spec
 
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
-from trak_core.spec import EXACT
+from trak_core.settings import EXACT
 from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
 
 RADEMACHER = {"kind": "rademacher", "proj_dim": 16, "seed": 0}

@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import margins_in_pieces
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
+from trak_core.settings import EXACT, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages import compute_outputs as outputs_stage
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian

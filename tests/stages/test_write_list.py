@@ -12,12 +12,12 @@ from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_wi
 
 from trak_core.artifacts import ArtifactError
 from trak_core.lists.lists import few_targets
+from trak_core.runtime.files import write_csv
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.draw_influences import _facts, show_list
 from trak_core.stages.write_list import find_duplicates, write_list
 from trak_core.study.sample_columns import with_class_names
-from trak_core.system.files import write_csv
 
 PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import trak_core.compat as trak
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 N, M, CLASSES = 40, 6, 4
 

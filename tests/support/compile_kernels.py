@@ -19,7 +19,7 @@ from numba.cuda.cudadrv import nvrtc, nvvm
 
 from trak_core.projection.cuda import compiled, project_slices
 from trak_core.projection.cuda import project as project_cuda
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
 LIBRARIES = {

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from trak_core.projection.cuda import compiled, project, project_slices
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 # Kind, rows and dtype: every kernel, and every dtype that one reads.
 CASES = [

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.settings import ProjectionSpec, stream_of
 
 
 def jacobian(model, samples, output):

@@ -12,7 +12,7 @@ from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.config.read_config import read_config, record_config
 from trak_core.config.specs_from_config import specs_of, targets_digest
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
+from trak_core.settings import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian

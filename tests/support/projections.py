@@ -4,7 +4,7 @@ from math import isqrt
 
 import numpy as np
 
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 KINDS = [str(kind) for kind in ProjectionKind if kind.about.tag is not None]
 SEED = (5 << 32) + 77

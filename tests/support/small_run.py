@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from torch.utils.data import Subset
 from workspace import REPOSITORY
 
-from trak_core.spec import RetrainedSpec
+from trak_core.settings import RetrainedSpec
 from trak_core.stages.evaluate_scores import evaluate_scores
 from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint

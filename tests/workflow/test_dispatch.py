@@ -15,8 +15,8 @@ from refusals import GOOD, save_weights
 from workspace import REPOSITORY, forked_python
 
 from trak_core.dependency_digests import stage_digest
-from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
-from trak_core.system.job import convert_param, describe_job, run, stage_module, stage_of
+from trak_core.runtime.job import convert_param, describe_job, run, stage_module, stage_of
+from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 
 # A stage is a function with only keyword arguments.
 STAGES = {

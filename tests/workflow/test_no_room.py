@@ -65,16 +65,16 @@ def test_a_limit_on_the_size_of_files(study, finished):
 
 
 WRITERS = {
-    "torch": "import torch\n    with written_whole(path) as p, p.open('wb') as f:\n"
+    "torch": "import torch\n    with atomic_write(path) as p, p.open('wb') as f:\n"
     "        torch.save({'a': torch.zeros(10**5)}, f)",
     "pandas": "import pandas\n    from trak_core.artifacts import SCORES, create\n"
     "    with create(path, SCORES, {}, {}) as writer:\n"
     "        for name in ('train', 'targets'):\n"
     "            writer.table(name, pandas.DataFrame({'id': range(10**5)}), ['id'])",
-    "matplotlib": "from matplotlib.figure import Figure\n    with written_whole(path) as p:\n"
+    "matplotlib": "from matplotlib.figure import Figure\n    with atomic_write(path) as p:\n"
     "        Figure().savefig(p, format='png', dpi=400, pil_kwargs={'compress_level': 0})",
-    "text": "with written_whole(path) as p:\n        p.write_text('a' * 10**6)",
-    "h5py": "import h5py, numpy\n    with written_whole(path) as p, h5py.File(p, 'w') as f:\n"
+    "text": "with atomic_write(path) as p:\n        p.write_text('a' * 10**6)",
+    "h5py": "import h5py, numpy\n    with atomic_write(path) as p, h5py.File(p, 'w') as f:\n"
     "        f['a'] = numpy.zeros(10**6)",
 }
 
@@ -82,8 +82,8 @@ WRITERS = {
 def run_job(body, folder, kilobytes=None):
     """Run a job's body as scripts do; return its exit status, log and terminal output."""
     code = (
-        "import resource\nfrom pathlib import Path\nfrom trak_core.system.job import logged_to\n"
-        "from trak_core.system.files import written_whole\n"
+        "import resource\nfrom pathlib import Path\nfrom trak_core.runtime.job import logged_to\n"
+        "from trak_core.runtime.files import atomic_write\n"
         f"path = Path({str(folder / 'file')!r})\n"
     )
     if kilobytes is not None:

@@ -25,9 +25,9 @@ import trak_core
 from trak_core.command.main import main
 from trak_core.config.bind_study_arguments import READY_MADE, builder_of, with_ready_study
 from trak_core.errors import InputError
+from trak_core.runtime.files import data_digests
 from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Study
-from trak_core.system.files import data_digests
 
 ROWS = [{"id": i, "text": text} for i, text in enumerate(["sky is blue", "the sun", "red sky is"])]
 HAND_WRITTEN = f"""

@@ -12,7 +12,7 @@ from workspace import Workspace, scoring
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.settings import ProjectionSpec, stream_of
 
 N_TRAIN, N_TARGETS, PROJ_DIM = 12, 3, 16
 STUDY = f"""

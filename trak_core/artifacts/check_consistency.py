@@ -8,7 +8,7 @@ import numpy as np
 
 from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
-from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
+from trak_core.settings import FeaturesSpec, RetrainedSpec, ScoresSpec
 
 # The keys of the spec in which a checkpoint's files of both splits must agree.
 _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")

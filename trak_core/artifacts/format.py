@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from trak_core.errors import InputError
-from trak_core.spec import EXACT, GAUSS_NEWTON
+from trak_core.settings import EXACT, GAUSS_NEWTON
 
 VERSION = 2
 # Earlier versions have no checksums of metadata, and the HDF5 of PyTables reads no later ones.

@@ -29,7 +29,7 @@ from trak_core.artifacts.format import (
     scales_of,
     table_columns,
 )
-from trak_core.system.files import knows_locks
+from trak_core.runtime.files import supports_locks
 
 if TYPE_CHECKING:  # most jobs read no table
     import pandas as pd
@@ -311,7 +311,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
     try:
         with path.open("rb") as raw:
-            locking = None if knows_locks(raw.fileno()) else False
+            locking = None if supports_locks(raw.fileno()) else False
         with h5py.File(path, "r", locking=locking) as file:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:

@@ -30,7 +30,7 @@ from trak_core.artifacts.format import (
     table_columns,
     write_object,
 )
-from trak_core.system.files import does_not_fit, written_whole
+from trak_core.runtime.files import atomic_write, disk_full_error
 
 if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
@@ -286,7 +286,7 @@ def create(
             same bytes.
         attributes: Further root attributes.
     """
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         # A temporary file needs no lock, which some disks do not support.
         with h5py.File(partial, "w", libver=LIBVER, locking=False) as file:
             own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
@@ -309,7 +309,7 @@ def create(
         for key, rows, searchable in writer.tables:
             fields[key] = _put_table(partial, key, rows, searchable)
             if not _reads_back(partial, key, rows, fields[key]):
-                raise does_not_fit(path, f"the table {key} does not read as it was written")
+                raise disk_full_error(path, f"the table {key} does not read as it was written")
         with h5py.File(partial, "r+", locking=False) as file:
             for key, columns in fields.items():
                 put_attributes(file.require_group(key), columns=json.dumps(columns))

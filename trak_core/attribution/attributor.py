@@ -29,7 +29,7 @@ from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
-from trak_core.config.checkpoint_list import checkpoint_table, come_from_along_runs, runs_of
+from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
 from trak_core.config.cross_checks import check_exact, check_preconditioner
 from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
@@ -37,10 +37,10 @@ from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.model_outputs.model_output import ModelOutput, own_output
-from trak_core.spec import TRAIN
+from trak_core.runtime.progress import notice, progress_bar
+from trak_core.settings import TRAIN
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
-from trak_core.system.progress import notice, progress_bar
 
 # Keys of ``compute`` that an attributor takes. They change no numbers except by rounding.
 _COMPUTE = ("device", "batch_size", "memory_mb", "threads")
@@ -164,7 +164,7 @@ class Attributor(FittedAttributor):
             "features_dtype": features_dtype,
             **{"compute": {"shards": 1}, "experiments": {}, "answers": {"tokens": False}},
         }
-        fill_in_scoring(config, along=come_from_along_runs(table))
+        fill_in_scoring(config, along=are_from_along_runs(table))
         check_scoring(config["scoring"])
         check_exact(config)
         check_preconditioner(config)

@@ -10,9 +10,9 @@ from torch import Tensor
 from trak_core.attribution.device import full_precision, takes_cuda
 from trak_core.config.checkpoint_list import Checkpoint, checkpoint_table
 from trak_core.errors import InputError
-from trak_core.model_outputs.about_outputs import TABLE, place_of
+from trak_core.model_outputs.about_outputs import TABLE, function_location
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.spec import Combine, Weighting
+from trak_core.settings import Combine, Weighting
 
 Weights = str | Path | Mapping[str, Any]
 Output = str | ModelOutput | Callable[..., Tensor]
@@ -61,7 +61,7 @@ def _is_state_dict(given: Any) -> bool:
 def name_of_output(output: Output) -> str:
     """Return the name of a model output that is stored in files."""
     if isinstance(output, str):
-        if output not in TABLE and place_of(output) is None:
+        if output not in TABLE and function_location(output) is None:
             raise InputError(
                 f"`output` must be one of {', '.join(TABLE)}; `file.py:function`; a function; or a "
                 f"ModelOutput. Found {output!r}.",

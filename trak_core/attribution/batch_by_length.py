@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, Room, as_batch, joined, shapes_of
+from trak_core.gradients import Batch, MemoryBudget, as_batch, joined, shapes_of
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.study.dataset_split import Split
 
@@ -94,7 +94,7 @@ class OrderedSamples:
         """Return the length of the i-th text, the longest up to the end of its window."""
         return 0 if self.lengths is None else self.lengths[i]
 
-    def batches_of(self, most: int, room: Room | None = None) -> Callable[[int], int]:
+    def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
         """Return a function from the first sample of a batch to the number of samples in it.
 
         A batch has at most ``most`` samples, those that fit ``room``, and those of one window.

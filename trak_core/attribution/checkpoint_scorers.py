@@ -24,7 +24,7 @@ from trak_core.attribution.token_scores import Cut, count_tokens, cut_pairs
 from trak_core.attribution.write_features import MethodOf, feature_blocks
 from trak_core.config.memory_needs import exact_need
 from trak_core.errors import InputError
-from trak_core.spec import FeaturesSpec, ScoresSpec
+from trak_core.settings import FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 
 _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")

@@ -36,12 +36,12 @@ from trak_core.attribution.token_scores import Cut, token_tables
 from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
-from trak_core.spec import EXACT, GAUSS_NEWTON, Combine, ScoresSpec
+from trak_core.runtime.progress import progress_bar
+from trak_core.settings import EXACT, GAUSS_NEWTON, Combine, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
 from trak_core.study.study import Study
-from trak_core.system.progress import progress_bar
 
 _T = TypeVar("_T")
 

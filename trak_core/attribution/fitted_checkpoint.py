@@ -32,8 +32,8 @@ from trak_core.attribution.solve import (
 )
 from trak_core.config.memory_needs import CHUNK_ROWS, normal_matrix_need, scores_need
 from trak_core.errors import InputError
-from trak_core.spec import Combine, NormalSpec, ScoresSpec
-from trak_core.system.progress import blocks_with_progress
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import Combine, NormalSpec, ScoresSpec
 
 # Reads the rows of a matrix from start to stop.
 ReadRows = Callable[[int, int], np.ndarray]

@@ -18,7 +18,7 @@ from trak_core.config.memory_needs import newton_targets
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,
-    Room,
+    MemoryBudget,
     check_finite,
     check_finite_gramian,
     formed_gradients,
@@ -30,8 +30,8 @@ from trak_core.gradients import (
     refuse_hooks,
 )
 from trak_core.model_outputs.model_output import over_samples
+from trak_core.runtime.progress import blocks_with_progress, log
 from trak_core.study.dataset_split import Split
-from trak_core.system.progress import blocks_with_progress, log
 
 # Steps of conjugate gradients. G is summed over n / CURVED_SHARE training samples, at least over
 # LEAST_CURVED (docs/explanation/choosing.md has measurements of both).
@@ -129,7 +129,7 @@ def newton_scores(
     return NewtonScores(values, ridge, len(curved), train_columns, target_columns)
 
 
-def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> Room:
+def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
     """Check all labels, and return how many samples fit with their derivatives along vectors."""
     needs = []
     for samples in stored:

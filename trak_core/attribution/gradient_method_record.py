@@ -13,8 +13,8 @@ from trak_core.attribution.device import device_name
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.errors import InputError
 from trak_core.gradients import METHODS, Batch, GradientMethod, choose_method
-from trak_core.spec import FeaturesSpec
-from trak_core.system.files import CONFIG_RECORD, read_record, write_record
+from trak_core.runtime.files import CONFIG_RECORD, read_record, write_record
+from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
 

@@ -15,7 +15,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
-    Room,
+    MemoryBudget,
     Variety,
     check_finite_gramian,
     columns_of,
@@ -24,9 +24,9 @@ from trak_core.gradients import (
     refuse_not_finite,
 )
 from trak_core.gramian import cross_gramian, train_gramian
-from trak_core.spec import FeaturesSpec
+from trak_core.runtime.progress import log, with_progress
+from trak_core.settings import FeaturesSpec
 from trak_core.study.dataset_split import Split
-from trak_core.system.progress import log, with_progress
 
 
 def write_gramian(
@@ -84,7 +84,7 @@ def inner_products(
     return values, columns
 
 
-def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> Room:
+def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
     """Check all labels, and return how many samples fit into the memory that is left."""
     left_mb -= sum(samples.n_bytes for samples in stored) // 2**20
     fews = [loaded.few_checked(samples) for samples in stored]
@@ -130,7 +130,11 @@ def _gramian(
 
 
 def columns_in_order(
-    loaded: LoadedModel, stored: StoredSamples, ids: Sequence[object], batch_size: int, room: Room
+    loaded: LoadedModel,
+    stored: StoredSamples,
+    ids: Sequence[object],
+    batch_size: int,
+    room: MemoryBudget,
 ) -> list[Tensor]:
     """Return label numbers and ``PerSample.columns`` in the study's order, which ``ids`` have.
 

@@ -33,7 +33,8 @@ from trak_core.gradients.batch_size import PIECE_BYTES, TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
-from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.runtime.job import release_freed_memory
+from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.load_checkpoint import (
     load_checkpoint,
@@ -43,7 +44,6 @@ from trak_core.study.load_checkpoint import (
 )
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
-from trak_core.system.job import return_freed
 
 _FEW = 8  # samples that are checked before the expensive work
 _COMPARED = 8  # samples whose outputs are compared with stored ones
@@ -127,7 +127,7 @@ class LoadedModel:
             on_cpu, digests["optimizer_sha256"] = adam_scales(model, parameters, trained, weights)
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         blocks = Recomputation(model)
-        return_freed()
+        release_freed_memory()
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
@@ -200,7 +200,7 @@ class LoadedModel:
                 return needed
             return self._memory(few, None)
         finally:
-            return_freed()
+            release_freed_memory()
 
     def _memory(self, few: Batch, most_bytes: int | None) -> MemoryByLength:
         given = self.model, self.parameters, self.output, few

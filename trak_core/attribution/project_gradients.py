@@ -16,7 +16,7 @@ from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piec
 from trak_core.gradients.margins_in_pieces import MarginFactors
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, prefers_factors
-from trak_core.spec import ProjectionSpec, matrix_shape
+from trak_core.settings import ProjectionSpec, matrix_shape
 
 # The largest relative error, by norm, of a sample's features in a stored dtype. float16 rounds by
 # at most 5e-4, and loses more of entries below 6e-5 or above 65504. int8 rounds entries of similar

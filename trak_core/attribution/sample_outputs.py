@@ -20,11 +20,11 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
-from trak_core.model_outputs.about_outputs import TABLE, about_output, place_of
+from trak_core.model_outputs.about_outputs import TABLE, about_output, function_location
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
-from trak_core.spec import POOL, TRAIN, FeaturesSpec
+from trak_core.settings import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
@@ -76,7 +76,7 @@ def model_output(
     ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``,
     the same for every checkpoint, and embedded by ``model``, which must have a ``logit_scale``.
     """
-    place = place_of(name)
+    place = function_location(name)
     if place is not None:
         return own_output(_object_in(*place, study), name)
     about = TABLE[name]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trak_core.spec import Combine, ScoresSpec
+from trak_core.settings import Combine, ScoresSpec
 
 # Rows of scores of a thousand targets that fit into the processor's cache with their copies.
 _CACHED_ROWS = 256

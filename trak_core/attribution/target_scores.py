@@ -25,7 +25,7 @@ from trak_core.attribution.scores import unit_of
 from trak_core.config.memory_needs import average_need
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import ScoresSpec
+from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
 # Targets that a notebook shows, and for each the training samples of either sign.

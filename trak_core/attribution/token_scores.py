@@ -14,9 +14,9 @@ from trak_core.attribution.token_shares import Directions, Pairs, Shares
 from trak_core.attribution.write_features import MethodOf, projection_for
 from trak_core.gradients import Batch, in_chunks
 from trak_core.gradients.gradient_terms import PIECE
-from trak_core.spec import ProjectionSpec, ScoresSpec
+from trak_core.runtime.progress import with_progress
+from trak_core.settings import ProjectionSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
-from trak_core.system.progress import with_progress
 
 SIDES = ("train", "target")
 

@@ -18,7 +18,7 @@ from trak_core.gradients.gradient_terms import (
 )
 from trak_core.gradients.margins_in_pieces import BiasFactors, MarginFactors
 from trak_core.projection import Contractions, back_project
-from trak_core.spec import ProjectionSpec, matrix_shape
+from trak_core.settings import ProjectionSpec, matrix_shape
 
 
 @dataclass(frozen=True, slots=True)

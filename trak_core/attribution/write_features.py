@@ -15,9 +15,9 @@ from trak_core.attribution.project_gradients import batch_features, compilers, s
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.dependency_digests import content_digest
 from trak_core.gradients import GradientMethod, Variety, check_labels, in_chunks
-from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
+from trak_core.runtime.progress import log, with_progress
+from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
-from trak_core.system.progress import log, with_progress
 
 # The size of the window in which texts are sorted by length: bytes of features, and least texts.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256

@@ -170,13 +170,13 @@ class _Session:
             self._tell(f"there is no answer, so {paths} is not written")
             return
         from trak_core.queries.render_answers import answer_rows, asked_page
-        from trak_core.system.files import write_csv, written_whole
+        from trak_core.runtime.files import atomic_write, write_csv
 
         if self._asked.csv is not None:
             write_csv(self._asked.csv, answer_rows(self._answers))
         if self._asked.html is not None:
             page = asked_page(self._run, self._answers, self._asked.top)
-            with written_whole(self._asked.html) as partial:
+            with atomic_write(self._asked.html) as partial:
                 partial.write_text(page, encoding="utf-8")
         print(f"wrote: {paths}", file=sys.stderr)
 
@@ -243,7 +243,7 @@ class _Session:
 
 def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
     """Raise an error if an output would replace a file that a run reads or has written."""
-    from trak_core.system.files import matches
+    from trak_core.runtime.files import matches
 
     inputs = [run.checkpoint(name) for name in run.specs.checkpoints]
     # A new file in a folder or pattern of data would become data.
@@ -272,7 +272,7 @@ def _open_run(config_file: str) -> "OpenRun":
     from trak_core.config.read_config import given_by_command, read_config
     from trak_core.queries.finished_run import FinishedRun
     from trak_core.queries.open_run import OpenRun
-    from trak_core.system.job import quiet_libraries
+    from trak_core.runtime.job import quiet_libraries
 
     quiet_libraries()
     schema = workflow_folder() / "schemas/config.schema.yaml"
@@ -290,7 +290,7 @@ def _silently(
     answers: "Iterator[tuple[Asked, Answer | InputError]]",
 ) -> "Iterator[tuple[Asked, Answer | InputError]]":
     """Yield answers, with notices on standard error and without progress messages."""
-    from trak_core.system.progress import reported_to
+    from trak_core.runtime.progress import reported_to
 
     while True:
         with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):

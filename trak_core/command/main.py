@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports
             from trak_core.command.run import run
-            from trak_core.system.job import stop_before_jobs
+            from trak_core.runtime.job import stop_before_jobs
 
             if arguments is None:
                 stop_before_jobs()

@@ -17,8 +17,8 @@ import yaml
 
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.system.files import CONFIG_RECORD
-from trak_core.system.job import name_library
+from trak_core.runtime.files import CONFIG_RECORD
+from trak_core.runtime.job import export_library_path
 
 _PACKAGE = Path(__file__).parents[1]
 # Options that limit how much runs at the same time.
@@ -28,7 +28,7 @@ _PROFILES = ("local", "slurm", "slurm-gpu")
 # traceback. Garbage collection is rare, because the many jobs would make it an eighth of planning.
 _SNAKEMAKE = """
 import atexit, gc, sys
-from trak_core.system.job import stop_before_jobs
+from trak_core.runtime.job import stop_before_jobs
 stop_before_jobs()
 atexit.register(gc.freeze)
 gc.set_threshold(100_000, 50, 100)
@@ -48,7 +48,7 @@ _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 # More than Snakemake writes into a folder of temporary files before the first job.
 _TEMPORARY_BYTES = 64_000
 # Imports of all jobs, of optimizers, and of studies of texts.
-_STAGES = "trak_core.system.job:import_stages()"
+_STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
 # Words of a study that may change an import, by environment variables or by import paths.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
@@ -240,7 +240,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     check_folders(arguments)
     is_early = preload and _is_new(Path(config), content)
     first = _START_FORKS.format(preload=preload) if is_early else ""
-    name_library()
+    export_library_path()
     # The new Python process handles Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -28,7 +28,7 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 # The first arguments of every method of trak_core.gradients.
 _Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]

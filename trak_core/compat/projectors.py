@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import as_blocks
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 Gradients = Tensor | Mapping[str, Tensor]
 Device = str | torch.device

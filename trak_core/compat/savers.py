@@ -27,7 +27,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trak_core.errors import InputError
-from trak_core.system.files import NO_LOCKS, written_whole
+from trak_core.runtime.files import NO_LOCKS, atomic_write
 
 
 class ModelIDException(InputError):
@@ -39,12 +39,12 @@ class AssertedError(InputError, AssertionError):
 
 
 def _write_json(path: Path, content: Any) -> None:
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> None:
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         array = open_memmap(partial, mode="w+", shape=shape, dtype=dtype)
         if np.any(values):  # zeros are not written, so that the file is sparse
             array[:] = values

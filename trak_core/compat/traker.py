@@ -31,7 +31,7 @@ from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreCo
 from trak_core.errors import InputError, listed
 from trak_core.gradients import check_labels, check_samples_apart, count_classes, in_chunks
 from trak_core.model_outputs.supervised import CLASSIFICATION
-from trak_core.spec import Combine, ProjectionSpec
+from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None

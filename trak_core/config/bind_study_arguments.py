@@ -14,7 +14,7 @@ from typing import Any
 from trak_core.data.rows import read_rows
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.system.files import takes_no_file, written_whole
+from trak_core.runtime.files import atomic_write, unwritable_error
 
 _TEXT = '''\
 """The ready-made study `{name}` with the config's `study_arguments`, written at each start.
@@ -314,10 +314,10 @@ def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     if not writes or (file.is_file() and file.read_text() == text):
         return str(file)
     try:
-        with written_whole(file) as part:
+        with atomic_write(file) as part:
             part.write_text(text)
     except OSError as error:
-        raise takes_no_file(file.parent, file, error) from error
+        raise unwritable_error(file.parent, file, error) from error
     return str(file)
 
 

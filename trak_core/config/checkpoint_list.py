@@ -13,7 +13,7 @@ from typing import Any
 
 from trak_core.config.read_config import read_table
 from trak_core.errors import InputError
-from trak_core.spec import ordered, stream_of
+from trak_core.settings import ordered, stream_of
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
@@ -87,7 +87,7 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
     return dict(sorted(runs.items()))
 
 
-def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
+def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether checkpoints are from several times of training.
 
     A trained checkpoint without ``at`` is the end of its run, which is one time for all runs.

@@ -9,7 +9,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
-from trak_core.spec import (
+from trak_core.settings import (
     GAUSS_NEWTON,
     POOL,
     Combine,
@@ -18,7 +18,7 @@ from trak_core.spec import (
     removed_sizes,
     subset_size,
 )
-from trak_core.spec.target_filter import MOST_TARGETS, Condition
+from trak_core.settings.target_filter import MOST_TARGETS, Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:

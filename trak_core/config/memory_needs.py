@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trak_core.errors import InputError
-from trak_core.spec import Setting
+from trak_core.settings import Setting
 
 # Models of at least so many bytes add to the memory that a job requests.
 LARGE_BYTES = 2**28

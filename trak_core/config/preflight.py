@@ -22,9 +22,9 @@ from trak_core.config.specs_from_config import Specs
 from trak_core.dependency_digests import content_digest, stage_digest
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
-from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
-from trak_core.spec.target_filter import MOST_TARGETS
-from trak_core.system.files import path_digests, read_record, write_record
+from trak_core.runtime.files import path_digests, read_record, write_record
+from trak_core.settings import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
+from trak_core.settings.target_filter import MOST_TARGETS
 
 _RECORD, _DIGESTS = "study.json", "checkpoints.json"
 _STAGE = "trak_core.stages.preflight_study"

@@ -17,8 +17,8 @@ import yaml
 from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.model_outputs.about_outputs import output_name, place_of
-from trak_core.system.files import CONFIG_RECORD, read_record, write_record
+from trak_core.model_outputs.about_outputs import function_location, output_name
+from trak_core.runtime.files import CONFIG_RECORD, read_record, write_record
 
 # The value of `targets` that selects every sample of target_data().
 ALL_TARGETS = "all"
@@ -203,7 +203,7 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
 
 def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
     """Return the file of a user-defined model output; None if it is the study's file."""
-    place = place_of(output_name(model_output))
+    place = function_location(output_name(model_output))
     if place is None or Path(place[0]).resolve() == study.resolve():
         return None
     if not Path(place[0]).is_file():

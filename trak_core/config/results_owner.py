@@ -11,7 +11,7 @@ from typing import Any
 from trak_core.config.preflight import refuse_future
 from trak_core.config.read_config import CONFIG_RECORD, record_config
 from trak_core.errors import InputError
-from trak_core.system.files import check_results, hold_results, read_record
+from trak_core.runtime.files import check_results, hold_results, read_record
 
 
 def begin_run(
@@ -46,7 +46,7 @@ def begin_run(
     ]
 
 
-def what_to_read(
+def result_lines(
     files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
 ) -> tuple[list[str], list[str]]:
     """Return lines that list a run's existing files by kind, and the warnings of its report."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trak_core.model_outputs.about_outputs import about_output, output_name
-from trak_core.spec import (
+from trak_core.settings import (
     GAUSS_NEWTON,
     Combine,
     FeaturesSpec,

@@ -8,8 +8,8 @@ from typing import Any
 
 from trak_core.config.checkpoint_list import (
     Checkpoint,
+    are_from_along_runs,
     checkpoint_table,
-    come_from_along_runs,
     runs_of,
     shared_training,
 )
@@ -35,7 +35,8 @@ from trak_core.config.scoring_settings import features_spec, fill_in_scoring, sc
 from trak_core.dependency_digests import content_digest, mentions, study_digest
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import About, about_output, output_name
-from trak_core.spec import (
+from trak_core.runtime.files import data_digests, file_digest
+from trak_core.settings import (
     GAUSS_NEWTON,
     LESS,
     POOL,
@@ -49,7 +50,6 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.system.files import data_digests, file_digest
 
 # One retraining job trains models for at most this many subsets, or removals for this many targets.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
@@ -413,7 +413,7 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     saves reading unchanged data files again. It is not updated if ``writes`` is false.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
-    defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))
+    defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))
     check_exact(config)
     check_preconditioner(config)
     check_conditions(config)

@@ -17,7 +17,7 @@ import pandas as pd
 from trak_core.errors import InputError
 from trak_core.evaluation.intervals import interval
 from trak_core.evaluation.subset_sums import Key
-from trak_core.spec import Setting
+from trak_core.settings import Setting
 
 
 @dataclass(frozen=True, slots=True)

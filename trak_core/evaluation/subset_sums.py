@@ -13,7 +13,7 @@ import numpy as np
 
 from trak_core.attribution.scores import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
-from trak_core.spec import Combine, Setting
+from trak_core.settings import Combine, Setting
 
 # A row of the summary: method, kind, proj_dim (0 without a projection).
 Key = tuple[str, str, int]

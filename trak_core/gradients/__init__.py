@@ -12,8 +12,8 @@ takes them; and ``sample_ids``, which error messages name.
 """
 
 from trak_core.gradients.batch_size import (
+    MemoryBudget,
     MemoryByLength,
-    Room,
     budget_bytes,
     in_chunks,
     memory_by_length,
@@ -51,7 +51,15 @@ from trak_core.gradients.gradient_methods import (
 )
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, joined, shapes_of
 
-__all__ = ["METHODS", "Batch", "GradientMethod", "MemoryByLength", "PerSample", "Room", "Samples"]
+__all__ = [
+    "METHODS",
+    "Batch",
+    "GradientMethod",
+    "MemoryBudget",
+    "MemoryByLength",
+    "PerSample",
+    "Samples",
+]
 __all__ += ["Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_finite"]
 __all__ += ["check_finite_gramian", "check_labels", "check_samples_apart", "choose_method"]
 __all__ += ["columns_of", "count_classes", "explain_not_finite", "formed_gradients", "graph_to"]

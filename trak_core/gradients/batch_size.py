@@ -225,7 +225,7 @@ class MemoryByLength:
         low, high = function(self.of_shortest), function(self.of_longest)
         return MemoryByLength(self.shortest, self.longest, low, high)
 
-    def room(self, device: torch.device, memory_mb: int) -> "Room":
+    def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
         """Return the present budget, or raise an ``InputError`` if the longest text doesn't fit."""
         is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
         needed = self.of_longest.of(1)
@@ -237,11 +237,11 @@ class MemoryByLength:
                 f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
                 code="gradients.memory_limit",
             )
-        return Room(self, budget)
+        return MemoryBudget(self, budget)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """The memory that batches may use, in bytes, and the memory that samples need."""
 
     needed: MemoryByLength

@@ -28,7 +28,7 @@ from trak_core.model_outputs.model_output import (
     random_output,
     rows_in,
 )
-from trak_core.system.progress import notice
+from trak_core.runtime.progress import notice
 
 # Number of samples that ``check_samples_apart`` compares.
 _SAMPLES = 8

@@ -9,7 +9,7 @@ import pandas as pd
 
 from trak_core.errors import InputError
 from trak_core.evaluation.intervals import Chance, expanded
-from trak_core.spec import Combine
+from trak_core.settings import Combine
 
 # The number of draws of runs, and the number of draws of samples for each of them.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.attribution.scores import Extremes, largest, unit_rows
-from trak_core.spec import MEAN_OF
+from trak_core.settings import MEAN_OF
 
 # A pair is a copy if its closeness, relative to the fifth nearest sample, is at least _CLOSE.
 _NEIGHBOURS, _CLOSE = 5, 0.9

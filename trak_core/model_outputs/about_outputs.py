@@ -208,7 +208,7 @@ def output_name(model_output: str | Mapping[str, Any]) -> str:
     return model_output if isinstance(model_output, str) else model_output["function"]
 
 
-def place_of(name: str) -> tuple[str, str] | None:
+def function_location(name: str) -> tuple[str, str] | None:
     """Return the file and the function of a user-defined model output, or None for a named one."""
     file, _, function = name.rpartition(":")
     return (file, function) if name not in TABLE and file else None

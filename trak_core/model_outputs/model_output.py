@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError, came_from_no_memory
+from trak_core.errors import InputError, caused_by_out_of_memory
 
 # The label of tokens and pixels to skip, as in torch's cross entropy.
 IGNORED = -100
@@ -250,7 +250,7 @@ def _checked(
         except InputError:
             raise
         except Exception as error:
-            if came_from_no_memory(error):
+            if caused_by_out_of_memory(error):
                 raise
             raise _explained(error, name) from error
         if not isinstance(value, Tensor) or value.ndim:

@@ -12,7 +12,7 @@ from trak_core.errors import InputError, listed
 from trak_core.projection.cpu import project_cpu
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
 from trak_core.projection.tensor_sketch import add_rows, hashes_on
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 Matrix = np.ndarray | Tensor
 M = TypeVar("M", np.ndarray, Tensor)
@@ -186,7 +186,7 @@ def project(
 
         >>> import numpy as np
         >>> from trak_core.projection import project
-        >>> from trak_core.spec import ProjectionSpec
+        >>> from trak_core.settings import ProjectionSpec
         >>> gradients = np.random.default_rng(0).standard_normal((2, 10_000), dtype=np.float32)
         >>> spec = ProjectionSpec(
         ...     kind="rademacher", n_params=10_000, proj_dim=1024, seed=0, stream=0

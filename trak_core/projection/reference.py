@@ -36,7 +36,7 @@ i & 31 of word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set b
 
 import numpy as np
 
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 # Tag 2 is reserved because features of version 0.2.0 were made with it. No other kind may use it.
 _MASK = np.uint64(0xFFFFFFFF)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, hashes_of
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 # Complex numbers of the count sketches that are transformed at once. 1 MiB on a CPU keeps sketches
 # and transforms in a core's cache. 64 MiB on a GPU, because its host needs 0.2 ms to start kernels.

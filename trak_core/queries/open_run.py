@@ -17,11 +17,11 @@ from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.target_scores import Scores
-from trak_core.errors import InputError, came_from_no_memory, no_room
+from trak_core.errors import InputError, caused_by_out_of_memory, disk_full_reason
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.question_and_answer import Answer, Asked, as_of_class
 from trak_core.report.read_results import part_with
-from trak_core.spec import TRAIN
+from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.read_targets import encoded_line, split_of
 from trak_core.study.sample_columns import columns_of
@@ -192,7 +192,7 @@ class OpenRun(FittedAttributor):
         except InputError as error:
             answers = [error]
         except Exception as error:
-            if len(asked) == 1 and (came_from_no_memory(error) or no_room(error)):
+            if len(asked) == 1 and (caused_by_out_of_memory(error) or disk_full_reason(error)):
                 raise
             message = f"The model must take sample {asked[0].id}. Found an error, "
             message += f"{type(error).__name__}: {error}."

@@ -27,7 +27,7 @@ from trak_core.ready_made.ready_study import (
     needed,
     used_by,
 )
-from trak_core.spec import ADAPTER_CONFIG
+from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.weight_files import refuse_quantized
 
 # The similarity of "Prompt", "promt" and "prompts" to "prompt" is larger, that of "prompt_id" less.

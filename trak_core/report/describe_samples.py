@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from trak_core.report.read_results import File, rows_with, strongest
-from trak_core.spec import MEAN_OF
+from trak_core.settings import MEAN_OF
 from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study

@@ -16,7 +16,7 @@ import pandas as pd
 from trak_core.model_outputs.about_outputs import About
 from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.report.template_filters import anchor, is_right, label, number, of_target, signed
-from trak_core.spec import MEAN_OF
+from trak_core.settings import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import BEGINNING, Picture, readable
 

@@ -24,9 +24,9 @@ from trak_core.artifacts import (
 )
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.report.fit import fit_of
-from trak_core.spec import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
+from trak_core.runtime.job import PEAK
+from trak_core.settings import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
-from trak_core.system.job import PEAK
 
 # Loss weights below this are counted as near 0.
 NEAR_ZERO = 1e-3

@@ -32,7 +32,7 @@ from trak_core.report.read_results import (
     rows_with,
     strongest,
 )
-from trak_core.spec import EXACT, GAUSS_NEWTON, Combine
+from trak_core.settings import EXACT, GAUSS_NEWTON, Combine
 
 # Limits of warnings. Features are float32 with a relative error of 6e-8, so with a larger condition
 # number the second digit of a score may be wrong.

@@ -4,7 +4,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trak_core.model_outputs.about_outputs import About
-from trak_core.spec import MEAN_OF
+from trak_core.settings import MEAN_OF
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -1,6 +1,6 @@
 """Run the jobs of the workflow: one function for each rule, with the rule's name.
 
-``stage_module`` in ``system/job.py`` returns the module of each.
+``stage_module`` in ``runtime/job.py`` returns the module of each.
 
 A stage reads files, checks that they belong together, calls functions that compute, and writes its
 first path, the whole file or nothing. Its keyword arguments are what its rule names. These have the

@@ -9,8 +9,8 @@ import numpy as np
 from trak_core.artifacts import EMBEDDINGS, Artifact, check_made_for, check_same, open_artifact
 from trak_core.artifacts.write import MatrixWriter
 from trak_core.attribution.fitted_checkpoint import ReadRows, read_rows, similarity_rows
-from trak_core.spec import FeaturesSpec
-from trak_core.system.progress import blocks_with_progress
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import FeaturesSpec
 
 PER_SAMPLE = ("labels", "outputs", "predictions")
 

@@ -37,9 +37,9 @@ from trak_core.attribution.fitted_checkpoint import score_rows
 from trak_core.attribution.scores import unit_of
 from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import MEAN_OF, POOL, TRAIN, ScoresSpec
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import MEAN_OF, POOL, TRAIN, ScoresSpec
 from trak_core.stages._shared import copy_rows, stored_similarities
-from trak_core.system.progress import blocks_with_progress
 
 _CHUNKS = (1024, 64)
 _SIGN = (

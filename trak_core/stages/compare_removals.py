@@ -26,9 +26,9 @@ from trak_core.artifacts import (
 )
 from trak_core.evaluation.intervals import CONFIDENCE, accuracy_interval, mean_interval
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.spec import RetrainedSpec
+from trak_core.runtime.files import file_digest
+from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file
-from trak_core.system.files import file_digest
 
 # The name of the subset of all training samples, and the separator in the name of a difference.
 EVERYTHING, LESS = "everything", " less "

@@ -11,7 +11,7 @@ from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
 from trak_core.attribution.write_features import write_features
-from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 

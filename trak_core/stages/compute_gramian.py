@@ -12,7 +12,7 @@ from trak_core.attribution.gauss_newton_scores import STEPS, newton_scores
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import warn_of_saturation
-from trak_core.spec import TRAIN, FeaturesSpec, ScoresSpec
+from trak_core.settings import TRAIN, FeaturesSpec, ScoresSpec
 from trak_core.stages._shared import PER_SAMPLE
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study

@@ -13,7 +13,7 @@ from trak_core.attribution.device import device_name, find_device
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import embed_samples
 from trak_core.gradients import (
-    Room,
+    MemoryBudget,
     budget_bytes,
     call,
     check_labels,
@@ -21,9 +21,9 @@ from trak_core.gradients import (
     in_evaluation_mode,
 )
 from trak_core.model_outputs.model_output import over_samples
-from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.runtime.progress import with_progress
+from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.study import Study
-from trak_core.system.progress import with_progress
 
 
 def compute_outputs(
@@ -52,7 +52,7 @@ def compute_outputs(
     output = loaded.output
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb).mapped(lambda memory: replace(memory, gradient_bytes=0))
-    room = Room(needed, budget_bytes(loaded.device, memory_mb))
+    room = MemoryBudget(needed, budget_bytes(loaded.device, memory_mb))
 
     def compute(first: int, last: int) -> list[Tensor]:
         batch = loaded.batch(samples, first, last)

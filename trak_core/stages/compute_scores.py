@@ -34,9 +34,9 @@ from trak_core.attribution.fitted_checkpoint import (
 )
 from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.dependency_digests import content_digest
-from trak_core.spec import NormalSpec, ScoresSpec
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import NormalSpec, ScoresSpec
 from trak_core.stages._shared import PER_SAMPLE
-from trak_core.system.progress import blocks_with_progress
 
 
 def compute_normal_matrix(

@@ -29,7 +29,7 @@ from trak_core.attribution.project_gradients import compilers, projecting_device
 from trak_core.attribution.scores import checkpoint_weights, powered
 from trak_core.attribution.token_scores import SIDES, cut_pairs, token_tables
 from trak_core.attribution.token_shares import Shares
-from trak_core.spec import TRAIN, Combine, ScoresSpec
+from trak_core.settings import TRAIN, Combine, ScoresSpec
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 

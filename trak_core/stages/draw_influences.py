@@ -27,7 +27,9 @@ from trak_core.report.read_results import File, output_of, read_experiment, with
 from trak_core.report.render import answer as answer_page
 from trak_core.report.render import listed_samples, score_warnings
 from trak_core.report.template_filters import anchor, number
-from trak_core.spec import TRAIN
+from trak_core.runtime.files import atomic_write, safe_cell
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
 from trak_core.study.show_samples import (
@@ -40,8 +42,6 @@ from trak_core.study.show_samples import (
     shown_tokens,
 )
 from trak_core.study.study import Study
-from trak_core.system.files import harmless, written_whole
-from trak_core.system.progress import blocks_with_progress
 
 # The largest number of targets on a page. Pages are also limited by their size in bytes.
 _MAX_TARGETS = 20_000
@@ -64,7 +64,7 @@ def _draw(figure: Path, examples: Examples) -> None:
     with (
         mpl.rc_context({"savefig.dpi": 110}),
         warnings.catch_warnings(),
-        written_whole(figure) as partial,
+        atomic_write(figure) as partial,
     ):
         # Characters that the font does not have are drawn as boxes. The pages show them.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
@@ -197,7 +197,7 @@ def draw_influences(
     influence = _self_influence(self_influence, experiment)
     tokens = _token_scores(token_scores, experiment)
     explored = _explored(study, experiment, targets, train, influence, tokens)
-    with written_whole(answer) as partial:
+    with atomic_write(answer) as partial:
         partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)
 
@@ -230,7 +230,7 @@ def show_list(
     classes = bool(study.class_names())
 
     def shown(split: Split, cells: Sequence[str]) -> dict[str, tuple[Any, Picture | str]]:
-        row_of = {str(harmless(i)): row for row, i in enumerate(split.ids)}
+        row_of = {str(safe_cell(i)): row for row, i in enumerate(split.ids)}
         samples_of = {}
         for cell in dict.fromkeys(cells):
             sample_id, sample = split.ids[row_of[cell]], split.samples[row_of[cell]]
@@ -278,7 +278,7 @@ def show_list(
         drawn=draws,
         study=study.name,
     )
-    with written_whole(page) as partial:
+    with atomic_write(page) as partial:
         partial.write_text(markup, encoding="utf-8")
     print(f"{len(entries)} of {len(rows)} rows are on the page.")
 

@@ -57,7 +57,7 @@ from trak_core.evaluation.subset_sums import (
     subset_sums,
 )
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import (
+from trak_core.settings import (
     TRAIN,
     Combine,
     FeaturesSpec,

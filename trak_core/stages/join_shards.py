@@ -16,7 +16,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.spec import FeaturesSpec
+from trak_core.settings import FeaturesSpec
 from trak_core.stages._shared import PER_SAMPLE, copy_rows
 
 _ROWS = 4096

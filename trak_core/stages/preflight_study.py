@@ -39,14 +39,14 @@ from trak_core.lists.groups import Grouping, check_groups
 from trak_core.model_outputs.about_outputs import TABLE, about_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.ready_made.ready_study import ReadyStudy
-from trak_core.spec import TRAIN, Weighting
-from trak_core.spec.target_filter import Condition
+from trak_core.runtime.job import quiet_libraries
+from trak_core.settings import TRAIN, Weighting
+from trak_core.settings.target_filter import Condition
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
 from trak_core.study.study import Study
-from trak_core.system.job import quiet_libraries
 
 _CPU = torch.device("cpu")
 _LABEL_SECONDS = 10.0

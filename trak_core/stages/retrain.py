@@ -32,7 +32,9 @@ from trak_core.attribution.sample_outputs import outputs_and_predictions
 from trak_core.attribution.scores import unit_rows
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
-from trak_core.spec import (
+from trak_core.runtime.files import file_digest, safe_cell
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import (
     TRAIN,
     FeaturesSpec,
     RetrainedSpec,
@@ -45,8 +47,6 @@ from trak_core.stages._shared import embeddings_hashes, naming_in_file, read_emb
 from trak_core.study.dataset_split import Split
 from trak_core.study.retraining_draws import random_removal, random_subset, sizes_of, training_seed
 from trak_core.study.study import Study, trained_model
-from trak_core.system.files import file_digest, harmless
-from trak_core.system.progress import blocks_with_progress
 
 _POOL = "target_data"
 # The list of samples to train on. Samples of other lists are left out.
@@ -215,7 +215,7 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     import pandas as pd  # Imported here, because only lists are tables.
 
     cells = pd.read_csv(listed, usecols=["id"], dtype=str, keep_default_na=False)["id"]
-    row_of = {str(harmless(sample_id)): row for row, sample_id in enumerate(train_ids)}
+    row_of = {str(safe_cell(sample_id)): row for row, sample_id in enumerate(train_ids)}
     unknown = [cell for cell in cells if cell not in row_of]
     if unknown:
         raise InputError(

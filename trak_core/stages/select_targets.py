@@ -18,8 +18,8 @@ from trak_core.artifacts import (
 )
 from trak_core.attribution.scores import most_frequent
 from trak_core.errors import InputError
-from trak_core.spec import FeaturesSpec
-from trak_core.spec.target_filter import MOST_TARGETS, Condition
+from trak_core.settings import FeaturesSpec
+from trak_core.settings.target_filter import MOST_TARGETS, Condition
 from trak_core.stages._shared import PER_SAMPLE
 
 

@@ -32,9 +32,9 @@ from trak_core.lists.groups import (
     group_tables,
     run_weights,
 )
-from trak_core.spec import Combine, ScoresSpec
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import Combine, ScoresSpec
 from trak_core.stages._shared import stored_similarities
-from trak_core.system.progress import blocks_with_progress
 
 
 def sum_groups(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from trak_core.runtime.files import atomic_write
 from trak_core.study.study import Study, models_along, trained_model
-from trak_core.system.files import written_whole
 
 
 def train_checkpoint(
@@ -32,5 +32,5 @@ def train_checkpoint(
         models = (model for _, model in models_along(study, arguments, times))
     for checkpoint, model in zip(checkpoints, models, strict=True):
         # Given a path, torch would store the name of the temporary file, which differs in each run.
-        with written_whole(checkpoint) as partial, partial.open("wb") as file:
+        with atomic_write(checkpoint) as partial, partial.open("wb") as file:
             torch.save(model.state_dict(), file)

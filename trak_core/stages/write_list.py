@@ -26,9 +26,9 @@ from trak_core.lists.lists import (
     suspects,
 )
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import ScoresSpec
-from trak_core.system.files import write_csv
-from trak_core.system.progress import blocks_with_progress
+from trak_core.runtime.files import write_csv
+from trak_core.runtime.progress import blocks_with_progress
+from trak_core.settings import ScoresSpec
 
 
 def write_list(

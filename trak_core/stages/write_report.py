@@ -20,11 +20,11 @@ from trak_core.report.read_results import (
     with_class_names,
 )
 from trak_core.report.render import report as report_page
-from trak_core.spec import POOL, TRAIN
+from trak_core.runtime.files import atomic_write
+from trak_core.settings import POOL, TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
-from trak_core.system.files import written_whole
 
 
 def _check_scores(results: Results) -> None:
@@ -112,5 +112,5 @@ def write_report(
     examples = find_examples(study, experiments, train, targets, also=shared_ids)
     first_sample = train.ids[0], study.first_as_read(train)
     page = report_page(results, examples, shared, study.name, first_sample)
-    with written_whole(report) as partial:
+    with atomic_write(report) as partial:
         partial.write_text(page, encoding="utf-8")

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, listed, no_room
+from trak_core.errors import (
+    InputError,
+    StoppedError,
+    caused_by_out_of_memory,
+    disk_full_reason,
+    listed,
+)
 
 _MAX_ID_BYTES = 255
 
@@ -118,10 +124,10 @@ def users_code(call: str) -> Generator[None, None, None]:
     """
     try:
         yield
-    except (InputError, ToldToStopError):
+    except (InputError, StoppedError):
         raise
     except (Exception, SystemExit) as error:
-        if came_from_no_memory(error) or no_room(error):
+        if caused_by_out_of_memory(error) or disk_full_reason(error):
             raise
         # Without the frames of this function and of its caller.
         frames = traceback.extract_tb(error.__traceback__)[2:]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.spec import ADAPTER_CONFIG
+from trak_core.settings import ADAPTER_CONFIG
 
 
 def renamed(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
-from trak_core.spec import ADAPTER_CONFIG
+from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.fit_weights import fit_weights, in_words, misfits_of
 from trak_core.study.hugging_face_weights import Adapter
 from trak_core.study.unset_weights import built_without_draws

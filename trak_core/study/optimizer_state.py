@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
-from trak_core.spec import OPTIMIZER_FILE
+from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 

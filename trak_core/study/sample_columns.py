@@ -14,7 +14,7 @@ import pandas as pd
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.spec import MEAN_OF, TRAIN
+from trak_core.settings import MEAN_OF, TRAIN
 from trak_core.study.dataset_split import checked_ids, users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study

@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.spec import TRAIN
+from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trak_core.errors import InputError, came_from_no_memory, listed
-from trak_core.spec import ADAPTER_CONFIG
+from trak_core.errors import InputError, caused_by_out_of_memory, listed
+from trak_core.settings import ADAPTER_CONFIG
 
 # Files of torch.save begin with _ZIP since torch 1.6. Files of safetensors have _SAFETENSORS after
 # the 7 low bytes of their header's length.
@@ -142,7 +142,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
                 hashlib.file_digest(file, lambda: digest)
         return load_file(path) if start[7:9] == _SAFETENSORS else _load(path, is_zip=is_zip)
     except Exception as error:  # a damaged file may raise any error
-        if came_from_no_memory(error):
+        if caused_by_out_of_memory(error):
             raise
         is_known = start.startswith((_ZIP, b"\x80")) or start[7:9] == _SAFETENSORS
         begins = "" if is_known else f" It begins with {start[:32]}."

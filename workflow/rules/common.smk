@@ -25,16 +25,16 @@ from trak_core.config.read_config import (
 from trak_core.config.results_owner import (
     begin_run,
     differences_of_copy,
-    what_to_read,
+    result_lines,
 )
 from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stage_digest
-from trak_core.system.files import lock_tables_where_possible
-from trak_core.system.job import explain_interrupts, name_library, stage_module
+from trak_core.runtime.files import lock_tables_where_possible
+from trak_core.runtime.job import explain_interrupts, export_library_path, stage_module
 
 # Jobs are separate processes. They import the same trak_core as this file.
-name_library()
+export_library_path()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
 given = workflow.config_settings.config_args or []
 # With a default storage provider, all files of rules are in its store, including the user's.

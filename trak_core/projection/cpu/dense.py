@@ -29,7 +29,7 @@ from trak_core.projection.cpu.simd_lanes import (
     intrinsic,
     tiles_of,
 )
-from trak_core.spec import ProjectionKind
+from trak_core.settings import ProjectionKind
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
 _BLOCK = 128  # coordinates whose signs are in four words of a column

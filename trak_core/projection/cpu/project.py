@@ -22,7 +22,7 @@ from numba.core.registry import cpu_target
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
 from trak_core.projection.cpu.simd_lanes import LANES
 from trak_core.projection.cpu.sketches import hadamard_slice_cpu, hashes_of, tensor_sketch_slice_cpu
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
 
 
 def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Iterator[T]:
-    """Yield the results of calls in order, with at most ``ahead`` calls started before their turn."""
+    """Yield the results of calls in order. At most ``ahead`` calls wait or run at a time."""
     first = list(islice(calls, 2 if threads > 1 else 0))
     if len(first) < 2:  # a single call, or one thread
         yield from (call() for call in chain(first, calls))

@@ -22,7 +22,7 @@ from trak_core.projection.cpu.simd_lanes import (
     intrinsic,
     tiles_of,
 )
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
 _FLUSH_BLOCKS = 32  # blocks after which the sums are added to the total

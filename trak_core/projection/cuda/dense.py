@@ -44,7 +44,7 @@ from trak_core.projection.cuda.device_functions import (
     words_at,
 )
 from trak_core.projection.cuda.variants import Tile
-from trak_core.spec import ProjectionKind
+from trak_core.settings import ProjectionKind
 
 if SIMULATED:
     _ptx = None  # numba does not simulate tensor cores; tests replace this module

@@ -16,7 +16,7 @@ from trak_core.errors import InputError
 from trak_core.projection.cuda import compiled, project_slices, variants
 from trak_core.projection.cuda.compiled import is_simulated
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.settings import ProjectionKind, ProjectionSpec
 
 LEAST_CAPABILITY = (7, 0)
 INSTEAD = "Or project on the CPU."

@@ -26,7 +26,7 @@ import torch
 
 from trak_core.projection.cuda.compiled import launch
 from trak_core.projection.cuda.variants import Kernel, Variant
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 SLICE = 65536
 BUDGET_BYTES = 224 * 2**20  # for gathered gradients and the sums of slices together

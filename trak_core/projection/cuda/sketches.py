@@ -29,7 +29,7 @@ from trak_core.projection.cuda.device_functions import (
     words_at,
 )
 from trak_core.projection.cuda.variants import held_bits
-from trak_core.spec import ProjectionKind
+from trak_core.settings import ProjectionKind
 
 _HADAMARD = ProjectionKind.HADAMARD.tag
 _SIGNS_OUT = 2**31  # the first Philox call of E_b

@@ -6,7 +6,7 @@ This module does not import numba, because a job with cached kernels needs no co
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trak_core.spec import ProjectionSpec
+from trak_core.settings import ProjectionSpec
 
 
 class Kernel(NamedTuple):

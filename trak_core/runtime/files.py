@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trak_core.dependency_digests import content_digest
-from trak_core.errors import InputError, no_room
+from trak_core.errors import InputError, disk_full_reason
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,7 +82,7 @@ def hold_results(results: Path) -> None:
         os.close(file)
 
 
-def knows_locks(file: int) -> bool:
+def supports_locks(file: int) -> bool:
     """Return whether the file system of an open file supports locks."""
     import fcntl  # does not exist on Windows
 
@@ -107,11 +107,11 @@ def lock_tables_where_possible(results: Path) -> None:
         return
     folders = (results, *results.absolute().parents)
     with suppress(OSError), tempfile.TemporaryFile(dir=next(filter(Path.is_dir, folders))) as file:
-        if not knows_locks(file.fileno()):
+        if not supports_locks(file.fileno()):
             os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 
 
-def does_not_fit(path: Path, reason: str) -> InputError:
+def disk_full_error(path: Path, reason: str) -> InputError:
     """Return the error for a file for which the disk or quota is too small."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
@@ -122,7 +122,7 @@ def does_not_fit(path: Path, reason: str) -> InputError:
 
 
 @contextmanager
-def written_whole(path: Path) -> Generator[Path, None, None]:
+def atomic_write(path: Path) -> Generator[Path, None, None]:
     """Write a file atomically: write to the path that is yielded, which is renamed to ``path``.
 
     The folder is created. On an exception, such as that of a full disk, ``path`` stays unchanged.
@@ -145,15 +145,15 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
             os.close(descriptor)
         partial.replace(path)
     except Exception as error:
-        reason = None if isinstance(error, InputError) else no_room(error)
+        reason = None if isinstance(error, InputError) else disk_full_reason(error)
         if reason is None:
             raise
-        raise does_not_fit(path, reason) from error
+        raise disk_full_error(path, reason) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def harmless(cell: Any) -> Any:
+def safe_cell(cell: Any) -> Any:
     """Return a cell of a CSV, with an apostrophe before a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
@@ -161,12 +161,12 @@ def harmless(cell: Any) -> Any:
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
     """Write a table as CSV with a header. Texts that look like formulas get an apostrophe."""
     texts = {
-        name: [harmless(cell) for cell in rows[name]]
+        name: [safe_cell(cell) for cell in rows[name]]
         for name in rows
         if rows[name].dtype.kind not in "iufb"
     }
-    with written_whole(path) as partial:
-        rows.assign(**texts).rename(columns=harmless).to_csv(partial, index=False)
+    with atomic_write(path) as partial:
+        rows.assign(**texts).rename(columns=safe_cell).to_csv(partial, index=False)
 
 
 def _digest(known: dict[str, Any]) -> str:
@@ -192,12 +192,12 @@ def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> Non
             read-only folder is left unchanged instead.
     """
     try:
-        with written_whole(path) as partial:
+        with atomic_write(path) as partial:
             text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
         if must or not may_only_be_read(path.parent):
-            raise takes_no_file(path.parent, path, error) from error
+            raise unwritable_error(path.parent, path, error) from error
 
 
 def may_only_be_read(folder: Path) -> bool:
@@ -208,7 +208,7 @@ def may_only_be_read(folder: Path) -> bool:
         return False
 
 
-def takes_no_file(results: Path, path: Path, error: OSError) -> InputError:
+def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     """Return the error for a file of a results folder that could not be written."""
     named = Path(error.filename or path)
     # The user does not know the name of a temporary file.
@@ -227,7 +227,7 @@ def check_results(results: Path) -> None:
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
-        raise takes_no_file(results, results, error) from error
+        raise unwritable_error(results, results, error) from error
 
 
 # File systems round times to up to two seconds. A file that changed within them may change again

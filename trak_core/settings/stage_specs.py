@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 from typing import Any, Self, TypeVar
 
-from trak_core.spec.projection import (
+from trak_core.settings.projection import (
     ProjectionKind,
     ProjectionSpec,
     matrix_shape,

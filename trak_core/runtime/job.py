@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
+from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
 # Options of glibc's mallopt: the free bytes that it keeps at the end of the heap, and the largest
 # allocation that it takes from the heap (glibc allows no larger value than 32 MiB).
@@ -33,7 +33,7 @@ _OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
 _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured its heap.
 
     By default glibc returns the tensors of every batch to the kernel, which then has to map and
@@ -47,14 +47,14 @@ def keep_freed() -> None:
             mallopt(*option)
 
 
-def return_freed() -> None:
+def release_freed_memory() -> None:
     """Return freed heap memory to the kernel; call it after a large temporary is freed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
 
 
-def name_library() -> None:
+def export_library_path() -> None:
     """Put this copy of trak_core first in PYTHONPATH, unless it is an installed one.
 
     Processes that this one starts then import the same copy.
@@ -92,15 +92,15 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
-    # ToldToStopError is no Exception, so that no `except Exception` continues the work.
-    raise ToldToStopError(
+    # StoppedError is no Exception, so that no `except Exception` continues the work.
+    raise StoppedError(
         f"Error: the job was told to stop ({stop.name}), {_STOP_REASONS[stop]}. It left nothing "
         "half-written. Run snakemake again: what is finished stays."
     )
 
 
 def stop_cleanly() -> None:
-    """Make SIGTERM and Ctrl-C raise ``ToldToStopError`` in the main thread."""
+    """Make SIGTERM and Ctrl-C raise ``StoppedError`` in the main thread."""
     for number in _STOP_REASONS:
         signal.signal(number, _stop)
 
@@ -164,13 +164,13 @@ def _explained(error: Exception) -> str | None:
     """Return a message that says what to do about an error; None for a defect of this library."""
     if isinstance(error, InputError):
         return str(error)
-    reason = no_room(error)
+    reason = disk_full_reason(error)
     if reason is not None:
         return (
             f"the disk must hold what a job writes, its log too. Found: {reason}. Make room, or "
             "raise the quota or limit, and run snakemake again: what is finished stays."
         )
-    if came_from_no_memory(error):
+    if caused_by_out_of_memory(error):
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         return f"the job's memory must hold its work. It ran out: {reason} {_MORE_MEMORY}"
     return None
@@ -212,7 +212,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     os.dup2(log, 1)
     os.dup2(log, 2)
     quiet_libraries()
-    keep_freed()
+    keep_freed_memory()
     try:
         yield
         peak = _peak_mib()
@@ -225,7 +225,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         _write_error(message, terminal)
-        if no_room(error) is not None:
+        if disk_full_reason(error) is not None:
             # HDF5 would try to write once more at exit, and crash.
             os._exit(1)
         raise SystemExit(1) from None
@@ -261,7 +261,7 @@ def stage_of(name: str) -> Callable[..., None]:
 
 def convert_param(value: Any, hint: Any) -> Any:
     """Convert a value of Snakemake's to the type that a stage's parameter has."""
-    from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
+    from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
     kinds = (hint, *typing.get_args(hint))
     if value is None:

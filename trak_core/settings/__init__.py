@@ -1,13 +1,13 @@
 """Specifications: frozen dataclasses of the settings that determine the numbers of a job."""
 
-from trak_core.spec.projection import (
+from trak_core.settings.projection import (
     ProjectionKind,
     ProjectionSpec,
     matrix_shape,
     stream_of,
     usual_kind,
 )
-from trak_core.spec.stage_specs import (
+from trak_core.settings.stage_specs import (
     ADAPTER_CONFIG,
     EXACT,
     GAUSS_NEWTON,

@@ -75,7 +75,7 @@ class ProjectionSpec:
         InputError: If a field is out of its range.
 
     Example:
-        >>> from trak_core.spec import ProjectionSpec, stream_of
+        >>> from trak_core.settings import ProjectionSpec, stream_of
         >>> spec = ProjectionSpec(
         ...     kind="rademacher", n_params=38_282, proj_dim=512, seed=0, stream=stream_of("c0")
         ... )
