@@ -40,8 +40,6 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
 
 def test_a_results_folder_is_one_runs(tmp_path):
     code = "from pathlib import Path; from trak_core.runtime.files import hold_results\n"
-        "import sys; from pathlib import Path; from trak_core.runtime.files import hold_results\n"
-    )
     code += f"hold_results(Path({str(tmp_path / 'results')!r})); print(1, flush=True); input()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
