@@ -225,10 +225,10 @@ METHODS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "ours, 10 runs, k = 2048": (10, _ours("runs", 10, proj_dim=2048)),
     "ours, 10 runs, k = 4096": (10, _ours("runs", 10, proj_dim=4096)),
     "ours, 10 runs, hadamard, k = 4096": (
-        *(10, _ours("runs", 10, projection={"kind": "hadamard", "proj_dim": 4096})),
+        *(10, _ours("runs", 10, kind="hadamard", proj_dim=4096)),
     ),
     "ours, 10 runs, tensor_sketch, k = 4096": (
-        *(10, _ours("runs", 10, projection={"kind": "tensor_sketch", "proj_dim": 4096})),
+        *(10, _ours("runs", 10, kind="tensor_sketch", proj_dim=4096)),
     ),
     "ours, 1 run, exact": (1, _ours("runs", 1, projection="exact", memory_mb=4000)),
     "ours, 10 runs, exact": (10, _ours("runs", 10, projection="exact", memory_mb=4000)),
