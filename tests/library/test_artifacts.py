@@ -379,3 +379,15 @@ def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
         assert pd.read_hdf(path, key, where="rank < 3 & train_id == 'ü'").score.tolist() == [2]
         with h5py.File(path) as file:
             assert file[key].attrs["pandas_version"] == b"0.15.2"
+
+
+def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
+    with h5py.File(write(tmp_path / "a.h5")) as file:
+        assert file["scores/block0_values"].fletcher32
+        assert file.attrs["encoding-version"] == 2
+
+
+def test_the_same_content_is_the_same_bytes(tmp_path):
+    pair = [write(tmp_path / name).read_bytes() for name in ("a.h5", "b.h5")]
+    assert pair[0] == pair[1]
+    assert write(tmp_path / "c.h5", spec={"other": 1}).read_bytes() != pair[0]

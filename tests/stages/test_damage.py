@@ -318,3 +318,30 @@ def test_a_shard_of_other_samples_or_settings_is_named_with_what_it_was_made_of(
         join_shards(**about, spec=spec)
     remake(lambda own: None)
     join_shards(**about, spec=spec)
+
+
+@pytest.mark.parametrize("key", ["scores", "top_influences", "targets", "train"])
+def test_pandas_alone_notices_a_flipped_bit_in_data(copy, key):
+    path = copy(FILES["SCORES"])
+    values = "block0_values" if key == "scores" else "table"
+    with h5py.File(path) as file:
+        chunk = file[f"{key}/{values}"].id.get_chunk_info(0)
+    data = path.read_bytes()
+    for offset in (0, 5, 17):
+        flipped = bytearray(data)
+        flipped[chunk.byte_offset + offset] ^= 4
+        path.write_bytes(flipped)
+        with pytest.raises((OSError, RuntimeError), match=r"(?i)read"):
+            pd.read_hdf(path, key)
+
+
+def test_h5py_alone_notices_a_flipped_bit_elsewhere(copy):
+    """PyTables, under pandas, may crash of the error that HDF5 reports."""
+    path = copy(FILES["SCORES"])
+    data, name = path.read_bytes(), b"prediction"
+    assert name in data
+    path.write_bytes(data.replace(name, b"predictioo"))
+    with pytest.raises((OSError, RuntimeError, KeyError)), h5py.File(path) as file:
+        dict(file["train/table"].attrs)
+    with pytest.raises(ArtifactError, match=r"mine\.h5: the file must be"):
+        verify(path)

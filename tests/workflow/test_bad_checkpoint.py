@@ -253,3 +253,12 @@ def test_a_checkpoint_from_the_future(workspace):
         check(workspace, {})
     os.utime(path)
     check(workspace, {})
+
+
+def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
+    """Before any job, in the process that looks; jobs do so too, see CHECKPOINTS."""
+    workspace.path("evil.pt").write_bytes(pickle.dumps({"weight": Evil(tmp_path / "ran")}))
+    text = yaml.safe_dump({"study": STUDY, **GOOD, "checkpoints": {"evil": "evil.pt"}})
+    output = workspace.fail("scores", text=text)
+    assert re.search(r"Error: evil\.pt: a checkpoint must be a state dict", output)
+    assert not (tmp_path / "ran").exists()

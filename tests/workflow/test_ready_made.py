@@ -368,3 +368,33 @@ def test_an_example_runs_and_mostly_finds_the_own_class(name, tmp_path, monkeypa
     else:
         found, own = first["train_label"], targets.set_index("id")["label"].loc[first.index]
     assert (found == own).sum() > len(targets) / 2
+
+
+def test_whatever_a_study_of_one_s_own_has_is_handed_on(tmp_path, monkeypatch):
+    """Functions that are imported or assigned too, and keywords by any name but train's own."""
+    monkeypatch.chdir(tmp_path)
+    Path("shown.py").write_text("def draw(axes, sample):\n    pass\n\nwords = list\n")
+    Path("own.py").write_text(
+        "import shown\nimport json as helper\nfrom shown import draw, words as token_texts\n\n"
+        "describe = str\nencode, other = dict, None\ntrain_columns: object = dict\n"
+        "target_columns: object\n\n\nclass make_model:\n    pass\n\n\n"
+        "def train_data(data, *, seed):\n    return [data] * seed\n\n\n"
+        "def target_data(*, data=''):\n    return [data]\n\n\n"
+        "def train(seed, data=None):\n    pass\n"
+    )
+    given = {"study": "own.py", "study_arguments": {"data": "scans", "seed": 2}}
+    made = Study.load(Path(with_ready_study(given)["study"]))
+    imported = ("draw", "token_texts", "describe", "encode", "train_columns", "make_model")
+    for name in imported:
+        assert made.function(name) is getattr(made.module.own, name)
+    assert not made.has("target_columns")
+    assert made.split("train", None).samples == ["scans", "scans"]
+    assert made.function("target_data")() == ["scans"]
+    assert inspect.signature(made.function("train")) == inspect.signature(made.module.own.train)
+    with refused("config.study_keywords", "own.py", "no seed, which train_data() needs"):
+        with_ready_study({**given, "study_arguments": {"data": "scans"}})
+
+    Path("own.py").write_text("def token_texts(sample, end='.'):\n    return [str(sample) + end]\n")
+    ended = {"study": "own.py", "study_arguments": {"end": "!"}}
+    texts = Study.load(Path(with_ready_study(ended)["study"]))
+    assert texts.token_texts(0, "a", 1) == ["a!"]
