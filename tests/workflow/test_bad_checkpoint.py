@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import yaml
 from pipeline import features_spec
 from refusals import GOOD, STUDY, check, message, refuse, save_weights
 from refused import refused
