@@ -115,7 +115,7 @@ def dattri_trak(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarr
             model=model,
             checkpoints=[torch.load(path) for path in paths[group][:count]],
         )
-        projector = {"device": "cpu", "proj_dim": proj_dim, "use_half_precision": False}
+        projector = {"device": "cpu", "proj_dim": proj_dim}
         attributor = TRAKAttributor(
             task, correct_probability_func=probability, projector_kwargs=projector
         )
