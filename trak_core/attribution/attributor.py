@@ -334,7 +334,7 @@ class Attributor(FittedAttributor):
         return digest
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file has this checkpoint's weights; refuse other data or settings."""
+        """Return whether a file has this checkpoint; raise an error for other data or settings."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]

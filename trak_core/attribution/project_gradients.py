@@ -53,7 +53,7 @@ class Features:
         scales: Mapping[str, Tensor] | None = None,
     ):
         self._projection, self._threads = projection, threads
-        # A parameter's first coordinate, and its number among those with entries.
+        # The first coordinate of each parameter, and its index among the non-empty parameters.
         self._numbers: dict[int, tuple[int, int]] = {}
         self._scale_of = {
             id(parameters[name]): scale.flatten() for name, scale in (scales or {}).items()

@@ -262,7 +262,7 @@ def _is_plain(value: Any) -> bool:
 def _images_of(table: Path) -> list[str]:
     """Return patterns of the images that a table names, one for each folder and ending."""
     if not table.is_file():
-        return []  # a folder, whose files are data files already
+        return []  # It is a folder. All files in it are data files anyway.
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):

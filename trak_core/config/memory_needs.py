@@ -34,7 +34,7 @@ class Need:
     remedy: str = "lower projection.proj_dim, or split the experiment"
 
     def check(self, memory_mb: int) -> None:
-        """Refuse a budget that does not hold the fixed part and two small blocks."""
+        """Raise an error if a budget is less than the fixed part and two blocks of minimal size."""
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(

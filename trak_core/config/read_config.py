@@ -231,7 +231,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         if name in seen:
             raise InputError(
                 f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
-                f"{seen[name]} and {line}; the first would be lost without a word.",
+                f"{seen[name]} and {line}. The first value would be ignored without a warning.",
                 code="config.key_twice",
             )
         seen[name] = line

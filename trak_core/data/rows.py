@@ -102,8 +102,9 @@ class RowFile(Sequence[dict[str, Any]]):
             near = [name for name in self.rows[0] if name.strip().casefold() == "id"]
             if near:
                 raise InputError(
-                    f"{self.path}: ids must be in the field id. Found {near[0]!r}, without which "
-                    "rows would be numbered 0, 1, 2. Rename it to id, or to something else.",
+                    f"{self.path}: ids must be in the field id. Found {near[0]!r}, which would "
+                    "be ignored, and rows would be numbered 0, 1, 2. Rename it to id, or otherwise "
+                    "to a name that does not resemble id.",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))

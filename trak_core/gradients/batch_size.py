@@ -234,7 +234,7 @@ class MemoryByLength:
             remedy = "Use a larger GPU" if is_cuda else "Raise it"
             raise InputError(
                 f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
-                f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
+                f"Found {budget // 2**20} MiB. {remedy}, or choose fewer `parameters`.",
                 code="gradients.memory_limit",
             )
         return MemoryBudget(self, budget)

@@ -332,8 +332,9 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
     if misfits:
         raise InputError(
             f"{folder}: an adapter's weights and settings must be those of the PeftModel "
-            f"that make_model() returns. Found {in_words(misfits)}. Build it with the config of "
-            "the training, `PeftConfig.from_pretrained(folder)`, on the same base.",
+            f"that make_model() returns. Found {in_words(misfits)}. Build the PeftModel "
+            "with the config of the training, `PeftConfig.from_pretrained(folder)`, on the same "
+            "base model.",
             code="study.adapter_settings",
         )
     return adapter

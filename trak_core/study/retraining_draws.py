@@ -24,10 +24,11 @@ def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.nda
 def sizes_of(
     fractions: list[float], n_train: int, n_listed: int, *, rounds_up: bool = False
 ) -> list[int]:
-    """Return the sizes of fractions of the training set, distinct and ascending.
+    """Return the distinct numbers of samples that are fractions of the training set, ascending.
 
-    Each is from 1 to the number of listed samples, and at most ``n_train - 1``. There are none if
-    no sample is listed. ``rounds_up`` is for lists whose own length is such a fraction, rounded up.
+    Each number is at least 1, and at most ``n_listed`` and ``n_train - 1``. The result is empty if
+    no sample is listed. With ``rounds_up`` numbers are rounded up instead of to the nearest, as the
+    lengths of some lists are.
     """
     if not n_listed:
         return []
