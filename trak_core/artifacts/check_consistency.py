@@ -37,7 +37,7 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
 
 
 def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
-    """Refuse a file that was made for another config than today's.
+    """Raise an error if a file was made for a config other than the current one.
 
     A job that outlived its Snakemake may leave a complete file that Snakemake has no record of.
     """

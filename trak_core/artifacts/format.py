@@ -197,7 +197,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes, texts as UTF-8 of a fixed length, which PyTables needs."""
+    """Write attributes. Texts are UTF-8 of a fixed length, because PyTables needs that."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()

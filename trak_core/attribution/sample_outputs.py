@@ -36,7 +36,7 @@ _UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
 def _object_in(file: str, name: str, study: Study | None) -> object:
-    """Return the object with a name in a Python file, which may be the study's."""
+    """Return the object with this name in a Python file, which may be the study's file."""
     path = Path(file)
     if study is None or path.resolve() != study.path.resolve():
         study = Study.load(path)

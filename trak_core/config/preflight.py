@@ -39,7 +39,7 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only w
 def run_preflight(
     specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
-    """Refuse a config or study with which some job would fail later.
+    """Check a config and its study, so that jobs do not fail later.
 
     Args:
         specs: The config's specs.
@@ -79,7 +79,7 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
-    """Refuse checkpoints or retrained models that are not there."""
+    """Raise an error if a checkpoint or a file of retrained models does not exist."""
     if is_stored:
         listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
         if listed:
@@ -140,7 +140,7 @@ def _own_truth(specs: Specs) -> list[str]:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Refuse files with a time in the future, because Snakemake deletes what jobs make of them."""
+    """Refuse files with a time in the future, because Snakemake would delete their jobs' results."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]

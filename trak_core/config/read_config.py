@@ -79,7 +79,8 @@ def _read_rows(
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     """Return an experiment's target ids, from a list or a table's column ``id``; None for ``all``.
 
-    Ids from a table are integers if every one is a plain decimal integer; 0007 makes all text.
+    Ids from a table are integers if all are plain decimal integers. With an id such as 0007, all
+    ids are texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -178,7 +179,7 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders in which a job finds modules of a Python question and of the study."""
+    """Return the folders with modules that the study and a Python file of targets import."""
     return [question.parent, study.parent]
 
 
@@ -242,7 +243,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Refuse a file that is no YAML, or in which a mapping has the same key twice."""
+    """Refuse a file that is not YAML, or in which a mapping has the same key twice."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)

@@ -76,7 +76,7 @@ class RowFile(Sequence[dict[str, Any]]):
         """Return the field ``name`` of each row, None for rows without it.
 
         Cells of a table become numbers if every cell is the shortest text of an integer, or every
-        cell that of an integer or a float. ``007`` and ``1.10`` are no such texts.
+        cell that of an integer or a float. ``007`` and ``1.10`` are not.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -256,7 +256,7 @@ def parsed_json(line: str) -> Any:
     """Return the value of a line of JSON. ``str`` of a number is as in the line, such as "1.10".
 
     Raises:
-        ValueError: If the line is no JSON, has a field twice, a number that is not finite or half
+        ValueError: If the line is not JSON, has a field twice, a number that is not finite or half
             of a surrogate pair, or is nested too deep.
     """
     try:

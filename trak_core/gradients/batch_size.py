@@ -121,7 +121,7 @@ def sample_memory(
         with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # Twice: the rows that arrive, and those propagated to the parameter.
+            # Counted twice: the incoming rows, and the rows that are propagated to the parameter.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)

@@ -46,7 +46,7 @@ _ROUNDING = 1e-5
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
-    """Refuse an f that depends on other samples, on chance or on padding.
+    """Raise an error if f depends on other samples, on random numbers or on padding.
 
     f of the first eight samples as a batch is compared with f of each alone, in evaluation mode.
     The error names the first layer whose output differs.
@@ -114,7 +114,7 @@ def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> b
 
 
 def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
-    """Refuse an f that is random though the model's result is fixed."""
+    """Raise an error if f is random although the model's result is not."""
     outputs = output.read(batch.given_to(model))
     values, again = (_values(output, outputs, batch.labels) for _ in range(2))
     if not torch.equal(values.nan_to_num(), again.nan_to_num()):
@@ -223,7 +223,7 @@ def count_classes(
 ) -> int | None:
     """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    None if labels are no classes. The model is on ``device``, the samples may be elsewhere. An
+    None if labels are not classes. The model is on ``device``, the samples may be elsewhere. An
     ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))

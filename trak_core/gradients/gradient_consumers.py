@@ -19,7 +19,7 @@ class SampleConsumer(Consumer, Protocol):
         ...
 
     def finish(self) -> None:
-        """Process gradients that were held back; no more will follow."""
+        """Process gradients that are still buffered. It is called after the last ``take``."""
         ...
 
 
@@ -59,7 +59,7 @@ class _Rows(ABC):
             self._combine(total, other.rows[name], out=total)
 
     def finish(self) -> None:
-        return  # nothing is held back
+        return  # No gradient is buffered.
 
 
 class Formed(_Rows):
