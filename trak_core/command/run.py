@@ -77,8 +77,8 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
             f"`trak run` takes one config. Found {config} and --configfile. Put all keys into one "
-            "file, or call Snakemake, where keys of a second file precede: snakemake --snakefile "
-            f"{workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
+            "file, or call Snakemake, where a second file overrides the first: snakemake "
+            f"--snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
             code="command.second_config",
         )
     handed, before = list(arguments), ""

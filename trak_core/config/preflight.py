@@ -140,14 +140,14 @@ def _own_truth(specs: Specs) -> list[str]:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Refuse files with a time in the future, because Snakemake would delete their jobs' results."""
+    """Refuse files with a time in the future. Snakemake would delete what jobs make from them."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete what jobs make of it. Found a time that is "
+            f"delete the files that jobs make from it. Found a time that is "
             f"{max(ahead.values()):.0f} s ahead. Correct the clocks, and `touch` these files.",
             code="config.future",
         )

@@ -328,8 +328,8 @@ def check_labels(
         if empty:
             where = ", after its first token" if output.predicts_next else ""
             raise InputError(
-                f"A label must have a part that counts{where}: one that is not {IGNORED}. Found "
-                f"none in sample {sample_ids[empty[0]]}.",
+                f"A label must have an entry other than {IGNORED}{where}. Found none in "
+                f"sample {sample_ids[empty[0]]}.",
                 code="gradients.empty_label",
             )
 

@@ -12,7 +12,7 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class SampleConsumer(Consumer, Protocol):
-    """Takes the gradients of a batch, one row a sample."""
+    """A consumer of the gradients of a batch, with a row for each sample."""
 
     def of(self, samples: slice) -> Self:
         """Return a consumer for some of the samples, which writes into the same tensors."""

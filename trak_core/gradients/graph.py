@@ -342,10 +342,10 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     This serves operations without a rule. Samples are numbered in binary. For each bit k, the
     operation is differentiated twice: with random positive gradients of the samples that have the
     bit, and of those that don't. If an entry depends on sample b alone, its gradient is nonzero in
-    exactly the trials that include b, so the bits of b are known. If both trials of a bit are nonzero, several
-    samples share the input, and its layout is None. So an operation that mixes samples is never
-    taken for one that doesn't. This costs 2 ceil(log2 B) derivatives. ``layouts`` are those of the
-    outputs that are used, by number.
+    exactly the trials that include b, which determine the bits of b. If both trials of a bit are
+    nonzero, several samples share the input, and its layout is None. So an operation that mixes
+    samples is never mistaken for one that doesn't. This costs 2 ceil(log2 B) derivatives.
+    ``layouts`` are those of the outputs that are used, by number.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples

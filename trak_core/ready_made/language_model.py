@@ -53,9 +53,9 @@ def language_model(
         text: The text whose tokens are in the model output, a template with fields of a row such
             as ``"{completion}"``. If not given, the last message in the field ``messages``, or the
             field ``text``, or ``completion`` if no row has a ``text``.
-        prompt: The text before it, likewise, which is only read. If not given, the field ``prompt``
-            of the rows that have one. If the fields of both are lists of messages, as in TRL, the
-            tokenizer's chat template joins them.
+        prompt: A template of the text before it, which is not scored. If not given, the field
+            ``prompt`` of the rows that have one. If the fields of both are lists of messages, as in
+            TRL, the tokenizer's chat template joins them.
         max_tokens: The length to which texts are cut; if not given, they are not cut.
         date: The day, such as ``"2024-07-26"``, for a chat template that writes today's date.
 
@@ -80,7 +80,7 @@ def language_model(
     notified: set[str] = set()
 
     def notify(notice: str, about: str) -> None:
-        """Print a notice, once for each thing that it is about."""
+        """Print a notice, but only the first one with the same ``about``."""
         if about not in notified:
             notified.add(about)
             print(f"Notice: {notice}", file=sys.stderr, flush=True)
@@ -162,7 +162,7 @@ def language_model(
         labels[: max(in_prompt, default=-1) + 1] = -100
         if (labels == -100).all():
             raise InputError(
-                f"A text must have a part that counts, after its prompt. Found none in "
+                "A row must have at least one token of text after its prompt. Found none in "
                 f"{shortened(row)}. Is it empty, or does max_tokens cut it off?",
                 code="studies.empty_text",
             )

@@ -187,7 +187,7 @@ def _write_error(message: str, terminal: int) -> None:
 
 
 def _peak_mib() -> float | None:
-    """Return the peak resident memory of this process in MiB; None where Linux does not tell."""
+    """Return the peak resident memory of this process in MiB; None if the system has no record."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         (line,) = (line for line in lines if line.startswith("VmHWM:"))
@@ -260,7 +260,7 @@ def stage_of(name: str) -> Callable[..., None]:
 
 
 def convert_param(value: Any, hint: Any) -> Any:
-    """Convert a value of Snakemake's to the type that a stage's parameter has."""
+    """Convert a value from Snakemake to the type of a stage's parameter."""
     from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
     kinds = (hint, *typing.get_args(hint))
@@ -275,13 +275,13 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return the rule, the log and the named values of Snakemake's object of a script.
+    """Return the rule, the log and the named values of the object that Snakemake gives a script.
 
     ``named`` has all values by name. ``own`` lists the names that the rule itself gives, as files
     or params.
     """
     named: dict[str, Any] = {"threads": job.threads}
-    # Later groups win: a wildcard and an input file may both be called `checkpoint`.
+    # Later groups take precedence, because an input file may have the name of a wildcard.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
     own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]

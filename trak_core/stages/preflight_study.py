@@ -137,7 +137,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Refuse to group by ``label`` or ``prediction`` if their values are no classes."""
+    """Refuse to group by ``label`` or ``prediction`` if their values are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -293,7 +293,7 @@ def preflight_study(
         weighting: The config's ``scoring.weighting``.
         parameter_patterns: Names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
-        leaves_several: Whether a training leaves checkpoints before its end.
+        leaves_several: Whether a training saves checkpoints before its end.
         splits: The ids of an experiment's targets; None for all samples of a split.
         shards: The number of jobs that share a split.
         questions: Files of experiments that have targets of their own, by experiment.

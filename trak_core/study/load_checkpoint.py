@@ -23,7 +23,7 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-_PIECE_BYTES = 2**26  # of weights that are copied from one memory map
+_PIECE_BYTES = 2**26  # The size of weights that are copied from one memory map.
 # Methods that copy weights; those of torch's norms also add what old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict in a file: the file itself, or what is under the usual keys."""
+    """Return the state dict in a file: the whole content, or its value under the usual keys."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -114,7 +114,7 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
 
 
 def _unusual_kind(value: Tensor) -> str:
-    """Return the kind of a tensor that is no array of numbers, such as DTensor; else nothing."""
+    """Return the kind of a tensor that is not a plain array, such as DTensor; else ""."""
     if type(value) not in {Tensor, nn.Parameter}:
         return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
@@ -188,7 +188,7 @@ def _is_finite(values: Tensor) -> bool:
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Refuse different weights for one parameter: the model would silently have the last."""
+    """Refuse different weights for one parameter: the model would silently keep the last one."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -281,7 +281,7 @@ def _pieces(
 
 
 def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Return numbers of each file that differ once it is replaced or written to."""
+    """Return numbers of each file that change if it is replaced or modified."""
     stats = [path.stat() for path in weight_files(checkpoint)[0]]
     return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 

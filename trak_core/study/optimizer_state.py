@@ -24,7 +24,7 @@ _TAKES = (
     "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-_MAX_MATCHES = 10_000  # partial matches of parameters that are followed at the same time
+_MAX_MATCHES = 10_000  # The limit of partial matches that are extended at the same time.
 
 
 def adam_scales(

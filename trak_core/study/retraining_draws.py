@@ -11,7 +11,7 @@ import numpy as np
 def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
     """Return which training samples are in a uniform random subset of ``size``, shape (n,), bool.
 
-    The subset with number ``subset`` does not depend on how many there are.
+    The subset with number ``subset`` does not depend on the number of subsets.
     """
     return _chosen(n_train, size, [0, seed, subset])
 

@@ -1,6 +1,6 @@
-"""Load a study, the user's Python file that defines model and data, and have it train.
+"""Load a study, the user's Python file that defines model and data, and call its training.
 
-Its functions take no arguments unless said otherwise:
+Its functions take the arguments that are shown:
 
     make_model()             the torch module, weights unset
     train_data()             the training samples: anything with len() and [i]
@@ -92,7 +92,7 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _called_name(call: ast.Call) -> str:
-    """Return the name of a function that is called; of methods, only ``backward`` has one."""
+    """Return the name of the called function, "backward" for any method of that name, else ""."""
     if isinstance(call.func, ast.Name):
         return call.func.id
     return "backward" if getattr(call.func, "attr", "") == "backward" else ""
@@ -193,7 +193,7 @@ class Study:
             raise InputError(
                 f"{self.path}: make_model() must return a model in Python. Found "
                 f"{type(model).__name__} with code of torch.jit.script, trace or load. Return the "
-                "model from before; `module.state_dict()` has its weights under the same names.",
+                "original model; `module.state_dict()` has its weights under the same names.",
                 code="study.scripted_model",
             )
         devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
