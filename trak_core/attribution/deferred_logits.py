@@ -76,7 +76,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Reached by operations below torch's functions, such as the view ``logits.data``.
+        # Operations below torch's functions call this, such as the view ``logits.data``.
         raise _LogitsNeededError
 
     def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":

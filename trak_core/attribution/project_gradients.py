@@ -23,7 +23,7 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 # size by 1e-2, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
-# Up to this number of entries, parts are copied into one tensor, which one call projects.
+# Parts of up to this total number of entries are copied into one tensor and projected together.
 _JOINED = 2**18
 
 
@@ -199,7 +199,7 @@ def batch_features(
     """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
-    # The first synchronization with a GPU.
+    # This is the first synchronization with a GPU.
     rows = (sums.scaled() if is_scaled else sums.rows).cpu().numpy()
     if not (np.isfinite(rows).all() and columns[0].isfinite().all()):
         explain_not_finite(model, parameters, output, batch, ids)

@@ -291,7 +291,7 @@ class Shares:
             yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
         elif isinstance(use, Dense) and use.terms is not None:
             terms = use.terms()[0]
-            # The terms of a parameter without dimensions have none either.
+            # A parameter without dimensions has terms without dimensions.
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
             yield _of_terms(self._first(use, terms), terms)
         else:

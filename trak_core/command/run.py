@@ -233,7 +233,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # Late, because a start without jobs needs no imports.
+    # This is done late, because a start without jobs needs no imports.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)

@@ -95,7 +95,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
-        return dict(config)  # needs no file, or is refused by the schema
+        return dict(config)  # It needs no file, or the schema will refuse it.
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
             "study must be a Python file, or a ready-made study with a mapping `study_arguments`: "
@@ -105,7 +105,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     arguments = {key: value for key, value in arguments.items() if value is not None}
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
-        return dict(config)  # is refused by the schema
+        return dict(config)  # The schema will refuse it.
     if name.endswith(".py"):
         text = _own_source(Path(name), arguments)
         code = [str(path) for path in study_modules(Path(name)).values()]
@@ -154,7 +154,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # It is imported, assigned or a class. Its arguments are unknown, so it gets none.
+            # The name is imported, assigned or a class. Its arguments are unknown, so it gets none.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]
@@ -266,7 +266,7 @@ def _images_of(table: Path) -> list[str]:
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
-        return []  # the study refuses the table
+        return []  # The study will refuse the table.
     patterns: dict[str, Path] = {}
     for path in images:
         patterns.setdefault(f"{glob.escape(str(path.parent))}/*{path.suffix}", path)

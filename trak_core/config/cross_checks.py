@@ -63,7 +63,7 @@ def check_exact(config: Mapping[str, Any]) -> None:
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Refuse ``preconditioner`` where there is no optimizer state, or no projected gradient."""
+    """Refuse ``preconditioner`` without an optimizer state or without projected gradients."""
     if config["preconditioner"] == "none":
         return
     projection = config["projection"]
@@ -305,7 +305,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Refuse a sweep over ``proj_dim`` whose first columns are no projection of that size."""
+    """Refuse a sweep over ``proj_dim`` if the first columns are not a smaller projection."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from trak_core.errors import InputError
 from trak_core.settings import Setting
 
-# Models of at least so many bytes add to the memory that a job requests.
+# A model of at least this size in bytes adds to the memory that a job requests.
 LARGE_BYTES = 2**28
 # Copies of the weights while transformers renames them. 3.3 were measured for mixtures of experts.
 _COPIES_OF_RENAMED = 4

@@ -278,7 +278,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
             f"{status} and without a message. It ran out of memory or crashed.",
             code="config.preflight",
         )
-    print(log, end="", file=sys.stderr)  # such as notices of transformers
+    print(log, end="", file=sys.stderr)  # for example, notices from transformers
     reply = json.loads(answer)
     if "refused" in reply:
         refused = reply["refused"].replace("make_model()", builder)
@@ -287,7 +287,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
 
 def _wait_for(fork: Fork) -> int:
-    """Return the exit status of a process. Report once a minute that it still runs."""
+    """Return the exit status of a process. While it runs, print a line every minute."""
     minutes = 0
     while (status := fork.wait(60)) is None:
         minutes += 1

@@ -157,8 +157,8 @@ def read_rows(path: str | Path) -> RowFile:
         if file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-            # Not by pandas, which converts integers to floats if one is missing. An index of
-            # pandas is no field.
+            # pandas is not used, because it converts integers to floats if one is missing. An
+            # index of pandas is not a field.
             table = parquet.read_table(file)
             index = (table.schema.pandas_metadata or {}).get("index_columns", [])
             unread = [name for name in index if isinstance(name, str) and name != "id"]

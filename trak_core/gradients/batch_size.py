@@ -188,7 +188,7 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # Only now: the exception has released its tensors.
+        # This is done here, after the exception has released its tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

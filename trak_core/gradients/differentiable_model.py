@@ -51,7 +51,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
     LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
     cached bias has no graph, or one that was freed, so that the parameter's gradient would be 0.
-    Only modules with a ``train`` of their own are switched: it empties what may be emptied.
+    Only modules that override ``train`` are switched, because ``train`` empties their caches.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(

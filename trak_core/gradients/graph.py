@@ -107,7 +107,7 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     answers = node.apply(*of_outputs) if is_function(node) else node(*of_outputs)
     answers = answers if isinstance(answers, tuple) else (answers,)
     if is_function(node):
-        # ``apply`` returns an item for each argument, the graph has inputs for tensors alone.
+        # ``apply`` returns an item for each argument, but the graph has inputs only for tensors.
         pairs = zip(answers, node.needs_input_grad, strict=False)
         needed = iter([answer for answer, is_needed in pairs if is_needed])
         answers = tuple(used and next(needed) for used, _ in node.next_functions)

@@ -1,7 +1,7 @@
 """Differentiate an output for all samples of a batch by one backward pass.
 
 ``by_samples`` runs one ordinary backward pass of sum_i f_i. Hooks on the graph's nodes read the
-gradients at the crossings of a plan (``backward_plan.py``), and hand each parameter's contributions
+gradients at the crossings of a plan (``backward_plan.py``), and pass each parameter's contributions
 to a consumer. ``by_rows`` serves outputs whose samples can't be told apart: it propagates all rows
 of the Jacobian together, by a vmapped vector-Jacobian product.
 
@@ -285,8 +285,8 @@ def by_samples(
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # Start from the sum, because torch imports sympy, which is slow, to check the shape of a
-        # gradient that it is given.
+        # Start from the sum. With an explicit gradient, torch would import sympy to check its
+        # shape, which is slow.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:

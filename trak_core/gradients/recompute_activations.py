@@ -171,7 +171,7 @@ class _Call:
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # Without their graph, but with the same memory and version counter.
+        # These are detached from their graph, with the same memory and version counter.
         self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
         self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
         parameters = list(of.block.parameters())

@@ -198,7 +198,7 @@ def parameter_gramian(
         try:
             plan = None if dim is None else plan_of(output, parameters, dim)
         except UnreadableGraphError:
-            pass  # hooks, which are called for each row
+            pass  # There are hooks, which are called for each row below.
         except MixedSamplesError:
             raise InputError(
                 "Samples must be independent. Found a batch normalization over them, in training "

@@ -146,7 +146,7 @@ def language_model(
         )
         ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
         if ids[:2] == [tokenizer.bos_token_id] * 2 and whole.startswith(tokenizer.bos_token):
-            ids, offsets = ids[1:], offsets[1:]  # the tokenizer added what the text has already
+            ids, offsets = ids[1:], offsets[1:]  # The text has its own start token.
         if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
                 f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
@@ -291,7 +291,7 @@ def _base(folder: Path) -> str | None:
         if path.is_dir():
             return str(path)
     cached = None
-    with suppress(ValueError):  # of a path, which is no name on the hub
+    with suppress(ValueError):  # A path is not a valid name on the hub.
         cached = try_to_load_from_cache(base, "config.json", revision=settings.get("revision"))
     if isinstance(cached, str):
         return str(Path(cached).parent)

@@ -28,8 +28,8 @@ _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
 # Characters of a text if all texts fit, else BEGINNING.
 _CHARACTERS = 1000
 
-# (is_target, id, characters) -> the target or training sample as it is shown, with at most so many
-# characters of text, and a digest of its contents.
+# (is_target, id, characters) -> the target or training sample as it is shown, with at most this
+# number of characters, and a digest of its contents.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful. Compare their labels, or "

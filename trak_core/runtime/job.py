@@ -92,7 +92,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
-    # StoppedError is no Exception, so that no `except Exception` continues the work.
+    # StoppedError is not a subclass of Exception, so `except Exception` does not catch it.
     raise StoppedError(
         f"Error: the job was told to stop ({stop.name}), {_STOP_REASONS[stop]}. It left nothing "
         "half-written. Run snakemake again: what is finished stays."
@@ -250,7 +250,7 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the dotted name of a stage's module. Most stages have a module of their own name."""
+    """Return the dotted name of a stage's module. Most stages have the name of their module."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 

@@ -24,7 +24,7 @@ _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # that are tried of those that only some keys have
+_MAX_PREFIXES = 4  # The number of prefixes to try that only some keys have.
 
 
 def misfits_of(

@@ -24,7 +24,7 @@ from trak_core.study.weight_files import (
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
 _PIECE_BYTES = 2**26  # The size of weights that are copied from one memory map.
-# Methods that copy weights; those of torch's norms also add what old files lack.
+# Methods that only copy weights. Those of torch's norms also add entries that old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -306,12 +306,12 @@ def _loads_plainly(model: nn.Module) -> bool:
 class Checked(NamedTuple):
     """Facts about a checkpoint that fits."""
 
-    is_renamed: bool = False  # by transformers, which takes memory for a second copy
+    is_renamed: bool = False  # Transformers renames weights, which needs a second copy.
     notice: str = ""  # as in ``Weights``
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
-    """Check what ``load_checkpoint`` does, without reading numbers and comparing checksums."""
+    """Run the checks of ``load_checkpoint`` that need neither the numbers nor checksums."""
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)

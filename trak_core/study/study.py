@@ -4,7 +4,7 @@ Its functions take the arguments that are shown:
 
     make_model()             the torch module, weights unset
     train_data()             the training samples: anything with len() and [i]
-    target_data()            the pool of samples to explain, likewise
+    target_data()            the pool of samples to explain, in the same form
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
     train_columns(), target_columns()  optional: further facts of the samples, values by name
     train(**arguments)       optional: trains and returns a model; the config has the arguments
@@ -47,7 +47,7 @@ class _InWords(dict[int, int | None]):
     """A table for ``str.translate`` that keeps letters, marks, digits and ``_`` only."""
 
     def __missing__(self, code: int) -> int:
-        # Half of Hindi's vowels are marks, which are no letters.
+        # Half of the vowels of Hindi are marks, not letters.
         is_part = chr(code).isalnum() or category(chr(code)).startswith("M") or chr(code) == "_"
         self[code] = own = code if is_part else ord(" ")
         return own

@@ -162,7 +162,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
 
 
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
-    """Split the samples so that caches hold a share and few slices occupy all threads."""
+    """Split the samples into shares that fit in the caches and occupy all threads."""
     n_useful = 1 if threads == 1 else -(-_CALLS * threads // n_slices)
     n_shares = max(min(n_useful, n_samples // kernel.share), -(-n_samples // kernel.most))
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
