@@ -159,7 +159,7 @@ class ValuesHash:
         self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, block: np.ndarray) -> None:
-        """Add the next rows. A ``ValueError`` refuses numbers that are not finite."""
+        """Add the next rows. A ``ValueError`` is raised for numbers that are not finite."""
         if not _is_finite(block):
             raise ValueError(f"{self._name!r} holds NaN or infinity")
         self._digest.update(np.ascontiguousarray(block).data)

@@ -184,7 +184,7 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Refuse a file of other data, settings or checkpoints, which differs in ``keys``."""
+        """Raise the error for a file of other data, settings or checkpoints. It lists ``keys``."""
         raise NotImplementedError
 
     # The files have the layout of a run's results.

@@ -234,7 +234,7 @@ class LoadedModel:
         return bool((np.abs(stored[rows] - np.array(current)) <= most).all())
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Refuse a model in which samples of a batch influence each other."""
+        """Raise an error for a model in which samples of a batch influence each other."""
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _bound_by(node: ast.stmt) -> list[str]:
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
-    """Refuse arguments that a ready-made study does not take, and files that do not exist."""
+    """Raise an error for unknown arguments of a ready-made study, and for missing files."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     function = next(function for function in functions if function.name == name)

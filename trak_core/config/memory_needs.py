@@ -216,7 +216,7 @@ def check_memory(
     top: int,
     divides: bool,
 ) -> None:
-    """Refuse a budget in MiB that is too small for a later job.
+    """Raise an error for a budget in MiB that is too small for a later job.
 
     ``proj_dim`` is None without a projection. ``newton_params`` is the number of differentiated
     parameters with `gauss_newton`.

@@ -140,7 +140,7 @@ def _own_truth(specs: Specs) -> list[str]:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Refuse files with a time in the future. Snakemake would delete what jobs make from them."""
+    """Raise an error for files from the future, because Snakemake would delete their results."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
@@ -296,7 +296,7 @@ def _wait_for(fork: Fork) -> int:
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Refuse settings that the numbers of samples or the memory of a job do not allow."""
+    """Raise an error for settings that need more samples or memory than there is."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:

@@ -243,7 +243,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Refuse a file that is not YAML, or in which a mapping has the same key twice."""
+    """Raise an error for a file that is not YAML, or in which a mapping has the same key twice."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
@@ -292,7 +292,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Refuse dates, sets and bytes, and keys that are numbers, except for ids of checkpoints."""
+    """Raise an error for dates, sets, bytes, and numeric keys other than ids of checkpoints."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")

@@ -1,4 +1,4 @@
-"""Refuse samples, labels and gradients that would give meaningless scores.
+"""Raise an error for samples, labels and gradients that would give meaningless scores.
 
 These are samples that affect each other, labels that the model cannot have learned, and gradients
 that are NaN, infinite, zero for all samples or equal for all samples.
@@ -281,7 +281,7 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
 def check_labels(
     labels: Tensor, output: ModelOutput, n_classes: int | None, sample_ids: Sequence[object]
 ) -> None:
-    """Refuse labels, shape (batch, ...), that the model cannot have been trained with.
+    """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
     These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1 (a label
     of many parts may have ``IGNORED``), numbers that are not finite, and labels of which all parts
@@ -335,7 +335,7 @@ def check_labels(
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Refuse NaN or infinity in gradients and outputs; the error names samples and parameters."""
+    """Raise an error that names samples and parameters if a gradient or f is not finite."""
     bad = {
         name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         for name, block in result.gradients.items()
@@ -351,7 +351,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate again, one by one, and refuse NaN or infinity as ``check_finite`` does."""
+    """Differentiate again, one by one, and raise the error of ``check_finite``."""
     batch = as_batch(samples, output)
     magnitude = Magnitude.zeros(parameters, len(batch))
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
@@ -397,7 +397,7 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column."""
+    """Raise an error if rows or columns of an (n, m) Gramian are NaN or infinite."""
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -433,7 +433,7 @@ class Variety:
             self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
-        """Refuse several samples whose gradients are all zero; warn if most are.
+        """Raise an error for several samples whose gradients are all zero; warn if most are.
 
         If gradients ``must_differ``, refuse several samples whose gradients are all equal. (Targets
         may contain the same sample twice.) ``samples`` names the samples in messages.

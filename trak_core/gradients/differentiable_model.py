@@ -86,7 +86,7 @@ def differentiating(
 
 
 def check_graph(values: Tensor) -> None:
-    """Refuse a model output that depends on no parameter."""
+    """Raise an error for a model output that depends on no parameter."""
     if not values.requires_grad:
         raise InputError(
             "The model output must depend on a parameter that is differentiated. Found none. "
@@ -165,7 +165,7 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
 def refuse_hooks(
     model: nn.Module, parameters: Mapping[str, Tensor], way: str, instead: str
 ) -> None:
-    """Refuse backward hooks for computations by ``torch.func``, which would not call them.
+    """Raise an error if there are backward hooks, because ``torch.func`` would not call them.
 
     The message names the computation, ``way``, and what to do ``instead``.
     """

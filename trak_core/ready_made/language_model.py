@@ -231,7 +231,7 @@ def _only_field(template: str) -> str:
 def _refuse_unread(
     row: Mapping[str, Any], names: Iterable[str], messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse a row with messages if another field has a prompt or text that they lack."""
+    """Raise an error if a row has messages and also a prompt or text that they lack."""
     contents = ["", *(str(message.get("content")).strip() for message in messages)]
     for name in sorted(names):
         given = messages_in(row.get(name)) or [{"content": row.get(name)}]
@@ -245,7 +245,7 @@ def _refuse_unread(
 
 
 def _refuse_near_prompt(names: Sequence[str]) -> None:
-    """Refuse fields with nearly the name of the prompt, which would silently not be read."""
+    """Raise an error for a field with a name like ``prompt``, which would not be read."""
     for name in names:
         if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
             raise InputError(

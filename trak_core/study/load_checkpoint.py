@@ -188,7 +188,7 @@ def _is_finite(values: Tensor) -> bool:
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Refuse different weights for one parameter: the model would silently keep the last one."""
+    """Raise an error if a parameter has different weights, of which the last would be kept."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():

@@ -229,7 +229,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
 
 
 def _refuse_pieces(folder: Path) -> None:
-    """Refuse a folder where each process saved a part of the weights, and name the remedy."""
+    """Raise an error for a folder in which each process saved a part of the weights."""
     pieces = next(folder.rglob("*.distcp"), None)
     script = folder / "zero_to_fp32.py"
     patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
@@ -252,7 +252,7 @@ def _refuse_pieces(folder: Path) -> None:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Refuse a Hugging Face folder whose config files tell that its weights are quantized."""
+    """Raise an error for a Hugging Face folder with quantized weights, by its config files."""
     names = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
     sign = next((name for name in names if (folder / name).is_file()), "")
     config = folder / "config.json"
