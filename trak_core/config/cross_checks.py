@@ -200,7 +200,7 @@ def check_conditions(config: Mapping[str, Any]) -> None:
         if others := _other_keys(about, ("targets", "data")):
             raise InputError(
                 f"experiments.{name}: `where` selects at most {MOST_TARGETS} of the study's own "
-                f"targets and takes no other key. Found {others[0]}.",
+                f"targets, and no other key may be set. Found {others[0]}.",
                 code="config.where_alone",
             )
 

@@ -113,7 +113,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
-            "A model must have all its shapes when make_model() returns it. Found none for "
+            "All parameters must have shapes when make_model() returns the model. Found none for "
             f"{listed(lazy)}. Call a lazy module on a sample in make_model().",
             code="gradients.lazy_parameter",
         )

@@ -147,7 +147,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """Zeros whose derivatives are those of the margins with respect to the layer's parameters."""
+    """A function with value 0 and the derivatives of the margins by the layer's parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

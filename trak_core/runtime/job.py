@@ -178,7 +178,7 @@ def _explained(error: Exception) -> str | None:
 
 def _write_error(message: str, terminal: int) -> None:
     """Write a message to the log, or to the former standard error if the log's disk is full."""
-    # A file name in the message may be no valid text.
+    # A file name in the message may contain bytes that are not valid UTF-8.
     text = f"Error: {message}\n".encode(errors="backslashreplace")
     for descriptor in (2, terminal):
         with contextlib.suppress(OSError):

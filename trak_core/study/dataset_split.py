@@ -50,7 +50,7 @@ class Split:
         if unknown:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
-                f"data. Found {listed(unknown)}; it has {len(position)}, such as "
+                f"data. Found {listed(unknown)}; the data have {len(position)} ids, such as "
                 f"{self.ids[0]!r} and {self.ids[-1]!r}."
             )
         twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)

@@ -159,7 +159,7 @@ class Adapter:
         """Return descriptions of the settings in a folder that differ from the model's.
 
         Returns:
-            Settings on which outputs depend; and those that determine only which weights exist.
+            The settings that change outputs, and those that only determine which weights exist.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)

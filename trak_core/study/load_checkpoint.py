@@ -262,7 +262,7 @@ def _pieces(
     """Yield weights in pieces by the model's ``names``, each from a new memory map.
 
     Pages that were read stay in memory as long as their map. With one map, a job would hold all
-    weights twice. ``before`` are the stamps of the files that were hashed.
+    weights twice. ``before`` is the result of ``_stamps`` for the files when they were hashed.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):

@@ -133,9 +133,8 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # the optimizer was given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Of the prefixes that all names share, remove the one after which most names are in the
-        # model. If several are equally good, take the shortest, because the names in a submodule
-        # may equal names in the model.
+        # Names in a submodule may equal names in the model. Therefore remove the shared prefix
+        # after whose removal the most names are in the model, or the shortest of several such.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))

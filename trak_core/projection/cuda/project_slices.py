@@ -93,7 +93,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch: in place in ``block``, or gathered if that is None."""
+    """Consecutive slices for one launch. They are read from ``block``, or copied if it is None."""
 
     first_slice: int
     last_slice: int
