@@ -36,7 +36,7 @@ from trak_core.study.dataset_split import Split
 # Steps of conjugate gradients. G is summed over n / CURVED_SHARE training samples, at least over
 # LEAST_CURVED (docs/explanation/choosing.md has measurements of both).
 STEPS, LEAST_CURVED, CURVED_SHARE = 12, 256, 4
-# Random vectors that estimate the trace, and vectors that go through the model together.
+# The number of random vectors that estimate the trace, and of vectors in one model call.
 _SIGNS, _TOGETHER = 16, 8
 
 

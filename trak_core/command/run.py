@@ -100,8 +100,8 @@ def check_config_file(word: str, config: str) -> None:
     """Raise an error if the argument of a subcommand is not an existing config file."""
     if not config.endswith((".yaml", ".yml", ".json")):
         raise InputError(
-            f"`trak {word}` must get a config first. Found {config}. Write `trak {word} study.yaml "
-            "...`.",
+            f"The first argument of `trak {word}` must be a config. Found {config}. Write "
+            f"`trak {word} study.yaml ...`.",
             code="command.no_config",
         )
     if not Path(config).is_file():

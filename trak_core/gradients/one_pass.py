@@ -166,7 +166,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """Call a function with the batched tensors that vmap hides. A batching rule has access."""
+    """Call a function with the batched tensors of vmap, which its batching rule receives."""
 
     @staticmethod
     def forward(watch: Callable[[list[Tensor]], None], *tensors: Tensor) -> Tensor:

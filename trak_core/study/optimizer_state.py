@@ -134,7 +134,7 @@ def _numbers(
     if all("param_names" in group for group in groups):  # the optimizer was given names
         given = [str(name) for group in groups for name in group["param_names"]]
         # Names in a submodule may equal names in the model. Therefore remove the shared prefix
-        # after whose removal the most names are in the model, or the shortest of several such.
+        # that leaves the most names of the model, or the shortest such prefix.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))

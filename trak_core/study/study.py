@@ -319,7 +319,7 @@ def models_along(
     ``train`` must be a generator that yields (time, model) at each of them, with finite weights.
 
     Yields:
-        The time, and the model, which is the same object each time, trained further.
+        The time and the model. The model is the same object each time, after more training.
     """
     remaining = list(times)
     passed: list[str] = []
