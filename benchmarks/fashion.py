@@ -137,7 +137,7 @@ def make_checkpoints(
                 torch.save(state, folder / f"run{seed}-{epoch}.pt")
     for i, mask in enumerate(halves(len(data[0]), N_HALF_CHECKPOINTS, seed=1)):
         if not (path := folder / f"half{i}.pt").exists():
-            part = tuple(values[torch.from_numpy(mask)] for values in data)
+            part = data[0][kept := torch.from_numpy(mask)], data[1][kept]
             torch.save(train(setting, part, 1000 + i)[setting.epochs], path)
     ends = [str(folder / f"run{seed}-{setting.epochs}.pt") for seed in range(N_RUNS)]
     return {
@@ -157,7 +157,7 @@ def ground_truth(
     masks = halves(len(data[0]), N_HALVES, seed=0)
     outputs = np.empty((N_TRUTH_SEEDS, N_HALVES, len(targets[0])))
     for i, mask in enumerate(masks):
-        part = tuple(values[torch.from_numpy(mask)] for values in data)
+        part = data[0][kept := torch.from_numpy(mask)], data[1][kept]
         for seed in range(N_TRUTH_SEEDS):
             path = folder / f"{i}-{seed}.npy"
             if not path.exists():

@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
     """Return TRAK's scores by its package, with its CPU projection."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
-        from trak import TRAKer
+        TRAKer = import_module("trak").TRAKer
 
         train, targets = _loaders(splits)
         model = setting.make_model().eval()
@@ -77,7 +78,7 @@ def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
 
 def _task(model: nn.Module, paths: list[str]) -> Any:
     """Return dattri's task of the cross entropy of one sample."""
-    from dattri.task import AttributionTask
+    AttributionTask = import_module("dattri.task").AttributionTask
 
     def loss(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
         image, label = (values[None] for values in sample)
@@ -93,8 +94,8 @@ def dattri_trak(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarr
     """Return dattri's TRAK, with the margin as target function as in its examples."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
-        from dattri.algorithm.trak import TRAKAttributor
-        from dattri.task import AttributionTask
+        TRAKAttributor = import_module("dattri.algorithm.trak").TRAKAttributor
+        AttributionTask = import_module("dattri.task").AttributionTask
 
         model = setting.make_model().eval()
 
@@ -131,8 +132,8 @@ def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
     """Return dattri's influence functions with the Hessian of the loss."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
-        import dattri.algorithm.influence_function as algorithms
-        from dattri.task import AttributionTask
+        algorithms = import_module("dattri.algorithm.influence_function")
+        AttributionTask = import_module("dattri.task").AttributionTask
 
         model = setting.make_model().eval()
 
@@ -154,7 +155,7 @@ def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
     """Return dattri's TracIn over checkpoints from along one run's first and last part."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
-        from dattri.algorithm.tracin import TracInAttributor
+        TracInAttributor = import_module("dattri.algorithm.tracin").TracInAttributor
 
         model = setting.make_model().eval()
         chosen = paths["along"][:count]
@@ -172,9 +173,11 @@ def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
     """Return EK-FAC's scores by kronfluence; None takes a tenth of the mean eigenvalue."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
-        from kronfluence.analyzer import Analyzer, prepare_model
-        from kronfluence.arguments import FactorArguments, ScoreArguments
-        from kronfluence.task import Task
+        Analyzer = import_module("kronfluence.analyzer").Analyzer
+        prepare_model = import_module("kronfluence.analyzer").prepare_model
+        FactorArguments = import_module("kronfluence.arguments").FactorArguments
+        ScoreArguments = import_module("kronfluence.arguments").ScoreArguments
+        Task = import_module("kronfluence.task").Task
 
         class Classification(Task):
             def compute_train_loss(
@@ -218,7 +221,7 @@ def captum_tracin() -> Callable[..., np.ndarray]:
     """Return TracInCP of captum over the checkpoints of one run."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
-        from captum.influence import TracInCP
+        TracInCP = import_module("captum.influence").TracInCP
 
         model, (x, y) = setting.make_model().eval(), splits[1]
 

@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders on which no job's numbers depend. Stages and pages add theirs in ``own_parts``.
+# Folders that do not affect the numbers of jobs. ``own_parts`` adds those of stages and pages.
 _APART = {"command", "compat", "queries", "report", "stages", "workflow"}
 _OF_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]

@@ -24,7 +24,7 @@ class InputError(ValueError):
 
 
 class StoppedError(SystemExit):
-    """A job was stopped by SIGTERM or Ctrl-C. It ends as by ``sys.exit``."""
+    """A job was stopped by SIGTERM or Ctrl-C. It is a ``SystemExit`` and ends the process."""
 
 
 def listed(values: Iterable[object]) -> str:

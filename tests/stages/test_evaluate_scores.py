@@ -100,7 +100,7 @@ def test_retraining_with_the_seeds_of_runs_uses_sample_weights(run, tmp_path):
     # A `train` without weights, one that ignores them, and one that draws more numbers with them.
     code, study = STUDY.read_text(), tmp_path / "changed.py"
     study.write_text(code.replace("data=None, sample_weights=None", "data=None"))
-    with refused("study.no_sample_weights", "train(seed, steps, data=None)"):
+    with refused("study.no_sample_weights", "sample_weights"):
         preflight(study, {}, retraining=ARGUMENTS, weighted=True)
     more = "manual_seed(seed)\n    sample_weights is None or torch.rand(1)"
     changes = ("losses * sample_weights", "losses"), ("manual_seed(seed)", more)

@@ -1,4 +1,4 @@
-"""Refuse files that do not belong together or were made for another config."""
+"""Raise an error for files that do not belong together or were made for another config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _SHARED += ("dtype", "study_digest")
 
 
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
-    """Refuse a file that differs from the config or from a file to be combined with it.
+    """Raise an error for a file that differs from the config or from a file to be combined with it.
 
     ``part`` is the name of the compared value for the message, ``actual`` the value in the file.
     Only the differing keys of dicts are shown.
@@ -37,7 +37,7 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
 
 
 def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
-    """Refuse a file that was made for another config than today's.
+    """Raise an error if a file was made for a config other than the current one.
 
     A job that outlived its Snakemake may leave a complete file that Snakemake has no record of.
     """
@@ -63,7 +63,7 @@ def made_for(
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:
-    """Refuse models that were retrained for another spec or other values of ``more``."""
+    """Raise an error if models were retrained for another spec or other values of ``more``."""
     expected = spec.as_dict() | more
     actual = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of today's config", expected, actual, artifact)
@@ -83,7 +83,7 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 
 
 def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
-    """Refuse files of two splits that do not belong together. Return their specs' shared part."""
+    """Raise an error if files of two splits do not match. Return the shared part of their specs."""
     check_made_for(train, spec.of_train())
     check_made_for(targets, spec.of_targets())
     shared, actual = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
@@ -92,7 +92,7 @@ def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[s
 
 
 def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
-    """Refuse score files of other experiments, settings, samples or checkpoints.
+    """Raise an error for score files of other experiments, settings, samples or checkpoints.
 
     ``parts`` has one file for each checkpoint, in the order of ``spec.checkpoints``.
     """

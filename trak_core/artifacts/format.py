@@ -159,7 +159,7 @@ class ValuesHash:
         self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, block: np.ndarray) -> None:
-        """Add the next rows. A ``ValueError`` refuses numbers that are not finite."""
+        """Add the next rows. A ``ValueError`` is raised for numbers that are not finite."""
         if not _is_finite(block):
             raise ValueError(f"{self._name!r} holds NaN or infinity")
         self._digest.update(np.ascontiguousarray(block).data)
@@ -197,7 +197,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes, texts as UTF-8 of a fixed length, which PyTables needs."""
+    """Write attributes. Texts are UTF-8 of a fixed length, because PyTables needs that."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()

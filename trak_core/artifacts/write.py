@@ -304,7 +304,7 @@ def create(
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
                 file.create_group(key)  # PyTables would store the time in it
-        # PyTables has its own HDF5 library, so h5py must close the file before.
+        # PyTables has its own HDF5 library, so h5py must close the file first.
         fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:
             fields[key] = _put_table(partial, key, rows, searchable)

@@ -1,1 +1,1 @@
-"""Compute scores: load a model under a checkpoint, features, normal matrix, solve, combine."""
+"""Load checkpoints, compute features and normal matrices, solve for targets, and average scores."""

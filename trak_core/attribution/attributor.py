@@ -87,7 +87,7 @@ class Attributor(FittedAttributor):
         damping: ridge_c / mean_i w_i |phi_i|^2. None for 2, or 0.1 with ``gauss_newton``. The best
             value differs between studies.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for the curvature d2l/df2 to a power. None
-            for the choice that suits the output and the checkpoints; likewise below.
+            to choose by the output and the checkpoints. The same applies to the next two.
         combine: ``"product_of_averages"``, ``"average_of_products"`` or ``"unit_average"``: how
             scores are averaged over checkpoints.
         loss_weight_power: The power of Q, in (0, 1].
@@ -99,7 +99,7 @@ class Attributor(FittedAttributor):
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         batch_size: The largest number of samples to differentiate at once.
         memory_mb: Memory for arrays, in MiB.
-        threads: CPU threads of the projection. None for as many as torch uses.
+        threads: CPU threads of the projection. None for the number that torch uses.
         describe: A function that returns a sample as a text, to show in notebooks.
 
     Example:
@@ -334,7 +334,7 @@ class Attributor(FittedAttributor):
         return digest
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file has this checkpoint's weights; refuse other data or settings."""
+        """Return whether a file has this checkpoint; raise an error for other data or settings."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]

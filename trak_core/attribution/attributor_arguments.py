@@ -73,7 +73,7 @@ def name_of_output(output: Output) -> str:
 
 
 def check_scoring(scoring: Mapping[str, Any]) -> None:
-    """Refuse values that the config's schema would refuse."""
+    """Raise an error for values that the config's schema would refuse."""
     power, damping = scoring["loss_weight_power"], scoring["damping"]
     if not 0 < power <= 1 or not 0 <= damping < float("inf"):
         raise InputError(

@@ -76,7 +76,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Reached by operations below torch's functions, such as the view ``logits.data``.
+        # Operations below torch's functions call this, such as the view ``logits.data``.
         raise _LogitsNeededError
 
     def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":
@@ -124,8 +124,8 @@ class MarginsOfTokens(nn.Module):
     linear layer and entrywise functions, logits are computed as a whole.
 
     Attributes:
-        output: The model output of what this returns, with the same values to rounding.
-        n_classes: Size of the vocabulary, once the model was called.
+        output: The model output f as a function of margins. It is the same up to rounding.
+        n_classes: Size of the vocabulary, known after the first call of the model.
         is_deferred: Whether the last call computed logits in pieces.
     """
 
@@ -168,7 +168,7 @@ class MarginsOfTokens(nn.Module):
         return logits[:, : logits.shape[1] - self._ahead]
 
     def told(self, n_tokens: int) -> str:
-        """Return a notice of how the logits of a text are computed, once the model was called."""
+        """Return a notice on how logits are computed. The model must have been called before."""
         logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits. They are computed"
         if self.is_deferred:
             return (

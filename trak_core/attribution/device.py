@@ -65,7 +65,7 @@ def hold_one(names: tuple[str, ...]) -> int:
     Raises:
         InputError: If the folder's disk has no locks (``model.gpu_locks``).
     """
-    import fcntl  # Windows has no such module.
+    import fcntl  # This module does not exist on Windows.
 
     folder = Path(tempfile.gettempdir())
     waiting = False

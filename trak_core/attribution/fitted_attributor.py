@@ -184,7 +184,7 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Refuse a file of other data, settings or checkpoints, which differs in ``keys``."""
+        """Raise the error for a file of other data, settings or checkpoints. It lists ``keys``."""
         raise NotImplementedError
 
     # The files have the layout of a run's results.
@@ -262,7 +262,7 @@ class FittedAttributor(ABC):
             return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits of a checkpoint's gradients: half the memory if scorers are held."""
+        """Return the limits for computing gradients: half of the memory if scorers are kept."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 
@@ -318,7 +318,7 @@ class FittedAttributor(ABC):
                 self._held[name] = scorer
             if not self._holds:
                 kept = files.pop_all()
-                if name in self._held:  # its features are read in later calls too
+                if name in self._held:  # Later calls will read its features from the file again.
                     weakref.finalize(self, kept.close)
                 else:
                     stack.enter_context(kept)

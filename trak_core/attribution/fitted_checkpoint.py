@@ -52,7 +52,7 @@ class Part(Protocol):
         ...
 
     def scalar(self, key: str) -> float:
-        """Return a number."""
+        """Return the number that is stored under ``key``."""
         ...
 
 

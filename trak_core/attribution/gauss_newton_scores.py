@@ -36,7 +36,7 @@ from trak_core.study.dataset_split import Split
 # Steps of conjugate gradients. G is summed over n / CURVED_SHARE training samples, at least over
 # LEAST_CURVED (docs/explanation/choosing.md has measurements of both).
 STEPS, LEAST_CURVED, CURVED_SHARE = 12, 256, 4
-# Random vectors that estimate the trace, and vectors that go through the model together.
+# The number of random vectors that estimate the trace, and of vectors in one model call.
 _SIGNS, _TOGETHER = 16, 8
 
 
@@ -134,7 +134,7 @@ def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) ->
     needs = []
     for samples in stored:
         few = loaded.few_checked(samples)
-        # Without recomputed blocks, which forward mode cannot differentiate.
+        # Blocks are not recomputed here, because forward mode cannot differentiate recomputation.
         needs.append(memory_by_length(loaded.model, loaded.parameters, loaded.output, few))
         loaded.check_apart(few, len(few))
     needed = max(needs, key=lambda need: (need.longest, need.of_longest.of(1)))
@@ -159,7 +159,7 @@ def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
             sdpa_kernel(SDPBackend.MATH),
             warnings.catch_warnings(),
         ):
-            # torch warns of its own use of torch.jit.script in the first forward mode.
+            # torch uses torch.jit.script itself in the first forward mode, and warns about it.
             warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
             yield
     except RuntimeError as error:  # includes NotImplementedError of missing derivatives

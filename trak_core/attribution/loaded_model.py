@@ -51,7 +51,7 @@ _COMPARED = 8  # samples whose outputs are compared with stored ones
 _LOGIT_BYTES = 16
 # If the logits of a text need more than this fraction of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
-# Copies of such a piece that are held together.
+# The number of copies of such a piece that are in memory at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 
@@ -234,7 +234,7 @@ class LoadedModel:
         return bool((np.abs(stored[rows] - np.array(current)) <= most).all())
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Refuse a model in which samples of a batch influence each other."""
+        """Raise an error for a model in which samples of a batch influence each other."""
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:

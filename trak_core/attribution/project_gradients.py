@@ -23,7 +23,7 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 # size by 1e-2, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
-# Up to this number of entries, parts are copied into one tensor, which one call projects.
+# Parts of up to this total number of entries are copied into one tensor and projected together.
 _JOINED = 2**18
 
 
@@ -53,7 +53,7 @@ class Features:
         scales: Mapping[str, Tensor] | None = None,
     ):
         self._projection, self._threads = projection, threads
-        # A parameter's first coordinate, and its number among those with entries.
+        # The first coordinate of each parameter, and its index among the non-empty parameters.
         self._numbers: dict[int, tuple[int, int]] = {}
         self._scale_of = {
             id(parameters[name]): scale.flatten() for name, scale in (scales or {}).items()
@@ -199,7 +199,7 @@ def batch_features(
     """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
-    # The first synchronization with a GPU.
+    # This is the first synchronization with a GPU.
     rows = (sums.scaled() if is_scaled else sums.rows).cpu().numpy()
     if not (np.isfinite(rows).all() and columns[0].isfinite().all()):
         explain_not_finite(model, parameters, output, batch, ids)

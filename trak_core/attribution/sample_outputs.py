@@ -28,15 +28,15 @@ from trak_core.settings import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
-# Number of contrast pairs for CLIP, which is that of TRAK, and the seed of their draw.
+# The number of contrast pairs for CLIP, the same as in TRAK, and the seed of their draw.
 N_OTHERS = 300
 OTHERS_SEED = 0
-# Reads pairs, which have no labels, before the contrast pairs are embedded.
+# A model output that reads pairs without labels, used before contrast pairs are embedded.
 _UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
 def _object_in(file: str, name: str, study: Study | None) -> object:
-    """Return the object with a name in a Python file, which may be the study's."""
+    """Return the object with this name in a Python file, which may be the study's file."""
     path = Path(file)
     if study is None or path.resolve() != study.path.resolve():
         study = Study.load(path)

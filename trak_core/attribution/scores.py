@@ -111,8 +111,8 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
         run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
     is_frequent, is_label = run == run.max(axis=0), ordered == labels
     is_other = is_frequent & ~is_label
-    # argmax returns the first, which is the smallest. If no other class is frequent, the label is
-    # taken below.
+    # argmax returns the first maximum, which is the smallest class. Below, the label replaces it
+    # if no other class is as frequent.
     others = np.take_along_axis(ordered, is_other.argmax(axis=0)[None], axis=0)[0]
     likely = outputs.mean(axis=0, dtype=np.float64) > 0
     takes_label = (is_frequent & is_label).any(axis=0) & (likely | ~is_other.any(axis=0))

@@ -240,7 +240,7 @@ def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
     cross *= inverse_lengths
 
 
-# Columns of the Gramian for which one call solves.
+# The number of columns of the Gramian that one call solves.
 _COLUMNS = 256
 
 

@@ -59,7 +59,7 @@ class _Part:
         first: The token at the first position. None if positions are not tokens.
         inner: Computes inner products of a sample's terms with directions.
         terms: The terms, shape (batch, positions, entries), if they were formed.
-        entry: The parameter's entry with which ``terms`` begin.
+        entry: The index, within the parameter, of the first entry of ``terms``.
     """
 
     first: int | None
@@ -158,7 +158,7 @@ class Shares:
         self._parameters, self._directions, self._pairs = parameters, directions, pairs
         self.by_token, self.by_parameter = by_token, by_parameter
         self._groups = pairs.groups()
-        # A parameter's number among all, and among those with entries.
+        # The index of each parameter among all, and among the non-empty parameters.
         self._numbers: dict[int, tuple[int, int]] = {}
         matrix = 0
         for number, parameter in enumerate(parameters.values()):
@@ -291,7 +291,7 @@ class Shares:
             yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
         elif isinstance(use, Dense) and use.terms is not None:
             terms = use.terms()[0]
-            # The terms of a parameter without dimensions have none either.
+            # A parameter without dimensions has terms without dimensions.
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
             yield _of_terms(self._first(use, terms), terms)
         else:

@@ -19,7 +19,7 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# The size of the window in which texts are sorted by length: bytes of features, and least texts.
+# The size of the window in which texts are sorted: bytes of features, and least number of texts.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 # Returns the gradient method for a model, by a few samples.
@@ -147,7 +147,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # Not a list of parts, because small tensors between freed large ones fragment memory.
+            # A list of parts would fragment memory: small tensors remain between large freed ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

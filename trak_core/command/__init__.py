@@ -1,1 +1,1 @@
-"""Start the workflow from any folder: ``trak run study.yaml``. Snakemake stays the engine."""
+"""Implement the command ``trak``, which runs the Snakemake workflow from any folder."""

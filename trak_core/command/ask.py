@@ -90,7 +90,7 @@ def ask(words: Sequence[str]) -> None:
                 f"{path} twice.",
                 code="command.output_again",
             )
-    # Not is_file, because a pipe is allowed: `--file <(...)`.
+    # is_file() would refuse a pipe, which is allowed: `--file <(...)`.
     if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
         kind = "a folder" if asked.file.is_dir() else "nothing"
         message = f"--file must be a file of lines. Found {kind} at {asked.file}."
@@ -99,7 +99,7 @@ def ask(words: Sequence[str]) -> None:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
     # OpenBLAS crashes with several threads from 16,384 dimensions on. It reads this once.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Saves the garbage collection at exit, which takes a second.
+    # Without this, the garbage collection at exit takes a second.
     atexit.register(gc.freeze)
     try:
         _answer(_Session(asked))

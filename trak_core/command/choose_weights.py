@@ -18,7 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shapes]:
-    """Return the tensor shapes of all checkpoints that load, without reading the numbers.
+    """Return the tensor shapes of all loadable checkpoints, without reading the numbers.
 
     ``report`` gets a line for each file that does not load, with the reason.
     """

@@ -58,7 +58,7 @@ _OUTPUT = "regression for a number, image_classification for a class"
 
 
 def init(words: Sequence[str]) -> None:
-    """Run ``trak init``: write the config, and print on which files it is based.
+    """Run ``trak init``: write the config, and print which files it uses and what to check.
 
     Raises:
         InputError: If the config exists already, or the folder has no study.
@@ -90,7 +90,7 @@ def init(words: Sequence[str]) -> None:
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a folder's config, and a report on which files it is based.
+    """Return the text of a config for a folder, and report lines on the files that it uses.
 
     The search goes into subfolders only until it finds a study.
     """

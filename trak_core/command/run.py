@@ -77,8 +77,8 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
             f"`trak run` takes one config. Found {config} and --configfile. Put all keys into one "
-            "file, or call Snakemake, where keys of a second file precede: snakemake --snakefile "
-            f"{workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
+            "file, or call Snakemake, where a second file overrides the first: snakemake "
+            f"--snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
             code="command.second_config",
         )
     handed, before = list(arguments), ""
@@ -100,8 +100,8 @@ def check_config_file(word: str, config: str) -> None:
     """Raise an error if the argument of a subcommand is not an existing config file."""
     if not config.endswith((".yaml", ".yml", ".json")):
         raise InputError(
-            f"`trak {word}` must get a config first. Found {config}. Write `trak {word} study.yaml "
-            "...`.",
+            f"The first argument of `trak {word}` must be a config. Found {config}. Write "
+            f"`trak {word} study.yaml ...`.",
             code="command.no_config",
         )
     if not Path(config).is_file():
@@ -233,7 +233,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # Late, because a start without jobs needs no imports.
+    # This is done late, because a start without jobs needs no imports.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)

@@ -76,8 +76,9 @@ def _check_not_zero(gradients: np.ndarray) -> None:
     if len(gradients) > 1 and not gradients.any():
         raise InputError(
             f"Gradients must not be 0 for all samples. Found only zeros for {len(gradients)} "
-            f"samples, in {gradients.dtype}. `get_output` gets one sample, so a loss between the "
-            "samples of a batch is constant. Compare with fixed samples, as CLIPModelOutput does.",
+            f"samples, in {gradients.dtype}. `get_output` gets one sample, so a loss that "
+            "compares samples of a batch is constant. Compare with fixed samples instead, as in "
+            "CLIPModelOutput.",
             code="compat.all_zero",
         )
 
@@ -161,7 +162,7 @@ class TRAKer:
                 "JL dimension": self.proj_dim,
                 "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
                 "train set size": train_set_size,
-                # Folders of the original have no such key: their matrices cannot be recomputed.
+                # Folders of the original lack this key. Their matrices cannot be recomputed.
                 "matrix": {key: value for key, value in matrix.items() if key != "stream"},
                 "parameters": list(parameters),
                 "dtype": str(self.dtype),

@@ -1,1 +1,1 @@
-"""What a config may ask, what it costs, and what decides the numbers of each job; no torch."""
+"""Read and check configs, estimate memory, and derive the settings of each job, without torch."""

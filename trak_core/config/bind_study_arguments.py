@@ -95,7 +95,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
-        return dict(config)  # needs no file, or is refused by the schema
+        return dict(config)  # It needs no file, or the schema will refuse it.
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
             "study must be a Python file, or a ready-made study with a mapping `study_arguments`: "
@@ -105,7 +105,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     arguments = {key: value for key, value in arguments.items() if value is not None}
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
-        return dict(config)  # is refused by the schema
+        return dict(config)  # The schema will refuse it.
     if name.endswith(".py"):
         text = _own_source(Path(name), arguments)
         code = [str(path) for path in study_modules(Path(name)).values()]
@@ -154,7 +154,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # It is imported, assigned or a class. Its arguments are unknown, so it gets none.
+            # The name is imported, assigned or a class. Its arguments are unknown, so it gets none.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]
@@ -197,7 +197,7 @@ def _bound_by(node: ast.stmt) -> list[str]:
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
-    """Refuse arguments that a ready-made study does not take, and files that do not exist."""
+    """Raise an error for unknown arguments of a ready-made study, and for missing files."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     function = next(function for function in functions if function.name == name)
@@ -262,11 +262,11 @@ def _is_plain(value: Any) -> bool:
 def _images_of(table: Path) -> list[str]:
     """Return patterns of the images that a table names, one for each folder and ending."""
     if not table.is_file():
-        return []  # a folder, whose files are data files already
+        return []  # It is a folder. All files in it are data files anyway.
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
-        return []  # the study refuses the table
+        return []  # The study will refuse the table.
     patterns: dict[str, Path] = {}
     for path in images:
         patterns.setdefault(f"{glob.escape(str(path.parent))}/*{path.suffix}", path)

@@ -29,7 +29,7 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Refuse settings that need projected features with ``exact`` and ``gauss_newton``."""
+    """Raise an error if ``exact`` or ``gauss_newton`` is set with keys that need features."""
     if not isinstance(projection := config["projection"], str):
         return
     scoring, dtype = config["scoring"], config["features_dtype"]
@@ -63,7 +63,7 @@ def check_exact(config: Mapping[str, Any]) -> None:
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Refuse ``preconditioner`` where there is no optimizer state, or no projected gradient."""
+    """Raise an error if ``preconditioner`` has no optimizer state or no projected gradients."""
     if config["preconditioner"] == "none":
         return
     projection = config["projection"]
@@ -112,7 +112,7 @@ def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_removals(config: Mapping[str, Any]) -> None:
-    """Refuse removals of a list that the config does not have, or of samples of a pool."""
+    """Raise an error for removals of a list that is not in the config, or of a pool."""
     lists = lists_of(config)
     for about in removals_of(config).values():
         name = about.get("list")
@@ -140,7 +140,7 @@ def check_removals(config: Mapping[str, Any]) -> None:
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
-    """Refuse lists without a suitable experiment, model output or projection."""
+    """Raise an error for lists without a suitable experiment, model output or projection."""
     lists, experiments = lists_of(config), list(config["experiments"])
     for name, about in lists.items():
         if about["experiment"] not in experiments:
@@ -192,7 +192,7 @@ def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]
 
 
 def check_conditions(config: Mapping[str, Any]) -> None:
-    """Refuse ``where`` conditions that are invalid or have keys that they cannot be used with."""
+    """Raise an error for ``where`` conditions that are invalid or have incompatible keys."""
     for name, about in config["experiments"].items():
         if "where" not in about:
             continue
@@ -200,13 +200,13 @@ def check_conditions(config: Mapping[str, Any]) -> None:
         if others := _other_keys(about, ("targets", "data")):
             raise InputError(
                 f"experiments.{name}: `where` selects at most {MOST_TARGETS} of the study's own "
-                f"targets and takes no other key. Found {others[0]}.",
+                f"targets, and no other key may be set. Found {others[0]}.",
                 code="config.where_alone",
             )
 
 
 def check_means(config: Mapping[str, Any]) -> None:
-    """Refuse means of experiments that do not exist or are means themselves."""
+    """Raise an error for means of experiments that do not exist or are means themselves."""
     experiments = config["experiments"]
     own = [name for name, about in experiments.items() if "mean" not in about]
     for name, about in experiments.items():
@@ -227,7 +227,7 @@ def check_means(config: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Refuse an evaluation that the config's experiments and checkpoints cannot have."""
+    """Raise an error if the experiments and checkpoints do not allow the evaluation."""
     evaluation, experiments = config["evaluation"], config["experiments"]
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
@@ -305,7 +305,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Refuse a sweep over ``proj_dim`` whose first columns are no projection of that size."""
+    """Raise an error if a sweep needs a ``proj_dim`` that the columns do not contain."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
@@ -318,7 +318,7 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
 
 
 def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
-    """Refuse an evaluation that needs more training samples or targets than there are."""
+    """Raise an error if an evaluation needs more training samples or targets than exist."""
     fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
@@ -351,7 +351,7 @@ _SIGNS = "'\"`$\\\n\r"
 
 
 def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Refuse characters that a shell interprets in the paths of a config.
+    """Raise an error for characters that a shell interprets in the paths of a config.
 
     ``others`` are further paths: the config's own files and the paths in its tables.
     """
@@ -371,7 +371,7 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 
 
 def check_given(entries: Iterable[str]) -> None:
-    """Refuse ``--config`` values that a shell on a cluster would interpret."""
+    """Raise an error for ``--config`` values that a shell on a cluster would interpret."""
     for entry in entries:
         sign = next((s for s in entry if s in "'\\\n\r"), None)
         if sign is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from trak_core.errors import InputError
 from trak_core.settings import Setting
 
-# Models of at least so many bytes add to the memory that a job requests.
+# A model of at least this size in bytes adds to the memory that a job requests.
 LARGE_BYTES = 2**28
 # Copies of the weights while transformers renames them. 3.3 were measured for mixtures of experts.
 _COPIES_OF_RENAMED = 4
@@ -34,7 +34,7 @@ class Need:
     remedy: str = "lower projection.proj_dim, or split the experiment"
 
     def check(self, memory_mb: int) -> None:
-        """Refuse a budget that does not hold the fixed part and two small blocks."""
+        """Raise an error if a budget is less than the fixed part and two blocks of minimal size."""
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
@@ -216,7 +216,7 @@ def check_memory(
     top: int,
     divides: bool,
 ) -> None:
-    """Refuse a budget in MiB that is too small for a later job.
+    """Raise an error for a budget in MiB that is too small for a later job.
 
     ``proj_dim`` is None without a projection. ``newton_params`` is the number of differentiated
     parameters with `gauss_newton`.

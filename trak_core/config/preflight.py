@@ -39,7 +39,7 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only w
 def run_preflight(
     specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
-    """Refuse a config or study with which some job would fail later.
+    """Check a config and its study, so that jobs do not fail later.
 
     Args:
         specs: The config's specs.
@@ -79,7 +79,7 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
-    """Refuse checkpoints or retrained models that are not there."""
+    """Raise an error if a checkpoint or a file of retrained models does not exist."""
     if is_stored:
         listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
         if listed:
@@ -140,14 +140,14 @@ def _own_truth(specs: Specs) -> list[str]:
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Refuse files with a time in the future, because Snakemake deletes what jobs make of them."""
+    """Raise an error for files from the future, because Snakemake would delete their results."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete what jobs make of it. Found a time that is "
+            f"delete the files that jobs make from it. Found a time that is "
             f"{max(ahead.values()):.0f} s ahead. Correct the clocks, and `touch` these files.",
             code="config.future",
         )
@@ -278,7 +278,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
             f"{status} and without a message. It ran out of memory or crashed.",
             code="config.preflight",
         )
-    print(log, end="", file=sys.stderr)  # such as notices of transformers
+    print(log, end="", file=sys.stderr)  # for example, notices from transformers
     reply = json.loads(answer)
     if "refused" in reply:
         refused = reply["refused"].replace("make_model()", builder)
@@ -287,7 +287,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
 
 def _wait_for(fork: Fork) -> int:
-    """Return the exit status of a process. Report once a minute that it still runs."""
+    """Return the exit status of a process. While it runs, print a line every minute."""
     minutes = 0
     while (status := fork.wait(60)) is None:
         minutes += 1
@@ -296,7 +296,7 @@ def _wait_for(fork: Fork) -> int:
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Refuse settings that the numbers of samples or the memory of a job do not allow."""
+    """Raise an error for settings that need more samples or memory than there is."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:

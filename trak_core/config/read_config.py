@@ -79,7 +79,8 @@ def _read_rows(
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     """Return an experiment's target ids, from a list or a table's column ``id``; None for ``all``.
 
-    Ids from a table are integers if every one is a plain decimal integer; 0007 makes all text.
+    Ids from a table are integers if all are plain decimal integers. With an id such as 0007, all
+    ids are texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -178,7 +179,7 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders in which a job finds modules of a Python question and of the study."""
+    """Return the folders with modules that the study and a Python file of targets import."""
     return [question.parent, study.parent]
 
 
@@ -231,7 +232,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         if name in seen:
             raise InputError(
                 f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
-                f"{seen[name]} and {line}; the first would be lost without a word.",
+                f"{seen[name]} and {line}. The first value would be ignored without a warning.",
                 code="config.key_twice",
             )
         seen[name] = line
@@ -242,7 +243,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Refuse a file that is no YAML, or in which a mapping has the same key twice."""
+    """Raise an error for a file that is not YAML, or in which a mapping has the same key twice."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
@@ -291,7 +292,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Refuse dates, sets and bytes, and keys that are numbers, except for ids of checkpoints."""
+    """Raise an error for dates, sets, bytes, and numeric keys other than ids of checkpoints."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")

@@ -28,7 +28,7 @@ def begin_run(
         results: The results folder.
         config_files: The files of the config.
         given: The values that ``--config`` gave.
-        entries: The same values as texts ``key=value`` of the command line.
+        entries: The same values as ``key=value`` words of the command line.
 
     Returns:
         Warnings for the user.

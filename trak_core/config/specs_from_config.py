@@ -221,7 +221,7 @@ class Specs:
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
-        """Return the name of a mean, such as ``a - b``; None for an experiment that is no mean."""
+        """Return the name of a mean, such as ``a - b``; None if the experiment is not a mean."""
         return LESS.join(self.means.get(experiment, ())) or None
 
     @property

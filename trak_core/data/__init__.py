@@ -1,1 +1,1 @@
-"""Read the files of rows that hold samples."""
+"""Read files whose rows are samples."""

@@ -76,7 +76,7 @@ class RowFile(Sequence[dict[str, Any]]):
         """Return the field ``name`` of each row, None for rows without it.
 
         Cells of a table become numbers if every cell is the shortest text of an integer, or every
-        cell that of an integer or a float. ``007`` and ``1.10`` are no such texts.
+        cell that of an integer or a float. ``007`` and ``1.10`` are not.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -102,8 +102,9 @@ class RowFile(Sequence[dict[str, Any]]):
             near = [name for name in self.rows[0] if name.strip().casefold() == "id"]
             if near:
                 raise InputError(
-                    f"{self.path}: ids must be in the field id. Found {near[0]!r}, without which "
-                    "rows would be numbered 0, 1, 2. Rename it to id, or to something else.",
+                    f"{self.path}: ids must be in the field id. Found {near[0]!r}, which would "
+                    "be ignored, and rows would be numbered 0, 1, 2. Rename it to id, or otherwise "
+                    "to a name that does not resemble id.",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))
@@ -156,8 +157,8 @@ def read_rows(path: str | Path) -> RowFile:
         if file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-            # Not by pandas, which converts integers to floats if one is missing. An index of
-            # pandas is no field.
+            # pandas is not used, because it converts integers to floats if one is missing. An
+            # index of pandas is not a field.
             table = parquet.read_table(file)
             index = (table.schema.pandas_metadata or {}).get("index_columns", [])
             unread = [name for name in index if isinstance(name, str) and name != "id"]
@@ -255,7 +256,7 @@ def parsed_json(line: str) -> Any:
     """Return the value of a line of JSON. ``str`` of a number is as in the line, such as "1.10".
 
     Raises:
-        ValueError: If the line is no JSON, has a field twice, a number that is not finite or half
+        ValueError: If the line is not JSON, has a field twice, a number that is not finite or half
             of a surrogate pair, or is nested too deep.
     """
     try:

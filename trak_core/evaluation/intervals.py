@@ -20,7 +20,7 @@ _OUTSIDE = (1 - CONFIDENCE) / 2
 
 
 class Chance(NamedTuple):
-    """The variance of an estimate, and the degrees of freedom from which it is known.
+    """An estimate of a variance, and its degrees of freedom.
 
     Both have any shape, float64. The variance is 0 where the degrees of freedom are 0.
     """
@@ -47,10 +47,10 @@ class Chance(NamedTuple):
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
     """Return the interval of a mean over trainings and targets, of shape (seeds, targets).
 
-    Both trainings and targets are samples of all that there could be. All targets share the models,
-    so that the differences between models do not average out over targets. Noise that varies with
-    both is counted twice, so the interval may be too long, but not too short. With one training (or
-    one target) the interval does not account for others.
+    Trainings and targets are both treated as random samples of a population. All targets share the
+    models, so the differences between models do not average out over targets. Noise that varies
+    with both is counted twice, so the interval may be too long, but not too short. With one
+    training (or one target) the interval does not account for others.
 
     Example:
         >>> import numpy as np

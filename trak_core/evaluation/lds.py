@@ -22,7 +22,7 @@ from trak_core.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """Columns of numbers, sorted once, to be ranked for any resample of their rows.
+    """Columns that are sorted once, so that any resample of their rows can be ranked.
 
     All arrays have shape (rows, columns). ``order`` has the row numbers, smallest value first.
     The values equal to that of a row occupy the positions from ``first`` to ``stop`` (excluded) in
@@ -67,7 +67,7 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return Spearman's correlation of each column of ``a`` with the same column of ``b``.
 
     Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
-    has correlation 0, because it orders nothing. Equal values share the mean of their ranks. Both
+    has correlation 0, because it defines no order. Equal values share the mean of their ranks. Both
     arrays have shape (rows, columns) and finite values. The result has shape (columns,), float64.
 
     Example:
@@ -165,11 +165,11 @@ class GroundTruth:
 def order_models(
     masks: Frame, outputs: Frame, train_ids: Sequence[Any], target_ids: Sequence[Any], name: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bring the subsets and retrained models of a file into the order of the study's samples.
+    """Reorder the subsets and retrained models of a file by the study's samples and targets.
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
     ``outputs`` are models, each named by its subset, and columns are samples, among them the
-    targets. All subsets must have the same number of models. ``name`` is the file's, for errors.
+    targets. All subsets must have the same number of models. ``name`` is the file's in errors.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.

@@ -146,7 +146,7 @@ def setting_sums(
 
 
 def _index(arrays: list[np.ndarray], array: np.ndarray) -> int:
-    """Return the index of an equal array in a list. An array that is not there is appended."""
+    """Return the index of an equal array in a list. If there is none, the array is appended."""
     for index, other in enumerate(arrays):
         if np.array_equal(other, array):
             return index

@@ -3,7 +3,7 @@
 The gradient of f has p coordinates, one for each parameter entry: parameters in
 ``named_parameters`` order, each row-major. A batch is differentiated by one backward pass
 (``gradients_at_once``). If the model's graph can't be read, its samples are differentiated one by
-one. Gradients are handed to a consumer when they are computed, such as
+one. Gradients are passed to a consumer when they are computed, such as
 ``trak_core.attribution.project_gradients``, so that the (batch, p) matrix is never formed.
 
 Common arguments are ``model``, on the samples' device and in any mode, which is restored;

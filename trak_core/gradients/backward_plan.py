@@ -3,13 +3,14 @@
 A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
 ``graph.py``), and *shared* otherwise: parameters, functions of parameters alone, and tensors that
 depend on several samples. Let f_1, ..., f_B be the outputs and x a split tensor. The gradient of
-sum_i f_i with respect to an entry of x is the gradient of the one f_i that it belongs to, so that
-one backward pass serves all samples down to there. An edge from the split output y of an operation
-to a shared input w is a *crossing*. There the sum over samples of the chain rule
+sum_i f_i with respect to an entry of x is the gradient of the one f_i that it belongs to. Therefore
+one backward pass computes the gradients with respect to x for all samples. An edge from the split
+output y of an operation to a shared input w is a *crossing*. There the sum over samples of the
+chain rule
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw)
 
-is kept apart by i: ``gradient_formulas`` returns the B inner sums in closed form.
+is split by i: ``gradient_formulas`` returns the B inner sums in closed form.
 """
 
 from collections import Counter, defaultdict
@@ -52,7 +53,7 @@ class Region:
         n_crossings: Number of crossings that lead into it.
         parameters: Indices of its parameters.
         is_direct: Whether it has one parameter, and each crossing leads to that parameter as a
-            whole, possibly transposed or reshaped. Then contributions to it are added as they are.
+            whole, possibly transposed or reshaped. Then contributions to it are added unchanged.
         is_simple: Whether each crossing leads to entries of one parameter that no other crossing
             leads to. Then inner products of the contributions add up.
     """
@@ -155,7 +156,7 @@ def _layouts_of_one_sample(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of all split nodes, by their outputs, and whether no value decides them.
+    """Return the layouts of all split nodes by output, and whether no saved value determines them.
 
     Nodes are visited in topological order, so that all users of a tensor have set its layout.
     """

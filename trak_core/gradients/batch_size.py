@@ -121,7 +121,7 @@ def sample_memory(
         with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # Twice: the rows that arrive, and those propagated to the parameter.
+            # Counted twice: the incoming rows, and the rows that are propagated to the parameter.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -188,7 +188,7 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # Only now: the exception has released its tensors.
+        # This is done here, after the exception has released its tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -234,7 +234,7 @@ class MemoryByLength:
             remedy = "Use a larger GPU" if is_cuda else "Raise it"
             raise InputError(
                 f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
-                f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
+                f"Found {budget // 2**20} MiB. {remedy}, or choose fewer `parameters`.",
                 code="gradients.memory_limit",
             )
         return MemoryBudget(self, budget)

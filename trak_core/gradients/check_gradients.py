@@ -1,4 +1,4 @@
-"""Refuse samples, labels and gradients that would give meaningless scores.
+"""Raise an error for samples, labels and gradients that would give meaningless scores.
 
 These are samples that affect each other, labels that the model cannot have learned, and gradients
 that are NaN, infinite, zero for all samples or equal for all samples.
@@ -46,7 +46,7 @@ _ROUNDING = 1e-5
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
-    """Refuse an f that depends on other samples, on chance or on padding.
+    """Raise an error if f depends on other samples, on random numbers or on padding.
 
     f of the first eight samples as a batch is compared with f of each alone, in evaluation mode.
     The error names the first layer whose output differs.
@@ -114,7 +114,7 @@ def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> b
 
 
 def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
-    """Refuse an f that is random though the model's result is fixed."""
+    """Raise an error if f is random although the model's result is not."""
     outputs = output.read(batch.given_to(model))
     values, again = (_values(output, outputs, batch.labels) for _ in range(2))
     if not torch.equal(values.nan_to_num(), again.nan_to_num()):
@@ -223,7 +223,7 @@ def count_classes(
 ) -> int | None:
     """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    None if labels are no classes. The model is on ``device``, the samples may be elsewhere. An
+    None if labels are not classes. The model is on ``device``, the samples may be elsewhere. An
     ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
@@ -281,7 +281,7 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
 def check_labels(
     labels: Tensor, output: ModelOutput, n_classes: int | None, sample_ids: Sequence[object]
 ) -> None:
-    """Refuse labels, shape (batch, ...), that the model cannot have been trained with.
+    """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
     These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1 (a label
     of many parts may have ``IGNORED``), numbers that are not finite, and labels of which all parts
@@ -328,14 +328,14 @@ def check_labels(
         if empty:
             where = ", after its first token" if output.predicts_next else ""
             raise InputError(
-                f"A label must have a part that counts{where}: one that is not {IGNORED}. Found "
-                f"none in sample {sample_ids[empty[0]]}.",
+                f"A label must have an entry other than {IGNORED}{where}. Found none in "
+                f"sample {sample_ids[empty[0]]}.",
                 code="gradients.empty_label",
             )
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Refuse NaN or infinity in gradients and outputs; the error names samples and parameters."""
+    """Raise an error that names samples and parameters if a gradient or f is not finite."""
     bad = {
         name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         for name, block in result.gradients.items()
@@ -351,7 +351,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate again, one by one, and refuse NaN or infinity as ``check_finite`` does."""
+    """Differentiate again, one by one, and raise the error of ``check_finite``."""
     batch = as_batch(samples, output)
     magnitude = Magnitude.zeros(parameters, len(batch))
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
@@ -397,7 +397,7 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column."""
+    """Raise an error if rows or columns of an (n, m) Gramian are NaN or infinite."""
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -433,7 +433,7 @@ class Variety:
             self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
-        """Refuse several samples whose gradients are all zero; warn if most are.
+        """Raise an error for several samples whose gradients are all zero; warn if most are.
 
         If gradients ``must_differ``, refuse several samples whose gradients are all equal. (Targets
         may contain the same sample twice.) ``samples`` names the samples in messages.

@@ -111,7 +111,7 @@ def choose_method(
 
 
 def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
-    """Return whether a method equals plain autograd up to rounding, and the difference in words.
+    """Return whether a method equals plain autograd up to rounding, and a text on the difference.
 
     In float32, rounding may change the sign of a ReLU's input, which makes a large difference
     though both are right. So a large difference is computed again in float64. There it shrinks by
@@ -127,7 +127,7 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
             with in_evaluation_mode(model):
                 allowed = rounding(model, pair)
         if not apart > allowed:
-            continue  # NaN in both is refused later, with samples and parameters
+            continue  # A later check refuses NaN in both, and names samples and parameters.
         if apart == math.inf:
             return False, f"gives NaN or infinity where autograd doesn't, in {name}"
         said = f"differs from autograd by {apart:.1g} of the largest entry, in {name}"

@@ -51,7 +51,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
     LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
     cached bias has no graph, or one that was freed, so that the parameter's gradient would be 0.
-    Only modules with a ``train`` of their own are switched: it empties what may be emptied.
+    Only modules that override ``train`` are switched, because ``train`` empties their caches.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(
@@ -86,7 +86,7 @@ def differentiating(
 
 
 def check_graph(values: Tensor) -> None:
-    """Refuse a model output that depends on no parameter."""
+    """Raise an error for a model output that depends on no parameter."""
     if not values.requires_grad:
         raise InputError(
             "The model output must depend on a parameter that is differentiated. Found none. "
@@ -113,7 +113,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
-            "A model must have all its shapes when make_model() returns it. Found none for "
+            "All parameters must have shapes when make_model() returns the model. Found none for "
             f"{listed(lazy)}. Call a lazy module on a sample in make_model().",
             code="gradients.lazy_parameter",
         )
@@ -165,7 +165,7 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
 def refuse_hooks(
     model: nn.Module, parameters: Mapping[str, Tensor], way: str, instead: str
 ) -> None:
-    """Refuse backward hooks for computations by ``torch.func``, which would not call them.
+    """Raise an error if there are backward hooks, because ``torch.func`` would not call them.
 
     The message names the computation, ``way``, and what to do ``instead``.
     """

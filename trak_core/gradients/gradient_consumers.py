@@ -12,14 +12,14 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class SampleConsumer(Consumer, Protocol):
-    """Takes the gradients of a batch, one row a sample."""
+    """A consumer of the gradients of a batch, with a row for each sample."""
 
     def of(self, samples: slice) -> Self:
         """Return a consumer for some of the samples, which writes into the same tensors."""
         ...
 
     def finish(self) -> None:
-        """Process gradients that were held back; no more will follow."""
+        """Process gradients that are still buffered. It is called after the last ``take``."""
         ...
 
 
@@ -59,7 +59,7 @@ class _Rows(ABC):
             self._combine(total, other.rows[name], out=total)
 
     def finish(self) -> None:
-        return  # nothing is held back
+        return  # No gradient is buffered.
 
 
 class Formed(_Rows):

@@ -108,8 +108,8 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    ``gradients`` are delta of the operation's outputs by number, shape (C, *shape) each, and
-    ``layouts`` theirs. The formulas hold for real numbers.
+    ``gradients`` and ``layouts`` have delta, shape (C, *shape), and the layout of each output of
+    the operation, by its number. The formulas hold for real numbers.
     """
     make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
     is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()

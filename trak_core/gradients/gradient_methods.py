@@ -40,7 +40,7 @@ class SamplesSharedError(Exception):
         super().__init__("the samples share what leads to the model output")
 
 
-# Errors for graphs that one pass can't read. They are raised before any gradient is handed over.
+# Errors for graphs that one pass can't read. They are raised before the consumer gets any gradient.
 UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
@@ -180,10 +180,10 @@ def gradients_in_turn(
     samples: Samples,
     consumer: SampleConsumer,
 ) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, with one pass for each sample.
+    """Return the result of ``gradients_at_once``, computed with one backward pass for each sample.
 
     This also serves models in which an operation mixes samples, because in a batch of one every
-    tensor belongs to the sample. The gradients are still handed over as factors.
+    tensor belongs to the sample. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
     columns = [
@@ -229,7 +229,7 @@ def gradients_one_by_one(
     samples: Samples,
     consumer: SampleConsumer,
 ) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, up to rounding, by plain autograd.
+    """Return the result of ``gradients_at_once``, up to rounding, computed by plain autograd.
 
     It calls ``torch.autograd.grad(f, parameters)`` for each sample, which works for every model and
     obeys users' backward hooks. For a large model, one pass is run for each of several groups of

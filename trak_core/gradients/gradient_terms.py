@@ -266,7 +266,7 @@ class Consumer(Protocol):
         ...
 
     def empty(self) -> Self:
-        """Return a consumer of the same kind that has taken nothing."""
+        """Return an empty consumer of the same kind."""
         ...
 
     def add(self, other: Self) -> None:

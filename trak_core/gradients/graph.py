@@ -107,7 +107,7 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
     answers = node.apply(*of_outputs) if is_function(node) else node(*of_outputs)
     answers = answers if isinstance(answers, tuple) else (answers,)
     if is_function(node):
-        # ``apply`` returns an item for each argument, the graph has inputs for tensors alone.
+        # ``apply`` returns an item for each argument, but the graph has inputs only for tensors.
         pairs = zip(answers, node.needs_input_grad, strict=False)
         needed = iter([answer for answer, is_needed in pairs if is_needed])
         answers = tuple(used and next(needed) for used, _ in node.next_functions)
@@ -342,10 +342,10 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     This serves operations without a rule. Samples are numbered in binary. For each bit k, the
     operation is differentiated twice: with random positive gradients of the samples that have the
     bit, and of those that don't. If an entry depends on sample b alone, its gradient is nonzero in
-    exactly the trials that b is in, which spell b. If both trials of a bit are nonzero, several
-    samples share the input, and its layout is None. So an operation that mixes samples is never
-    taken for one that doesn't. This costs 2 ceil(log2 B) derivatives. ``layouts`` are those of the
-    outputs that are used, by number.
+    exactly the trials that include b, which determine the bits of b. If both trials of a bit are
+    nonzero, several samples share the input, and its layout is None. So an operation that mixes
+    samples is never mistaken for one that doesn't. This costs 2 ceil(log2 B) derivatives.
+    ``layouts`` are those of the outputs that are used, by number.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples

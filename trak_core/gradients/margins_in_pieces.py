@@ -59,7 +59,7 @@ class Head:
             logits = self.then(x)
         slopes = at_least_float32(logits.detach())
         others = rows.others[part, None]
-        # Not in place if there are functions, which may have saved their results.
+        # This is not done in place if functions may have saved their results.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
         own = rows.labels[part] - first
@@ -97,7 +97,7 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
     if trained and torch.is_grad_enabled():
         rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
-        # A node of its own, so that ``by_samples``, which stops at the layer, doesn't run it.
+        # This is a separate node, so that ``by_samples``, which stops at the layer, doesn't run it.
         margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
     return margins, is_right
 
@@ -115,7 +115,7 @@ class MarginsInPieces(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # Not a list of parts: small tensors between large freed ones fragment memory.
+        # A list of parts would fragment memory: small tensors remain between large freed ones.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -147,7 +147,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """Zeros whose derivatives are those of the margins with respect to the layer's parameters."""
+    """A function with value 0 and the derivatives of the margins by the layer's parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -174,7 +174,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
 
 def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOutput) -> None:
-    """Refuse shifted decoder inputs if the output compares logits with the next label."""
+    """Raise an error for shifted decoder inputs if logits are compared with the next label."""
     if not output.predicts_next or tokens is None or tokens.shape != labels.shape:
         return
     is_used = labels[:, 1:] != IGNORED

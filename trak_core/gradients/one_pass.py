@@ -1,7 +1,7 @@
 """Differentiate an output for all samples of a batch by one backward pass.
 
 ``by_samples`` runs one ordinary backward pass of sum_i f_i. Hooks on the graph's nodes read the
-gradients at the crossings of a plan (``backward_plan.py``), and hand each parameter's contributions
+gradients at the crossings of a plan (``backward_plan.py``), and pass each parameter's contributions
 to a consumer. ``by_rows`` serves outputs whose samples can't be told apart: it propagates all rows
 of the Jacobian together, by a vmapped vector-Jacobian product.
 
@@ -52,9 +52,9 @@ def take_rows(
     parameters: Sequence[Tensor],
     extra: dict[Tensor, Tensor],
 ) -> None:
-    """Propagate rows of gradients from outputs to parameters, and hand them to the consumer.
+    """Propagate rows of gradients from outputs to parameters, and pass them to the consumer.
 
-    One vmapped pass serves all rows, and a parameter's rows are dropped after they are handed over.
+    One vmapped pass computes all rows. A parameter's rows are freed after the consumer got them.
     If an operation can't be vmapped, one pass is run for each row, and all rows are formed first.
     Gradients of each output have shape (rows, *shape). ``extra`` are gradients of parameters, shape
     (rows, entries), that are added to the computed ones.
@@ -166,7 +166,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """Call a function with the batched tensors that vmap hides. A batching rule has access."""
+    """Call a function with the batched tensors of vmap, which its batching rule receives."""
 
     @staticmethod
     def forward(watch: Callable[[list[Tensor]], None], *tensors: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class GraphNeededError(Exception):
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Hand over the gradients of each entry of ``output``, in row-major order; keep the graph."""
+    """Compute the gradients of each entry of ``output``, in row-major order; keep the graph."""
     edge = get_gradient_edge(output)
     reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
     if reached and output.numel():
@@ -271,7 +271,7 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
 def by_samples(
     consumer: Consumer, output: Tensor, plan: Plan, dim: int, *, keep_graph: bool
 ) -> None:
-    """Hand over per-sample gradients by one backward pass.
+    """Compute per-sample gradients by one backward pass, and pass them to the consumer.
 
     Write ``output`` as f_{c,i} with sample i along ``dim`` and c over the other dimensions. For
     each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i. The plan is
@@ -285,8 +285,8 @@ def by_samples(
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # Start from the sum, because torch imports sympy, which is slow, to check the shape of a
-        # gradient that it is given.
+        # Start from the sum. With an explicit gradient, torch would import sympy to check its
+        # shape, which is slow.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:

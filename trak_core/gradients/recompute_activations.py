@@ -104,7 +104,7 @@ class Recomputation:
         self._kept, self._largest = {}, 0
 
     def note_whole(self, block: nn.Module) -> None:
-        """Record a block that keeps all saved tensors, because it can't be called again."""
+        """Record that a block can't be called again and therefore keeps all its saved tensors."""
         self._whole.add(type(block).__name__)
 
     def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
@@ -136,7 +136,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """Replacement of a block's ``forward``. It is no closure, so that a model can be copied."""
+    """Replacement of a block's ``forward``. It is not a closure, so that a model can be copied."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward
@@ -171,7 +171,7 @@ class _Call:
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # Without their graph, but with the same memory and version counter.
+        # These are detached from their graph, with the same memory and version counter.
         self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
         self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
         parameters = list(of.block.parameters())
@@ -210,7 +210,7 @@ class _Call:
         self.saved = [weakref.ref(saved) for saved, _ in alive]
         sizes = _sizes(tensor for _, tensor in alive)
         kept = _sizes(tensor for tensor, _ in self.inputs)
-        if self._wrote():  # its inputs are gone
+        if self._wrote():  # It has overwritten its inputs.
             self.of.owner.note(kept | sizes, 0)
             self.of.owner.note_whole(self.of.block)
             return returned

@@ -227,7 +227,7 @@ def _product(given: RuleInput, left: int = 0) -> Layout | None:
 
 
 def _along_first_dim(given: RuleInput) -> Layout | None:
-    """Samples lie along the first dimension of output and input, along which nothing is mixed."""
+    """Samples lie along the first dimension of output and input. Its entries are independent."""
     return given.along(0) if given.index == 0 and given.dim == 0 else None
 
 

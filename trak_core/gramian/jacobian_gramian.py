@@ -32,7 +32,7 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 class Engine:
     """Compute J J^T, with J the Jacobian of an output with respect to the parameters of modules.
 
-    The engine reads the graph of a forward pass that was made, with its dropout. It adds no hooks
+    The engine reads the graph of a finished forward pass, including its dropout. It adds no hooks
     to modules, and changes neither the graph nor any ``.grad``.
 
     With ``batch_dim``, one backward pass serves all samples. For a linear layer y_t = W x_t with
@@ -44,8 +44,8 @@ class Engine:
     or multiplied. Other operations are differentiated once for each sample. Below an operation that
     mixes samples, such as a recurrent layer, the engine computes as without ``batch_dim``.
 
-    Without ``batch_dim``, all rows of J are propagated together, one parameter after another. So
-    they are if parameters or modules have backward hooks, which change each row. With
+    Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
+    is also done if parameters or modules have backward hooks, which change each row. With
     ``batch_dim``, hooks on tensors computed from parameters, such as a view, are ignored.
 
     Args:
@@ -180,7 +180,7 @@ def _gramian_of(
 def parameter_gramian(
     output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
 ) -> Tensor:
-    """Return what ``Engine.compute_gramian`` does; a parameter that is given twice counts once."""
+    """Return the result of ``Engine.compute_gramian``. A repeated parameter is used once."""
     if not (isinstance(output, Tensor) and output.requires_grad):
         kind = "no gradient" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
@@ -198,7 +198,7 @@ def parameter_gramian(
         try:
             plan = None if dim is None else plan_of(output, parameters, dim)
         except UnreadableGraphError:
-            pass  # hooks, which are called for each row
+            pass  # There are hooks, which are called for each row below.
         except MixedSamplesError:
             raise InputError(
                 "Samples must be independent. Found a batch normalization over them, in training "

@@ -30,7 +30,7 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd
 def few_targets(targets: pd.DataFrame) -> bool:
     """Return whether the table of targets of a scores file is too short for a list of suspects.
 
-    A mean of targets is not too few, because the file does not contain their number.
+    The result is False for a mean of targets, because the file does not contain their number.
     """
     return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
@@ -74,7 +74,7 @@ def best_in_turn(
 
     In each turn, a target chooses the most helpful of its top influences that is still available.
     So samples for every kind of target are chosen. The samples with the largest help minus harm can
-    be much alike. They follow after all top influences are chosen.
+    be very similar. They follow after all top influences are chosen.
 
     A positive score must improve its target. The tables are those of a scores file. ``fraction`` is
     that of the training samples to return, rounded up. Columns are those of ``most_harmful``.

@@ -73,7 +73,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes of these headings that tell whether such scores are good."""
+        """Suffixes of these headings that state whether such scores are good."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"

@@ -40,7 +40,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         is_matrix = isinstance(block, np.ndarray | Tensor) and block.ndim == 2
         if not is_matrix or block.dtype not in _DTYPES:
             raise InputError(
-                "`gradients` must be a matrix with one row a sample, or a sequence of matrices, of "
+                "`gradients` must be a matrix with a row for each sample, or several of them, with "
                 f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}.",
                 code="projection.gradients",
             )

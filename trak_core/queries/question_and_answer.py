@@ -125,7 +125,7 @@ class Answer:
         return f"{about.name}: {self.target['output']:.4g}{sd}{text and '; ' + text}"
 
     def named(self, number: Any) -> Any:
-        """Return the class name of a label or prediction; the number itself if it is no class."""
+        """Return the class name of a label or prediction, or the number if it is not a class."""
         is_class = about_output(self.model_output).labels_are_classes
         return named(self.class_names, number) if is_class else number
 

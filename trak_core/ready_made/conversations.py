@@ -131,7 +131,7 @@ def chat_texts(
 
 
 def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a message without text, for which most templates write nothing, or None."""
+    """Raise an error for a message without text. Most templates write nothing, or None."""
     for message in messages:
         has_calls = bool(message.get("tool_calls"))
         if message.get("content") is None and not has_calls:
@@ -157,7 +157,7 @@ def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_python(
     messages: Sequence[dict[str, Any]], whole: str, written: Callable[..., str]
 ) -> None:
-    """Refuse contents, such as lists of parts, that a template writes as Python prints them."""
+    """Raise an error if a template writes contents, such as lists of parts, as Python literals."""
     for i, message in enumerate(messages):
         content = message.get("content", "")
         if isinstance(content, str) or str(content) not in whole:

@@ -46,7 +46,7 @@ def image_folder(
             ``torchvision/resnet18``. Without a library, timm is tried first. Or
             ``file.py:function`` of a function that takes the number of classes and returns the
             module, weights unset.
-        targets: Images to explain, likewise; the training images if not given.
+        targets: Images to explain, in the same form; the training images if not given.
         classes: Names of the classes in the order of the model's logits; sorted if not given.
         transform: ``file.py:function`` of a function that converts a PIL image in RGB to a tensor,
             as in evaluation; if not given, RGB from 0 to 1 in the image's size.
@@ -124,7 +124,7 @@ def image_folder(
 
 
 def _network(model: str, n_classes: int) -> nn.Module:
-    """Return the network of a name, or that a function returns, weights unset."""
+    """Return the network with a name, or from a function, before its weights are loaded."""
     if ":" in model or model.endswith(".py"):
         return function_at(model, "model")(n_classes)
     library, _, name = model.rpartition("/")

@@ -53,9 +53,9 @@ def language_model(
         text: The text whose tokens are in the model output, a template with fields of a row such
             as ``"{completion}"``. If not given, the last message in the field ``messages``, or the
             field ``text``, or ``completion`` if no row has a ``text``.
-        prompt: The text before it, likewise, which is only read. If not given, the field ``prompt``
-            of the rows that have one. If the fields of both are lists of messages, as in TRL, the
-            tokenizer's chat template joins them.
+        prompt: A template of the text before it, which is not scored. If not given, the field
+            ``prompt`` of the rows that have one. If the fields of both are lists of messages, as in
+            TRL, the tokenizer's chat template joins them.
         max_tokens: The length to which texts are cut; if not given, they are not cut.
         date: The day, such as ``"2024-07-26"``, for a chat template that writes today's date.
 
@@ -80,7 +80,7 @@ def language_model(
     notified: set[str] = set()
 
     def notify(notice: str, about: str) -> None:
-        """Print a notice, once for each thing that it is about."""
+        """Print a notice, but only the first one with the same ``about``."""
         if about not in notified:
             notified.add(about)
             print(f"Notice: {notice}", file=sys.stderr, flush=True)
@@ -146,7 +146,7 @@ def language_model(
         )
         ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
         if ids[:2] == [tokenizer.bos_token_id] * 2 and whole.startswith(tokenizer.bos_token):
-            ids, offsets = ids[1:], offsets[1:]  # the tokenizer added what the text has already
+            ids, offsets = ids[1:], offsets[1:]  # The text has its own start token.
         if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
                 f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
@@ -162,7 +162,7 @@ def language_model(
         labels[: max(in_prompt, default=-1) + 1] = -100
         if (labels == -100).all():
             raise InputError(
-                f"A text must have a part that counts, after its prompt. Found none in "
+                "A row must have at least one token of text after its prompt. Found none in "
                 f"{shortened(row)}. Is it empty, or does max_tokens cut it off?",
                 code="studies.empty_text",
             )
@@ -231,7 +231,7 @@ def _only_field(template: str) -> str:
 def _refuse_unread(
     row: Mapping[str, Any], names: Iterable[str], messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse a row with messages if another field has a prompt or text that they lack."""
+    """Raise an error if a row has messages and also a prompt or text that they lack."""
     contents = ["", *(str(message.get("content")).strip() for message in messages)]
     for name in sorted(names):
         given = messages_in(row.get(name)) or [{"content": row.get(name)}]
@@ -245,7 +245,7 @@ def _refuse_unread(
 
 
 def _refuse_near_prompt(names: Sequence[str]) -> None:
-    """Refuse fields with nearly the name of the prompt, which would silently not be read."""
+    """Raise an error for a field with a name like ``prompt``, which would not be read."""
     for name in names:
         if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
             raise InputError(
@@ -291,7 +291,7 @@ def _base(folder: Path) -> str | None:
         if path.is_dir():
             return str(path)
     cached = None
-    with suppress(ValueError):  # of a path, which is no name on the hub
+    with suppress(ValueError):  # A path is not a valid name on the hub.
         cached = try_to_load_from_cache(base, "config.json", revision=settings.get("revision"))
     if isinstance(cached, str):
         return str(Path(cached).parent)

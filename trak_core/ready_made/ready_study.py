@@ -165,7 +165,7 @@ def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
         raise InputError(
             "study_arguments: classes must be different labels. Found "
             f"{', '.join(map(str, classes))}. Put labels such as '01' or '1.10' into quotes, "
-            "because YAML reads others as numbers.",
+            "because YAML would read them as numbers.",
             code="studies.classes",
         )
     return numbers

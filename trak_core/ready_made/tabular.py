@@ -61,7 +61,7 @@ def tabular(
     def refused(row: Mapping[str, Any], column: str) -> InputError:
         return InputError(
             f"{label} must be {answer}, and the model's inputs numbers: {', '.join(names)}. Found "
-            f"{shortened({column: row[column]})}. Write the number of the training, without "
+            f"{shortened({column: row[column]})}. Write the number as in training, without "
             "separators of thousands and with a decimal point, or delete the row if training did. "
             "`columns` in study_arguments names the model's inputs.",
             code="studies.numbers",

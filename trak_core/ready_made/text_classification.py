@@ -70,7 +70,7 @@ def text_classification(
             code="studies.pad_token",
         )
     config: Any = from_folder(AutoConfig.from_pretrained, weights)
-    # Names that aren't numbered from 0 are not those of the logits.
+    # If the numbers do not start from 0, the names are not those of the logits.
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
     # These are the default names of transformers.

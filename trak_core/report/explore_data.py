@@ -28,8 +28,8 @@ _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
 # Characters of a text if all texts fit, else BEGINNING.
 _CHARACTERS = 1000
 
-# (is_target, id, characters) -> the target or training sample as it is shown, with at most so many
-# characters of text, and a digest of its contents.
+# (is_target, id, characters) -> the target or training sample as it is shown, with at most this
+# number of characters, and a digest of its contents.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful. Compare their labels, or "
@@ -294,7 +294,7 @@ def explore(
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
-    # A target that is a mean of others is no sample.
+    # A target that is a mean of others is not a sample.
     shown = [] if MEAN_OF in experiment.tables["targets"] else targets
     first = {i for entry in targets[:AT_ONCE] for i, *_ in entry["influences"]}
     asked = [(True, entry) for entry in shown[:AT_ONCE]]
@@ -391,7 +391,7 @@ def _mark_equal(
         target["equal"] = marks
         harmful = {place for place, score in influences if not score.startswith("+")}
         is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
-        # In regression, a target whose prediction is too high rightly lowers it itself.
+        # In regression, a target with too high a prediction is itself a sample that lowers it.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 

@@ -12,7 +12,7 @@ from trak_core.study.dataset_split import Split
 
 # The largest number of samples, drawn at random, whose parts are counted for the most frequent one.
 _MOST_READ = 256
-# A smaller part of right classes is doubtful, whatever the guess.
+# A smaller fraction of correct classes is doubtful even if it exceeds the guess.
 _FEW_RIGHT = 0.5
 
 
@@ -22,8 +22,9 @@ class Fit:
 
     Attributes:
         measure: Both numbers in a sentence, ASCII.
-        value: The part of right predictions, or R2; None if all labels of a regression are equal.
-        guess: The part of the most frequent label; 0, the R2 of the mean label, in regression.
+        value: The fraction of correct predictions, or R2; None if all labels of a regression are
+            equal.
+        guess: The frequency of the most frequent label; in regression 0, the R2 of the mean label.
         is_doubtful: Whether the models are not better than the guess (for classes and parts: by two
             standard errors), or most classes are wrong.
     """
@@ -59,7 +60,7 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit, from the right parts and the standard error of their difference."""
+    """Return the fit, from fractions of correct predictions and the error of their difference."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
         f"most frequent one alone is right for {100 * guess:.3g} %."

@@ -88,7 +88,7 @@ def _lds(results: Results) -> list[StudyWarning]:
             warnings.append(StudyWarning("predicts_nothing", shown))
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # ends_of_runs uses a part of the checkpoints, so by chance alone it may be better.
+        # ends_of_runs uses only some of the checkpoints, so it may be better by chance.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
@@ -138,7 +138,7 @@ def _trained_on(scores: File) -> list[StudyWarning]:
 
 
 def _loss_weights(scores: File) -> list[StudyWarning]:
-    # Answers have no such attribute.
+    # Answers do not have this attribute.
     saturated = scores.attributes.get("saturated", 0)
     # A residual has a unit, so a fixed limit has no meaning.
     if saturated <= 0.5 or not output_of(scores).weight_is_probability:

@@ -27,7 +27,7 @@ def fixed(value: float, decimals: int) -> str:
 
 
 def percent(part: float, decimals: int = 0) -> str:
-    """Return a part of 1 as a percentage."""
+    """Return a fraction as a percentage."""
     return f"{fixed(100 * part, decimals)}\N{NO-BREAK SPACE}%"
 
 

@@ -1,1 +1,1 @@
-"""Run jobs on this machine: whole files, memory, logs, progress, stages by their rules, forks."""
+"""Run a rule's job: call its stage, write files atomically, configure the heap, log progress."""

@@ -55,7 +55,7 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 
 
 def hold_results(results: Path) -> None:
-    """Lock a results folder until this process ends; refuse it if another run has locked it.
+    """Lock a results folder until this process ends, or raise an error if a run has locked it.
 
     The operating system releases the lock however the process ends. On a file system without locks,
     such as some network file systems, nothing is locked or refused.
@@ -221,7 +221,7 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
 
 
 def check_results(results: Path) -> None:
-    """Refuse a results folder in which no file can be created."""
+    """Raise an error for a results folder in which no file can be created."""
     try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):

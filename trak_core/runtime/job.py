@@ -92,7 +92,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
-    # StoppedError is no Exception, so that no `except Exception` continues the work.
+    # StoppedError is not a subclass of Exception, so `except Exception` does not catch it.
     raise StoppedError(
         f"Error: the job was told to stop ({stop.name}), {_STOP_REASONS[stop]}. It left nothing "
         "half-written. Run snakemake again: what is finished stays."
@@ -178,7 +178,7 @@ def _explained(error: Exception) -> str | None:
 
 def _write_error(message: str, terminal: int) -> None:
     """Write a message to the log, or to the former standard error if the log's disk is full."""
-    # A file name in the message may be no valid text.
+    # A file name in the message may contain bytes that are not valid UTF-8.
     text = f"Error: {message}\n".encode(errors="backslashreplace")
     for descriptor in (2, terminal):
         with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ def _write_error(message: str, terminal: int) -> None:
 
 
 def _peak_mib() -> float | None:
-    """Return the peak resident memory of this process in MiB; None where Linux does not tell."""
+    """Return the peak resident memory of this process in MiB; None if the system has no record."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         (line,) = (line for line in lines if line.startswith("VmHWM:"))
@@ -250,7 +250,7 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the dotted name of a stage's module. Most stages have a module of their own name."""
+    """Return the dotted name of a stage's module. Most stages have the name of their module."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 
@@ -260,13 +260,14 @@ def stage_of(name: str) -> Callable[..., None]:
 
 
 def convert_param(value: Any, hint: Any) -> Any:
-    """Convert a value of Snakemake's to the type that a stage's parameter has."""
+    """Convert a value from Snakemake to the type of a stage's parameter."""
     from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    for spec in (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec):
+    specs: tuple[type[Any], ...] = FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec
+    for spec in specs:
         if spec in kinds:
             return parse_spec(spec, value)
     if Path in kinds:
@@ -275,13 +276,13 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return the rule, the log and the named values of Snakemake's object of a script.
+    """Return the rule, the log and the named values of the object that Snakemake gives a script.
 
     ``named`` has all values by name. ``own`` lists the names that the rule itself gives, as files
     or params.
     """
     named: dict[str, Any] = {"threads": job.threads}
-    # Later groups win: a wildcard and an input file may both be called `checkpoint`.
+    # Later groups take precedence, because an input file may have the name of a wildcard.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
     own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]

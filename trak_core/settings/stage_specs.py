@@ -23,7 +23,7 @@ GAUSS_NEWTON = "gauss_newton"
 TRAIN = "train"
 # The split of samples that are candidates for selection. No model was trained on them.
 POOL = "pool"
-# The column that describes the group of which the target of an experiment is the mean.
+# The column that names the experiments whose mean is the target of an experiment.
 MEAN_OF = "mean_of"
 # The text in that column between a group and the group whose mean is subtracted.
 LESS = ", less that of "

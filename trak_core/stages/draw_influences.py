@@ -66,9 +66,9 @@ def _draw(figure: Path, examples: Examples) -> None:
         warnings.catch_warnings(),
         atomic_write(figure) as partial,
     ):
-        # Characters that the font does not have are drawn as boxes. The pages show them.
+        # The figure has boxes for characters that its font lacks. The pages show the characters.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        # Without the version of Matplotlib, so that the file is the same on all machines.
+        # The version of Matplotlib is left out, so that the file is the same on all machines.
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 

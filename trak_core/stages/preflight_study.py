@@ -137,7 +137,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Refuse to group by ``label`` or ``prediction`` if their values are no classes."""
+    """Raise an error if ``label`` or ``prediction`` are to group by but not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -152,7 +152,7 @@ def _check_known_groups(
 
 
 def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
-    """Refuse a sample that differs when it is read again, for example by augmentation."""
+    """Raise an error if a sample differs when it is read again, as with augmentation."""
     again = as_batch(split.batch(0, 1), output)
     for (name, before), (_, after) in zip(first.tensors(), again.tensors(), strict=True):
         # NaN differs from itself.
@@ -165,7 +165,7 @@ def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
 
 
 def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
-    """Refuse arguments that the study's ``train`` does not accept."""
+    """Raise an error for arguments that the study's ``train`` does not accept."""
     signature = inspect.signature(study.function("train"))
     try:
         signature.bind(**arguments)
@@ -198,7 +198,7 @@ def _check_training(
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
-    """Refuse a ``train`` without the arguments that an evaluation passes to it."""
+    """Raise an error for a ``train`` without the arguments that an evaluation passes to it."""
     requirement = (
         "for an evaluation, train() must take the arguments of `training`, `seed` (an integer) and "
         "`data` (the samples to train on; None, its default, for all)"
@@ -224,7 +224,7 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
 def _check_checkpoints(
     model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Return the checkpoints whose keys transformers must rename; refuse all that do not fit."""
+    """Return the checkpoints whose keys transformers must rename. All checkpoints must fit."""
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
     for checkpoint, parts in checkpoints.items():
@@ -293,7 +293,7 @@ def preflight_study(
         weighting: The config's ``scoring.weighting``.
         parameter_patterns: Names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
-        leaves_several: Whether a training leaves checkpoints before its end.
+        leaves_several: Whether a training saves checkpoints before its end.
         splits: The ids of an experiment's targets; None for all samples of a split.
         shards: The number of jobs that share a split.
         questions: Files of experiments that have targets of their own, by experiment.

@@ -149,7 +149,7 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
         blocks.append((near + start, *pairs))
     near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     pairs = pd.DataFrame({"row": rows, "other": near, "cosine": cosines, "closeness": closeness})
-    if train is other:  # Each pair is there twice. The later sample is the copy.
+    if train is other:  # Each pair occurs twice. The later sample is the copy.
         pairs["row"], pairs["other"] = np.maximum(rows, near), np.minimum(rows, near)
         pairs = pairs.sort_values("closeness", ascending=False, kind="stable")
         pairs = pairs.drop_duplicates(["row", "other"])

@@ -28,7 +28,7 @@ from trak_core.study.study import Study
 
 
 def _check_scores(results: Results) -> None:
-    """Check that all measurements are of the scores in the report, which Snakemake may miss."""
+    """Check that all measurements belong to the scores in the report. Snakemake may miss this."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
     for file in (*results.evaluations.values(), *results.removals, *results.groups.values()):
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
@@ -66,8 +66,8 @@ def write_report(
 
     ``scores``, ``evaluations`` and ``groups`` have a file for each experiment, ``removals`` for the
     experiment and for each list, ``normal_matrices`` for each checkpoint. ``self_influence`` has at
-    most one file. What the config does not measure is empty. ``config`` is the part of the config
-    that determines the numbers.
+    most one file. An argument is empty if the config does not have its measurement. ``config`` is
+    the part of the config that determines the numbers.
 
     ``report`` is an HTML file in the results folder. Times are read from ``benchmarks``, and memory
     from ``logs``, in the same folder. The study's ``draw`` and ``describe`` show samples.

@@ -1,1 +1,1 @@
-"""What the user brings: samples, checkpoints, and what is drawn from them."""
+"""Load the user's study, its samples and its checkpoints, and draw random subsets of samples."""

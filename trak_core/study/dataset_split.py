@@ -50,7 +50,7 @@ class Split:
         if unknown:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
-                f"data. Found {listed(unknown)}; it has {len(position)}, such as "
+                f"data. Found {listed(unknown)}; the data have {len(position)} ids, such as "
                 f"{self.ids[0]!r} and {self.ids[-1]!r}."
             )
         twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
@@ -158,13 +158,14 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
 
     Args:
         ids: Ids of samples: distinct, all integers of 64 bits or all short printable strings.
-        n_samples: How many there must be.
-        function: Their origin, for messages.
+        n_samples: The required number of ids.
+        function: The function that returned the ids, for messages.
     """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
         raise InputError(
-            f"{function} must give one id a sample. Found {len(plain)} ids, {n_samples} samples."
+            f"{function} must give one id for each sample. Found {len(plain)} ids for {n_samples} "
+            "samples."
         )
     if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
         is_good = _is_number if type(plain[0]) is int else _is_name

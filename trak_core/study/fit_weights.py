@@ -24,7 +24,7 @@ _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # that are tried of those that only some keys have
+_MAX_PREFIXES = 4  # The number of prefixes to try that only some keys have.
 
 
 def misfits_of(
@@ -97,9 +97,9 @@ def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
 class Fit(NamedTuple):
     """Weights that fit a model."""
 
-    weights: dict[str, Tensor]  # by the model's names
-    names: dict[str, str] | None  # from the file's names; None if transformers renamed them
-    notices: Sequence[str]  # sentences for the log
+    weights: dict[str, Tensor]  # The keys are names in the model.
+    names: dict[str, str] | None  # Names in the file to names in the model; None if converted.
+    notices: Sequence[str]  # Sentences for the log.
 
 
 def fit_weights(

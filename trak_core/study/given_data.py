@@ -1,4 +1,4 @@
-"""Read the data that a Python program hands over: tensors, a Dataset or a DataLoader."""
+"""Read the data that a Python program passes: tensors, a Dataset or a DataLoader."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ _READ_TWICE = 32  # samples
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Samples in tensors with a row a sample, by name or by number."""
+    """Samples in tensors by name or by number. Each tensor has a row for each sample."""
 
     columns: Mapping[Any, Any]
     is_named: bool
@@ -76,8 +76,8 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
         shapes = [str(getattr(v, "shape", type(v).__name__)) for v in given.values()]
         raise InputError(
             "Data in tensors must be a tuple, the model's inputs and last the labels, or a dict "
-            "with `labels`; each tensor has a row a sample. Found "
-            f"{', '.join(shapes) or 'nothing'}. A list is read as samples, one an entry.",
+            "with `labels`; each tensor must have a row for each sample. Found "
+            f"{', '.join(shapes) or 'nothing'}. Each entry of a list is read as a sample.",
             code="study.given_tensors",
         )
     return _Columns(columns, isinstance(data, Mapping))
@@ -104,12 +104,12 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     """Return samples with their ids.
 
     Args:
-        data: A tuple of tensors or arrays with a row a sample: the model's inputs, then the labels.
+        data: A tuple of tensors or arrays, one row for each sample: model inputs, then labels.
             A dict of them: the model's named inputs and ``labels``. Anything with ``len()`` and
             ``[i]`` whose entries are samples: a torch Dataset, a list, a Hugging Face dataset. A
             ``Split``, which has ids. Or a DataLoader: its dataset in order, for any ``shuffle``,
             ``batch_size`` and ``drop_last``; a ``collate_fn`` is called with one sample at a time.
-        ids: An id a sample, integers or short texts; None for 0, 1, 2, ...
+        ids: An id for each sample, integers or short texts; None for 0, 1, 2, ...
     """
     if isinstance(data, Split):
         return data

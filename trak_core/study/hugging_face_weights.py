@@ -1,11 +1,11 @@
 """Load weights that transformers or PEFT names differently from the model's class.
 
 Releases of transformers rename layers and fuse experts; a base model without a head has no prefix;
-old files contain masks that are computed now. ``renamed`` has transformers convert them.
+old files contain masks that are computed now. ``renamed`` converts them with transformers.
 
 A folder of ``PeftModel.save_pretrained`` contains an adapter's weights and the settings on which
 their meaning depends: the same weights with another ``lora_alpha`` are another model. ``Adapter``
-compares the settings and has peft load the weights. peft is imported only for such a folder.
+compares the settings and loads the weights with peft. peft is imported only for such a folder.
 """
 
 import json
@@ -31,7 +31,7 @@ from trak_core.settings import ADAPTER_CONFIG
 def renamed(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]] | None:
-    """Return the weights that transformers makes of a state for its model, and what misfits.
+    """Return a state dict after transformers has converted it for the model, and its misfits.
 
     The weights have the model's widest dtype. If ``state`` is on the meta device, they are too;
     this needs accelerate, without which the model's own weights are returned. Returns None if
@@ -50,7 +50,7 @@ def renamed(
         return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # a report of what misfits, which the caller makes
+    logging.disable(logging.CRITICAL)  # The caller reports what misfits.
     try:
         with torch.random.fork_rng(devices=[]):
             other, report = made.from_pretrained(
@@ -159,7 +159,7 @@ class Adapter:
         """Return descriptions of the settings in a folder that differ from the model's.
 
         Returns:
-            Settings on which outputs depend; and those that determine only which weights exist.
+            The settings that change outputs, and those that only determine which weights exist.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
@@ -189,7 +189,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         stored = json.loads(path.read_text(encoding="utf-8"))
         kind = stored["peft_type"]
         if kind == own.peft_type.value:
-            with warnings.catch_warnings(action="ignore"):  # of settings that peft does not know
+            with warnings.catch_warnings(action="ignore"):  # peft warns of unknown settings.
                 return stored, PeftConfig.from_peft_type(**stored).to_dict()
     except (OSError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise InputError(

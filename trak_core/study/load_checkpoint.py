@@ -23,8 +23,8 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-_PIECE_BYTES = 2**26  # of weights that are copied from one memory map
-# Methods that copy weights; those of torch's norms also add what old files lack.
+_PIECE_BYTES = 2**26  # The size of weights that are copied from one memory map.
+# Methods that only copy weights. Those of torch's norms also add entries that old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict in a file: the file itself, or what is under the usual keys."""
+    """Return the state dict in a file: the whole content, or its value under the usual keys."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -114,7 +114,7 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
 
 
 def _unusual_kind(value: Tensor) -> str:
-    """Return the kind of a tensor that is no array of numbers, such as DTensor; else nothing."""
+    """Return the kind of a tensor that is not a plain array, such as DTensor; else ""."""
     if type(value) not in {Tensor, nn.Parameter}:
         return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
@@ -188,7 +188,7 @@ def _is_finite(values: Tensor) -> bool:
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Refuse different weights for one parameter: the model would silently have the last."""
+    """Raise an error if a parameter has different weights, of which the last would be kept."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -262,7 +262,7 @@ def _pieces(
     """Yield weights in pieces by the model's ``names``, each from a new memory map.
 
     Pages that were read stay in memory as long as their map. With one map, a job would hold all
-    weights twice. ``before`` are the stamps of the files that were hashed.
+    weights twice. ``before`` is the result of ``_stamps`` for the files when they were hashed.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -281,7 +281,7 @@ def _pieces(
 
 
 def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Return numbers of each file that differ once it is replaced or written to."""
+    """Return numbers of each file that change if it is replaced or modified."""
     stats = [path.stat() for path in weight_files(checkpoint)[0]]
     return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 
@@ -306,12 +306,12 @@ def _loads_plainly(model: nn.Module) -> bool:
 class Checked(NamedTuple):
     """Facts about a checkpoint that fits."""
 
-    is_renamed: bool = False  # by transformers, which takes memory for a second copy
+    is_renamed: bool = False  # Transformers renames weights, which needs a second copy.
     notice: str = ""  # as in ``Weights``
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
-    """Check what ``load_checkpoint`` does, without reading numbers and comparing checksums."""
+    """Run the checks of ``load_checkpoint`` that need neither the numbers nor checksums."""
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)
@@ -332,8 +332,9 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
     if misfits:
         raise InputError(
             f"{folder}: an adapter's weights and settings must be those of the PeftModel "
-            f"that make_model() returns. Found {in_words(misfits)}. Build it with the config of "
-            "the training, `PeftConfig.from_pretrained(folder)`, on the same base.",
+            f"that make_model() returns. Found {in_words(misfits)}. Build the PeftModel "
+            "with the config of the training, `PeftConfig.from_pretrained(folder)`, on the same "
+            "base model.",
             code="study.adapter_settings",
         )
     return adapter

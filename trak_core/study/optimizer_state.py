@@ -24,7 +24,7 @@ _TAKES = (
     "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-_MAX_MATCHES = 10_000  # partial matches of parameters that are followed at the same time
+_MAX_MATCHES = 10_000  # The limit of partial matches that are extended at the same time.
 
 
 def adam_scales(
@@ -133,8 +133,8 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # the optimizer was given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        # A submodule may have parameters of the same names as the model. So the shortest prefix is
-        # removed without which most names are the model's.
+        # Names in a submodule may equal names in the model. Therefore remove the shared prefix
+        # that leaves the most names of the model, or the shortest such prefix.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))

@@ -84,7 +84,7 @@ def encoded_line(
 ) -> tuple[int | str, Any, dict[str, Any]]:
     """Return the sample that the study's ``encode`` returns for a line, or for its fields.
 
-    A line that is no JSON object becomes the field ``text``.
+    A line that is not a JSON object becomes the field ``text``.
 
     Returns:
         The field ``id``, or ``number`` without one; the sample; and the other fields.
@@ -120,7 +120,7 @@ def _parsed_line(line: str | bytes) -> dict[str, Any]:
         return parsed_json(text)
     except ValueError as error:
         raise InputError(
-            "A line must be plain text, or a JSON object such as an experiment's `data` has. Found "
+            "A line must be plain text, or a JSON object as in an experiment's `data`. Found "
             f"{error}.",
             code="queries.line",
         ) from error

@@ -11,7 +11,7 @@ import numpy as np
 def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
     """Return which training samples are in a uniform random subset of ``size``, shape (n,), bool.
 
-    The subset with number ``subset`` does not depend on how many there are.
+    The subset with number ``subset`` does not depend on the number of subsets.
     """
     return _chosen(n_train, size, [0, seed, subset])
 
@@ -24,10 +24,11 @@ def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.nda
 def sizes_of(
     fractions: list[float], n_train: int, n_listed: int, *, rounds_up: bool = False
 ) -> list[int]:
-    """Return the sizes of fractions of the training set, distinct and ascending.
+    """Return the distinct numbers of samples that are fractions of the training set, ascending.
 
-    Each is from 1 to the number of listed samples, and at most ``n_train - 1``. There are none if
-    no sample is listed. ``rounds_up`` is for lists whose own length is such a fraction, rounded up.
+    Each number is at least 1, and at most ``n_listed`` and ``n_train - 1``. The result is empty if
+    no sample is listed. With ``rounds_up`` numbers are rounded up instead of to the nearest, as the
+    lengths of some lists are.
     """
     if not n_listed:
         return []

@@ -122,15 +122,14 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
     wrong = [name for name in columns if not _is_name(name) or name in RESERVED]
     if wrong:
         raise InputError(
-            f"{study.path}: {function}() must return columns by name, a text that is none of "
-            f"{', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
+            f"{study.path}: {function}() must return columns by name. A name must be a text, and "
+            f"none of {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:
         lengths = ", ".join(f"{len(values)} of {name}" for name, values in columns.items())
         raise InputError(
-            f"{study.path}: {function}() must return as many values of each column. Found "
-            f"{lengths}.",
+            f"{study.path}: {function}() must return columns of equal length. Found {lengths}.",
             code="study.columns_length",
         )
     made = {name: _column([_plain(value) for value in values]) for name, values in columns.items()}

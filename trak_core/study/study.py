@@ -1,10 +1,10 @@
-"""Load a study, the user's Python file that defines model and data, and have it train.
+"""Load a study, the user's Python file that defines model and data, and call its training.
 
-Its functions take no arguments unless said otherwise:
+Its functions take the arguments that are shown:
 
     make_model()             the torch module, weights unset
     train_data()             the training samples: anything with len() and [i]
-    target_data()            the pool of samples to explain, likewise
+    target_data()            the pool of samples to explain, in the same form
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
     train_columns(), target_columns()  optional: further facts of the samples, values by name
     train(**arguments)       optional: trains and returns a model; the config has the arguments
@@ -47,7 +47,7 @@ class _InWords(dict[int, int | None]):
     """A table for ``str.translate`` that keeps letters, marks, digits and ``_`` only."""
 
     def __missing__(self, code: int) -> int:
-        # Half of Hindi's vowels are marks, which are no letters.
+        # Half of the vowels of Hindi are marks, not letters.
         is_part = chr(code).isalnum() or category(chr(code)).startswith("M") or chr(code) == "_"
         self[code] = own = code if is_part else ord(" ")
         return own
@@ -92,7 +92,7 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _called_name(call: ast.Call) -> str:
-    """Return the name of a function that is called; of methods, only ``backward`` has one."""
+    """Return the name of the called function, "backward" for any method of that name, else ""."""
     if isinstance(call.func, ast.Name):
         return call.func.id
     return "backward" if getattr(call.func, "attr", "") == "backward" else ""
@@ -193,7 +193,7 @@ class Study:
             raise InputError(
                 f"{self.path}: make_model() must return a model in Python. Found "
                 f"{type(model).__name__} with code of torch.jit.script, trace or load. Return the "
-                "model from before; `module.state_dict()` has its weights under the same names.",
+                "original model; `module.state_dict()` has its weights under the same names.",
                 code="study.scripted_model",
             )
         devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
@@ -319,7 +319,7 @@ def models_along(
     ``train`` must be a generator that yields (time, model) at each of them, with finite weights.
 
     Yields:
-        The time, and the model, which is the same object each time, trained further.
+        The time and the model. The model is the same object each time, after more training.
     """
     remaining = list(times)
     passed: list[str] = []

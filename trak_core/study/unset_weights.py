@@ -1,7 +1,7 @@
 """Build a model without drawing the weights that a checkpoint will replace.
 
 Drawing the weights of a large model takes longer than reading them. ``torch.nn.utils.skip_init``
-and the meta device serve single modules without buffers. This differs from them in: 1. any
+and the meta device support only single modules without buffers. This differs from them in: 1. any
 ``make_model()`` is built; 2. values that do not depend on drawn numbers, such as buffers of
 frequencies, are computed; 3. the build is followed operation by operation, and a model whose other
 values depend on drawn numbers is built again, with all numbers.
@@ -106,7 +106,7 @@ class _WatchReads(TorchFunctionMode):
 
 @contextmanager
 def _without_redraws() -> Generator[None, None, None]:
-    """Have torch draw truncated normal numbers once: it reads them to draw some again."""
+    """Replace torch's truncated normal draws, which read the numbers, by plain normal draws."""
     name = "_no_grad_trunc_normal_"
     own: Any = getattr(nn.init, name, None)
 

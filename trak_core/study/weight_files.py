@@ -36,7 +36,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """Replace every object in a file that is no tensor; its class is never imported."""
+    """Replace every object in a file that is not a tensor. Its class is never imported."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
@@ -124,7 +124,7 @@ def _check_zip(path: Path) -> None:
 def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
     """Return the tensors in a file of torch.save or safetensors, on the CPU.
 
-    The file's first bytes tell its kind, not its name. ``must`` and ``remedy`` are parts of error
+    The first bytes determine the kind of a file, not its name. ``must`` and ``remedy`` are parts of
     messages. A ``digest`` is updated with the file's bytes; then the checksums in files of
     torch.save are compared too, which reads the whole file.
     """
@@ -224,12 +224,12 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     raise InputError(
         f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
         f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
-        f"do, as a Trainer leaves them. Found {contents}."
+        f"do, as a Trainer saves them. Found {contents}."
     )
 
 
 def _refuse_pieces(folder: Path) -> None:
-    """Refuse a folder where each process saved a part of the weights, and name the remedy."""
+    """Raise an error for a folder in which each process saved a part of the weights."""
     pieces = next(folder.rglob("*.distcp"), None)
     script = folder / "zero_to_fp32.py"
     patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
@@ -252,7 +252,7 @@ def _refuse_pieces(folder: Path) -> None:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Refuse a Hugging Face folder whose config files tell that its weights are quantized."""
+    """Raise an error for a Hugging Face folder with quantized weights, by its config files."""
     names = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
     sign = next((name for name in names if (folder / name).is_file()), "")
     config = folder / "config.json"

@@ -117,7 +117,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Compute ``rademacher_slice_cpu``. ``in_pairs`` takes two tiles at once: the same bits."""
+    """Compute ``rademacher_slice_cpu``. ``in_pairs`` takes two tiles at once."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Calls for each thread, so that no thread is idle for long at the end.
 _CALLS = 4
-# Results that wait for their turn may use so many bytes, but each thread has one.
+# The limit in bytes for results that wait to be added in order. Each thread has at least one.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # samples that a kernel may process together
 # None in a process that multiprocessing forked: OpenMP may have been used before the fork.
@@ -63,7 +63,7 @@ def load_compiler() -> None:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind and the sizes of its work.
+    """The kernel of a kind, and the sizes of slices and of shares of the samples.
 
     Attributes:
         call: Takes rows, a range of columns, the first coordinate, the key and the result.
@@ -132,7 +132,7 @@ def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool that is kept: new threads can share a core for longer than a call takes."""
+    """Return a thread pool. It is reused, because new threads may share a core for a whole call."""
     return ThreadPoolExecutor(threads)
 
 
@@ -162,7 +162,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
 
 
 def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
-    """Split the samples so that caches hold a share and few slices occupy all threads."""
+    """Split the samples into shares that fit in the caches and occupy all threads."""
     n_useful = 1 if threads == 1 else -(-_CALLS * threads // n_slices)
     n_shares = max(min(n_useful, n_samples // kernel.share), -(-n_samples // kernel.most))
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES

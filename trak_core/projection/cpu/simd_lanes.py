@@ -157,8 +157,8 @@ class LaneArrays:
 def holds_two_tiles() -> bool:
     """Return whether this processor adds rows of two tiles as fast as rows of one.
 
-    That needs vectors of 512 bits. Two tiles at once took 0.58 of the time of one by one on an
-    Intel Xeon with AVX-512, but more time on AMD's third Zen, which has vectors of 256 bits.
+    That needs vectors of 512 bits. Two tiles at once took 0.58 times as long as one by one on
+    an Intel Xeon with AVX-512, but longer on AMD's third Zen, which has vectors of 256 bits.
     """
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
     return is_native and bool(binding.get_host_cpu_features().get("avx512f"))

@@ -70,7 +70,7 @@ _TENSOR_CORES = (8, 0)  # the first capability with m16n8k16 products and asynch
 def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
     """Return the method that projects gradients of a dtype on a device. There is no fallback.
 
-    An ``InputError`` refuses an old GPU, a kind without kernels, and a proj_dim that is too large.
+    An ``InputError`` is raised for an old GPU, a kind without kernels, or a too large proj_dim.
     """
     capability = capability_of(device)
     n_planes = alignment = 1
@@ -121,7 +121,7 @@ def require_right_matrix(
 
     Unit vectors select single rows of R, at coordinates beyond 2^32, on both sides of the edge of a
     slice and at all positions in a block of 128. ``method`` comes from ``choose``. ``n_samples``,
-    the number of gradients, determines the variant of the kernel. An ``InputError`` refuses a
+    the number of gradients, determines the variant of the kernel. An ``InputError`` is raised for a
     kernel that does not compile, does not run, or computes another entry.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel

@@ -93,7 +93,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch: in place in ``block``, or gathered if that is None."""
+    """Consecutive slices for one launch. They are read from ``block``, or copied if it is None."""
 
     first_slice: int
     last_slice: int
@@ -153,10 +153,11 @@ def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
 def _gather(
     buffer: torch.Tensor, blocks: Sequence[torch.Tensor], starts: Sequence[int], origin: int
 ) -> None:
-    """Copy coordinates ``origin`` to ``origin + n`` to ``buffer``, and zeros outside of the blocks.
+    """Copy coordinates ``origin`` to ``origin + n`` to ``buffer``; those outside all blocks are 0.
 
-    ``buffer`` has shape (n_planes, n_rows, n). Two planes are the high and low parts in bfloat16.
-    ``starts`` has the first coordinate of each block.
+    ``buffer`` has shape (n_planes, n_rows, n). With two planes, the first has the values rounded to
+    bfloat16, and the second has the rounding errors. ``starts`` has the first coordinate of each
+    block.
     """
     buffer.zero_()
     for block, start in zip(blocks, starts, strict=True):

@@ -89,12 +89,12 @@ HADAMARD_FLUSH = 256  # blocks after which sums are added to totals, if proj_dim
 
 
 def held_bits(inner: int) -> int:
-    """Return how many bits of an index are within the numbers of one thread."""
+    """Return the number of index bits that distinguish the numbers of one thread."""
     return min(4, inner.bit_length() - 1)
 
 
 def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the Hadamard kernel for the proj_dim of the spec, which must divide a slice."""
+    """Return the Hadamard kernel for the spec's proj_dim, which must divide the slice length."""
     inner = min(spec.proj_dim, HADAMARD_INNER)
     n_threads = inner >> held_bits(inner)
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
