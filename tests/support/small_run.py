@@ -152,7 +152,7 @@ class Run:
                     with torch.no_grad():
                         logits = model(images)
                     values = [margin(x, y) for x, y in zip(logits, labels, strict=True)]
-                    outputs[i, repeat] = torch.stack(values)
+                    outputs[i, repeat] = torch.stack(values).numpy()
             self._truth = masks.astype(float), outputs
         return self._truth
 
