@@ -41,8 +41,8 @@ class Engine:
         <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>,
 
     and similarly for convolutions, embeddings, normalization layers, and parameters that are added
-    or multiplied. Other operations are differentiated once for each sample. Below an operation that
-    mixes samples, such as a recurrent layer, the engine computes as without ``batch_dim``.
+    or multiplied. Other operations are differentiated once for each sample. From an operation that
+    mixes samples, such as a recurrent layer, gradients are propagated as without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
     is also done if parameters or modules have backward hooks, which change each row. With
