@@ -1,4 +1,4 @@
-"""Raise an error for files that do not belong together or were made for another config."""
+"""Raise an error for files that do not belong together or were written for another config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +18,8 @@ _SHARED += ("dtype", "study_digest")
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
     """Raise an error for a file that differs from the config or from a file to be combined with it.
 
-    ``part`` is the name of the compared value for the message, ``actual`` the value in the file.
-    Only the differing keys of dicts are shown.
+    ``part`` is the name of the compared value in the message, ``actual`` the value in the file. If
+    the values are dicts, only the differing keys are shown.
     """
     if expected == actual:
         return
@@ -37,9 +37,9 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
 
 
 def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
-    """Raise an error if a file was made for a config other than the current one.
+    """Raise an error if a file was written for another config.
 
-    A job that outlived its Snakemake may leave a complete file that Snakemake has no record of.
+    If a job runs longer than Snakemake, it may write a file that Snakemake does not know.
     """
     shard = artifact.spec.get("shard")
     check_same("rows: the whole split", None, shard, artifact)
@@ -51,7 +51,7 @@ def made_for(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the expected and the actual spec of a file, with the keys of a config.
 
-    The projection is restricted to its keys in the config, the checkpoint to its id.
+    The projection is reduced to the keys in the config, and the checkpoint to its id.
     """
     expected = spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
@@ -72,7 +72,7 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
     """Return the ids of selected targets from the first file, or None without files.
 
-    A file of targets that were selected by another condition than that of ``spec`` is refused.
+    An error is raised if the targets of a file were not selected by the condition of ``spec``.
     """
     for path in paths:
         with open_artifact(path, TARGETS) as file:

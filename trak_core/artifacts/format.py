@@ -5,8 +5,8 @@ Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums o
 read it.
 
 Spec and provenance are JSON in one attribute each, except for their lists. An attribute is limited
-to 64 KiB, and lists grow with a study. Each list is a vector in the group of the same name, with
-one JSON text for each element. With h5py alone:
+to 64 KiB, and lists grow with a study. Therefore each list is a vector in the group of the same
+name, with one JSON text for each element. They can be read with h5py alone:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -27,7 +27,7 @@ from trak_core.errors import InputError
 from trak_core.settings import EXACT, GAUSS_NEWTON
 
 VERSION = 2
-# Earlier versions have no checksums of metadata, and the HDF5 of PyTables reads no later ones.
+# Earlier layouts have no checksums of metadata, and the HDF5 of PyTables cannot read later ones.
 LIBVER = ("v110", "v110")
 _DIGEST_BYTES = 16
 
@@ -80,7 +80,7 @@ GRAMIAN = ArtifactKind(
     "compute_gramian",
     {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
-# The same files from other rules.
+# Other rules write the same files.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 NEWTON_SCORES = replace(CHECKPOINT_SCORES, rule="compute_newton_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
@@ -172,8 +172,8 @@ class ValuesHash:
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    ``known`` has the ``ValuesHash`` of datasets by name, which are then not read. A ``ValueError``
-    refuses numbers that are not finite.
+    ``known`` has the ``ValuesHash`` of datasets by name. These datasets are not read. A
+    ``ValueError`` is raised for numbers that are not finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
 
@@ -208,7 +208,7 @@ def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
 
 
 def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
-    """Write plain values as a JSON attribute, and the lists among them as datasets."""
+    """Write plain values as a JSON attribute, and lists as datasets."""
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     others = {key: part for key, part in value.items() if key not in lists}
     put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
@@ -226,7 +226,7 @@ def put_vector(group: h5py.Group, name: str, values: np.ndarray, chunk: int | No
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return what ``write_object`` wrote."""
+    """Return the values that ``write_object`` wrote."""
     text = file.attrs[name]
     value: dict[str, Any] = json.loads(text.decode() if isinstance(text, bytes) else str(text))
     lists: Any = file.get(name, {})
@@ -241,15 +241,15 @@ def scales_of(key: str) -> str:
 def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return rows quantized to int8, (n, k), and a float32 scale for each row, (n,).
 
-    The rows are approximately ``integers * scales[:, None]``. The largest entry of a row becomes
-    127 or -127. Scales are rounded up to 17 significant bits, so that each product is exact in
-    float32, and quantizing the products again returns the same rows if an entry is at least 1e-37.
-    Rows of zeros have scale 0. Rows with NaN, infinity, or entries close to float32's maximum have
-    scale NaN.
+    The rows are approximately ``integers * scales[:, None]``. The entry of a row with the largest
+    absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits, so that each
+    product is exact in float32. If the largest entry is at least 1e-37, quantizing the products
+    again returns the same integers and scale. Rows of zeros have scale 0. Rows with NaN, infinity,
+    or entries close to float32's maximum have scale NaN.
     """
     most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        # Float32's smallest step is 2^-149.
+        # 2^-149 is the smallest positive float32.
         unit = np.ldexp(1.0, np.maximum(np.frexp(most / 127)[1] - 17, -149))
         scales = np.ceil(most / 127 / unit) * unit
         scales = np.where(127 * scales <= np.finfo(np.float32).max, scales, np.nan)
@@ -279,9 +279,9 @@ _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
 def check_stored(file: h5py.File, name: str) -> None:
-    """Refuse, with a ``ValueError``, a link or a dataset with values outside of the file.
+    """Raise a ``ValueError`` for a link, or for a dataset with values outside of the file.
 
-    If a file holds fewer values than a shape requires, HDF5 would return zeros.
+    If a file contained fewer values than a shape requires, HDF5 would return zeros.
     """
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link to another place")
@@ -337,7 +337,7 @@ def _check_frame(name: str, group: h5py.Group) -> None:
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
-    """Refuse, with a ``ValueError``, frames and vectors that do not match their ids."""
+    """Raise a ``ValueError`` for frames and vectors that do not match their ids."""
     for name, node in file.items():
         if isinstance(node, h5py.Group) and "block0_values" in node:
             _check_frame(name, node)

@@ -2,7 +2,7 @@
 
 Nothing is unpickled. HDF5 verifies the checksums of the parts that are read. A job may read
 thousands of files, but only a few are open at a time, because an open HDF5 file takes 0.8 MB and
-most systems allow a process 1,024 open files.
+most systems limit a process to 1,024 open files.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 class _HeldFile:
-    """A file that is opened when it is read. The least recently used ones are closed."""
+    """A file that is opened when it is read. The least recently used files are closed."""
 
     # All open files in the order of their last use.
     _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
@@ -54,7 +54,7 @@ class _HeldFile:
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
-        """Return the open file, valid until another is read. ``OSError`` if it was replaced."""
+        """Return the file, open until another is read. Raise ``OSError`` if it was replaced."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
@@ -92,7 +92,7 @@ class Artifact:
 
     @property
     def file(self) -> h5py.File:
-        """The open file, valid until another artifact is read."""
+        """The open file. It may be closed when another artifact is read."""
         try:
             return self.held.file()
         except OSError as error:
@@ -100,7 +100,7 @@ class Artifact:
             raise _refused(self.path, self.kind, must, f"Found: {error}") from error
 
     def attribute(self, name: str) -> Any:
-        """Return a root attribute: a text or a number."""
+        """Return a root attribute, which is a text or a number."""
         return _text(np.asarray(self.file.attrs[name]).item())
 
     def _dataset(self, key: str) -> h5py.Dataset:
@@ -115,7 +115,7 @@ class Artifact:
             return self._dataset(key)[rows]
 
     def matrix(self, key: str) -> "Rows":
-        """Return the values of a frame, which are read when they are indexed."""
+        """Return the values of a frame. They are read from the file when they are indexed."""
         dataset = self._dataset(f"{key}/block0_values")
         scales = scales_of(key) if dataset.dtype == np.int8 else None
         return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype, scales)
@@ -146,7 +146,7 @@ class Artifact:
         return float(np.asarray(self._read(key, ())))
 
     def table(self, key: str) -> "pd.DataFrame":
-        """Return a table like ``pandas.read_hdf``, but without unpickling anything."""
+        """Return a table like ``pandas.read_hdf``, but without unpickling."""
         import pandas as pd
 
         with _explained(self.path, self.kind, f"Reading {key!r}"):
@@ -217,7 +217,7 @@ def _explained(
 
 
 def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
-    """Return the artifact in a file after checking its metadata."""
+    """Return the artifact in a file, after checking the file's metadata."""
     path, name = held.path, kind.encoding_type
     with _explained(path, kind):
         file = held.file()
@@ -254,8 +254,8 @@ def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
     """Yield an artifact for a ``with`` block, after checking its metadata.
 
-    Damaged numbers are refused when they are read, unless both they and their checksum became
-    zeros. ``verify`` detects that too.
+    Damaged numbers raise an error when they are read, unless both the numbers and their checksum
+    became zeros. ``verify`` detects this case too.
 
     Raises:
         ArtifactError: If the file is missing, damaged, of another kind or version, incomplete, or
@@ -280,9 +280,9 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of a file after reading all of it and comparing its content hash.
+    """Return the kind of a file, after reading all of it and comparing its content hash.
 
-    The errors are those of ``open_artifact``.
+    The same errors are raised as by ``open_artifact``.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
     with _opened(path, unknown) as held, _explained(path, unknown):
@@ -299,7 +299,7 @@ def verify(path: Path) -> ArtifactKind:
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
-    """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote; refuse anything else.
+    """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote.
 
     Returns:
         Values of shape (rows, columns), row ids and column ids.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
 # Name, field and index within the field of a column of a stored table.
 _Column = tuple[str, str, int]
 Table = Union["pd.DataFrame", Mapping[str, np.ndarray]]
-_PIECE_ROWS = 2**18  # rows of a table that are written at a time, which bounds pandas' memory
+_PIECE_ROWS = 2**18  # rows of a table that are written at a time, which limits pandas' memory
 _PANDAS_VERSION = "0.15.2"  # version of pandas' HDF5 layout, which pandas 3 no longer writes
 # Attributes that PyTables and pandas need, in the order in which they are stored.
 _FRAME = {
@@ -62,14 +62,14 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None
 def _even(length: int, most: int) -> int:
     """Return a chunk length, at most ``most``, for which the padding of the last chunk is small.
 
-    It is ``most``, to which readers align their blocks, if that pads the length by at most 2 %.
+    It is ``most``, to which readers align their blocks, if the padding is then at most 2 %.
     """
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """The values of a new frame, filled by blocks of rows in order: ``values[a:b] = block``.
+    """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``.
 
     HDF5 caches incomplete chunks, so that each chunk is written once for blocks of any size.
     """
@@ -102,7 +102,7 @@ class MatrixWriter:
         self._filled = stop
 
     def hexdigest(self) -> str:
-        """Return the hash of the values. All rows must be written; HDF5 would fill in zeros."""
+        """Return the hash of the values. All rows must be written, or HDF5 would return zeros."""
         if self._filled < len(self._dataset):
             raise ValueError(
                 f"{self.name!r} is filled to row {self._filled} of {len(self._dataset)}"
@@ -135,7 +135,7 @@ class Writer:
         dtype: Any = np.float32,
         chunks: tuple[int, int] = (256, 2**14),
     ) -> MatrixWriter:
-        """Return the values, for filling, of a new frame of shape (len(index), len(columns)).
+        """Return the writer of the values of a new frame of shape (len(index), len(columns)).
 
         ``index`` and ``columns`` are integers or strings. ``chunks`` are the largest numbers of
         rows and columns of a chunk. With dtype int8, rows are quantized by ``scaled_integers``, and
@@ -147,7 +147,7 @@ class Writer:
             _axis(group, name, ids)
         shape = (len(index), len(columns))
         chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
-        # HDF5's cache of chunks holds two rows of chunks.
+        # Two rows of chunks fit into HDF5's cache of chunks.
         cache_bytes = 2 * chunks[0] * max(shape[1], chunks[1]) * np.dtype(dtype).itemsize
         values = group.create_dataset(
             *("block0_values", shape, dtype),
@@ -166,7 +166,7 @@ class Writer:
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write a number with compact layout: metadata have checksums, unchunked data do not."""
+        """Write a number with compact layout, which has checksums, unlike other unchunked data."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
@@ -178,7 +178,7 @@ class Writer:
     def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
         """Write a table with pandas. ``where=`` can use the ``searchable`` columns.
 
-        A table is a frame, or arrays by column name, from which pandas gets a piece at a time.
+        ``rows`` is a frame, or arrays by column name. pandas gets one piece of it at a time.
         """
         if not _length(rows):  # pandas would not write it
             raise ArtifactError(
@@ -220,7 +220,7 @@ def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
 
 
 def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Column]:
-    """Return the position of each column in a table that pandas writes here.
+    """Return the position of each column in a table, after writing the table with pandas.
 
     pandas stores the positions as a pickle, which a reader must not open.
     """
@@ -246,7 +246,7 @@ def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list
 
 
 def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bool:
-    """Return whether a table reads as it was written. PyTables does not report failed writes."""
+    """Return whether a table was written correctly, because PyTables reports no failed writes."""
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
@@ -274,17 +274,18 @@ def create(
 ) -> Generator[Writer, None, None]:
     """Yield the writer of an artifact, which appears complete under ``path``, or not at all.
 
-    The folder is created. After an exception, a value that is not finite, or a full disk, the
-    temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an example.
+    The folder is created if it does not exist. After an exception, a value that is not finite, or a
+    full disk, the temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an
+    example.
 
     Args:
         path: The final name of the file.
         kind: The kind of the file.
-        spec: All settings that determine the numbers, as plain values. Lists may have any length.
-            The other values must fit in an attribute (64 KiB).
+        spec: All settings that determine the content, as plain values. Lists may have any length.
+            The other values must fit into an attribute (64 KiB).
         provenance: Software and device, without clock times, so that a repeated run writes the
             same bytes.
-        attributes: Further root attributes.
+        attributes: Other root attributes.
     """
     with atomic_write(path) as partial:
         # A temporary file needs no lock, which some disks do not support.
@@ -300,10 +301,10 @@ def create(
             for matrix in writer.matrices:
                 known[matrix.name] = matrix.hexdigest()
                 if matrix.scales is not None:
-                    # A block of rows reads few scales.
+                    # Chunks are small, because a reader of few rows needs few scales.
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
-                file.create_group(key)  # PyTables would store the time in it
+                file.create_group(key)  # if PyTables created the group, it would store the time
         # PyTables has its own HDF5 library, so h5py must close the file first.
         fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:
@@ -331,7 +332,7 @@ def software(
         code: Digest of the code.
         device: ``cpu``, or ``cuda`` and its name.
         packages: Distributions that the numbers depend on.
-        made_from: Provenance of the input files. Equal ones are stored once.
+        made_from: Provenance of the input files. Equal entries are stored once.
     """
     own = {
         "trak-core": __version__,

@@ -44,7 +44,7 @@ from trak_core.study.study import Study
 
 # Keys of ``compute`` that an attributor takes. They change no numbers except by rounding.
 _COMPUTE = ("device", "batch_size", "memory_mb", "threads")
-# Takes the place of a digest of the data if features are in a temporary folder.
+# This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
 
 
@@ -52,8 +52,8 @@ class Attributor(FittedAttributor):
     """Attribute a model's predictions to its training samples, by TRAK.
 
     The score of training sample i for target j estimates how much training on i raised the model
-    output f of j. A positive score means that i pushed f up. With the model's gradients of f,
-    projected to k dimensions, the scores of checkpoint c are
+    output f of j. A positive score means that training on i raised f. Features are gradients of f,
+    projected to k dimensions. The scores of checkpoint c are
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
@@ -68,26 +68,26 @@ class Attributor(FittedAttributor):
         model: A module, which is copied at once, or a function that returns one. It is used in
             evaluation mode.
         output: The model output f to explain: a name that ``model_output`` of the config takes,
-            such as ``"image_classification"``; a ``ModelOutput``; or a function of what the model
-            returned for one sample and of its label. With a function all training samples have the
-            loss weight Q = 1, which is right if f is minus the training loss.
+            such as ``"image_classification"``; a ``ModelOutput``; or a function of the model's
+            return value for one sample and of the sample's label. With a function, all training
+            samples have the loss weight Q = 1, which is correct if f is minus the training loss.
         checkpoints: The weights of trained models. More checkpoints of separate trainings give
-            better scores. Either weights: a path of a file or folder in any format that the config
-            takes, or a state dict; a list of weights; or a dict from an id to weights. Several
-            checkpoints of one training are entries ``{"path": ..., "run": ..., "at": ...}`` of the
-            dict. Ids of a list are file names without suffix if they differ, else 0, 1, 2, ... The
-            id determines the projection matrix. None for the weights of ``model``.
+            better scores. Weights are the path of a file or folder in any format that the config
+            takes, or a state dict. Pass one of these, a list of them, or a dict from ids to them.
+            Several checkpoints of one training are entries ``{"path": ..., "run": ..., "at": ...}``
+            of the dict. In a list, ids are the file names without suffix if all differ, else 0, 1,
+            2, ... The id determines the projection matrix. None for the weights of ``model``.
         projection: None for a random projection, ``"exact"`` for inner products of whole gradients
             (n^2 numbers), ``"gauss_newton"`` for the Gauss-Newton matrix of the training loss.
-        kind: The kind of the projection matrix. None for the cheapest of full quality for the
-            model's size.
+        kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
+            dense matrix.
         proj_dim: The number of dimensions k after projection. Larger is more accurate; memory
             grows with n k + k^2.
         seed: Seed of the projection matrix.
         damping: ridge_c / mean_i w_i |phi_i|^2. None for 2, or 0.1 with ``gauss_newton``. The best
             value differs between studies.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for the curvature d2l/df2 to a power. None
-            to choose by the output and the checkpoints. The same applies to the next two.
+            for a default that depends on the output and the checkpoints, as in the next two.
         combine: ``"product_of_averages"``, ``"average_of_products"`` or ``"unit_average"``: how
             scores are averaged over checkpoints.
         loss_weight_power: The power of Q, in (0, 1].
@@ -100,7 +100,7 @@ class Attributor(FittedAttributor):
         batch_size: The largest number of samples to differentiate at once.
         memory_mb: Memory for arrays, in MiB.
         threads: CPU threads of the projection. None for the number that torch uses.
-        describe: A function that returns a sample as a text, to show in notebooks.
+        describe: A function that returns the text with which notebooks show a sample.
 
     Example:
         >>> import torch
@@ -117,7 +117,7 @@ class Attributor(FittedAttributor):
         (60, 2)
 
     Not supported: outputs that compare the samples of a batch; models that are split over devices;
-    evaluation by retraining, which the pipeline has.
+    evaluation by retraining, which the pipeline supports.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """
@@ -215,7 +215,7 @@ class Attributor(FittedAttributor):
         *,
         ids: Iterable[int | str] | None = None,
     ) -> Self:
-        """Compute the training samples' features and normal matrices under every checkpoint.
+        """Compute the training samples' features and normal matrix for every checkpoint.
 
         With ``gauss_newton`` nothing is computed before ``score``.
 
@@ -223,17 +223,17 @@ class Attributor(FittedAttributor):
             train_data: The samples on which the checkpoints were trained, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
                 ``split_of_data``). None for the samples of the study of ``of_study``.
-            folder: A folder in which the files are kept, in the layout of a run's results. A later
-                call with the same data and settings uses the checkpoints that were finished, after
-                comparing the model outputs of eight samples. None for a temporary folder.
+            folder: A folder for the files, in the layout of a run's results. A later call with the
+                same data and settings reuses the files of finished checkpoints, after comparing
+                the model outputs of eight samples. None for a temporary folder.
             ids: An id for each sample. None for 0, 1, 2, ...
 
         Returns:
             The attributor itself.
 
         Raises:
-            InputError: If the folder has features of other data, settings, or another model or
-                output function.
+            InputError: If the folder contains features of other data or settings, or of another
+                model or output function.
         """
         self._held, self._holds = {}, True
         study = self._setup.study
@@ -334,7 +334,7 @@ class Attributor(FittedAttributor):
         return digest
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file has this checkpoint; raise an error for other data or settings."""
+        """Return whether a file has this checkpoint. Raise an error for other data or settings."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]

@@ -24,7 +24,7 @@ def without_none(**settings: Any) -> dict[str, Any]:
 
 
 def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints by id, sorted, and the path, state dict or None of each."""
+    """Return the checkpoints by id, sorted, and by id the path, the state dict or None."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):
@@ -40,7 +40,7 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
         entry = dict(weights) if is_entry else {"path": weights}
         if isinstance(entry.get("path"), Mapping):
             in_memory[str(name)] = entry["path"]
-            entry["path"] = ""  # no folder of a Trainer, so that no step is read from its name
+            entry["path"] = ""  # so that no training step is read from the name of a folder
         entries[str(name)] = {k: str(v) if k == "path" else v for k, v in entry.items()}
     table = checkpoint_table(entries, None)
     paths = {name: Path(c.path) for name, c in table.items() if c.path}
@@ -59,7 +59,7 @@ def _is_state_dict(given: Any) -> bool:
 
 
 def name_of_output(output: Output) -> str:
-    """Return the name of a model output that is stored in files."""
+    """Return the name of a model output, which is stored in files."""
     if isinstance(output, str):
         if output not in TABLE and function_location(output) is None:
             raise InputError(
@@ -73,7 +73,7 @@ def name_of_output(output: Output) -> str:
 
 
 def check_scoring(scoring: Mapping[str, Any]) -> None:
-    """Raise an error for values that the config's schema would refuse."""
+    """Raise an error for values that the schema of the config does not allow."""
     power, damping = scoring["loss_weight_power"], scoring["damping"]
     if not 0 < power <= 1 or not 0 <= damping < float("inf"):
         raise InputError(

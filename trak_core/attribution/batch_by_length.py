@@ -20,19 +20,19 @@ _MASK = "attention_mask"
 
 @dataclass(frozen=True, slots=True)
 class OrderedSamples:
-    """Samples in the order in which they are taken.
+    """Samples in the order in which they are processed.
 
-    If texts differ in length, each window of them is sorted by length, longest first. Otherwise
-    the order is that of the study.
+    If texts differ in length, each window of texts is sorted by length, longest first. Otherwise
+    samples are in the order of the study.
 
     Attributes:
         split: The samples in this order.
         output: The model output, which reads labels.
         rows: The row of each sample in the study's order, shape (n,).
-        lengths: Tokens of each text. None if no padding is needed.
+        lengths: Number of tokens of each text. None if no padding is needed.
         along: Names of the inputs that have a row for each token.
-        source: For an encoder's inputs, whose lengths differ from those of labels: their largest
-            length by name, to which they are padded.
+        source: The length to which each input of an encoder is padded, by name. It is the largest
+            length of this input, because lengths of encoder inputs and of labels differ.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """
@@ -50,7 +50,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return samples on the CPU. Texts of different lengths are padded on the right."""
+        """Return samples on the CPU. If texts differ in length, they are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -73,7 +73,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return ``n`` positions: the first, or those of the longest, shortest and other texts."""
+        """Return the first ``n`` positions, or those of the longest, shortest and other texts."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -82,7 +82,7 @@ class OrderedSamples:
 
     @contextmanager
     def naming_longest(self) -> Generator[None, None, None]:
-        """Name the longest text in errors that its length may have caused."""
+        """Add the id of the longest text to errors that its length may have caused."""
         if self.lengths is None:
             yield
             return
@@ -91,13 +91,13 @@ class OrderedSamples:
             yield
 
     def length(self, i: int) -> int:
-        """Return the length of the i-th text, the longest up to the end of its window."""
+        """Return the length of text i. Later texts of its window are not longer."""
         return 0 if self.lengths is None else self.lengths[i]
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
         """Return a function from the first sample of a batch to the number of samples in it.
 
-        A batch has at most ``most`` samples, those that fit ``room``, and those of one window.
+        A batch has at most ``most`` samples, fits into ``room``, and lies within one window.
         """
 
         def at_once(start: int) -> int:
@@ -109,7 +109,7 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Yield start, stop and results in the study's order, a window at a time."""
+        """Yield start, stop and results in the study's order, one window at a time."""
         if self.lengths is None:
             yield from blocks
             return
@@ -125,7 +125,7 @@ class OrderedSamples:
 
 @contextmanager
 def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Name a text in errors that its length may have caused."""
+    """Add the id and length of a text to errors that its length may have caused."""
     try:
         yield
     except InputError as error:
@@ -145,8 +145,8 @@ def order_samples(
     """Return the ordered samples of splits whose batches may be combined.
 
     All texts are read once for their lengths. Other samples are not read. If any two texts differ
-    in length, those of all splits are padded. Texts get an attention mask if the model takes one.
-    ``window`` samples are sorted together. None for all.
+    in length, the texts of all splits are padded, with an attention mask if the model takes one.
+    ``window`` samples are sorted together, or all if it is None.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -204,8 +204,8 @@ class StoredSamples:
     """Samples in the memory of a device.
 
     Attributes:
-        samples: The samples in the order in which they are taken.
-        parts: A batch of each sample.
+        samples: The samples in the order in which they are processed.
+        parts: One batch for each sample.
     """
 
     samples: OrderedSamples

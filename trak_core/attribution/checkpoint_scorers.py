@@ -1,4 +1,4 @@
-"""Score targets under one checkpoint, with the files that ``Attributor.fit`` or a run wrote."""
+"""Score targets for one checkpoint, with the files that ``Attributor.fit`` or a run wrote."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device, and how much is computed at once. They change numbers by rounding only.
+    """The device, and how much is computed at once. They change results by rounding only.
 
     Attributes:
         device: The device of the model.
@@ -54,7 +54,7 @@ class MemoryPart:
     Attributes:
         rows: Reads rows of A_c, shape (rows, m).
         vectors: Values for each sample, by the names of vectors in files.
-        norm: ||B||. It is 1 if scores are not divided by it.
+        norm: ||B||, or 1 if scores are not divided by it.
     """
 
     rows: ReadRows
@@ -98,7 +98,7 @@ def _part(
 def target_features(
     loaded: LoadedModel, targets: Split, spec: FeaturesSpec, method_of: MethodOf, compute: Compute
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the targets' features, shape (m, k), rounded to their stored dtype; and columns."""
+    """Return the targets' features, shape (m, k), rounded to the stored dtype; and columns."""
     blocks = feature_blocks(
         loaded,
         targets,
@@ -118,13 +118,13 @@ class ProjectedScorer:
     """Score by projected gradients.
 
     Attributes:
-        loaded: The model under the checkpoint.
+        loaded: The model with the weights of the checkpoint.
         spec: The settings of the checkpoint's scores.
         damped: The damped normal matrix.
         features: Phi_c, shape (n, k), in a file or in memory.
         train: The training samples, and their columns.
-        method_of: Returns the gradient method for a few samples; with ``reads_terms`` one that
-            gives terms.
+        method_of: Returns the gradient method for a few samples. With ``reads_terms`` it returns a
+            method that computes the terms of gradients.
     """
 
     loaded: LoadedModel
@@ -154,7 +154,7 @@ class ProjectedScorer:
         pairs: Sequence[tuple[int, int]],
         compute: Compute,
     ) -> tuple[Cut, Cut]:
-        """Return scores of pairs, split by the tokens of training samples, and by those of targets.
+        """Return scores of pairs, split by tokens of training samples and by tokens of targets.
 
         ``train`` are rows of training samples. A pair is a position in ``train`` and the row of a
         target.

@@ -54,7 +54,7 @@ def summarized(
 
 
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
-    """Return the table of the training samples or targets; ``side`` is ``train`` or ``target``.
+    """Return the table of training samples or of targets; ``side`` is ``train`` or ``target``.
 
     Columns are ``id``, ``label``, ``prediction``, ``output`` and ``output_sd``, shape (n,) each.
     Outputs are means over checkpoints, ``output_sd`` is their standard deviation. A predicted class
@@ -79,9 +79,9 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
-    """Add the column ``improves``, if the sign of a score that improves a target is known.
+    """Add the column ``improves``, if the sign of the scores that improve a target is known.
 
-    A mean of several targets has no label, so that only ``larger`` is known for it.
+    A mean of several targets has no label. Its sign is known only if ``better`` is ``larger``.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]
@@ -112,8 +112,8 @@ class KeptScores:
     ) -> Self:
         """Return the summary of blocks of rows, each with its first row and scores (rows, m).
 
-        ``improves`` are signs of the scores that improve targets, None if unknown. ``labels`` are
-        the targets' labels, None if they are not classes. Both have shape (m,).
+        ``improves`` are signs of the scores that improve targets, or None if unknown. ``labels``
+        are the targets' labels, or None if they are not classes. Both have shape (m,).
         """
         helpful = harmful = None
         by_sample: dict[str, list[np.ndarray]] = {}
@@ -134,7 +134,7 @@ class KeptScores:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
-        """Return the summary from those of shards in the order of their rows. None is empty."""
+        """Combine the summaries of shards, which are not empty and in the order of their rows."""
         keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
         by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
 
@@ -147,7 +147,7 @@ class KeptScores:
         return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))
 
     def write(self, writer: Writer, targets: np.ndarray) -> None:
-        """Write the summary into the file of a shard."""
+        """Write the summary to the file of a shard."""
         for key, values in self.by_sample.items():
             writer.vector(key, values)
         for key, seen in (("helpful", self.helpful), ("harmful", self.harmful)):

@@ -1,7 +1,7 @@
-"""Call a language model without computing its logits as a whole, but in pieces of tokens.
+"""Call a language model and compute its logits for a few tokens at a time.
 
-The model itself is called. Only its last layer, which is linear with a row for each token of the
-vocabulary, returns a placeholder. Logits are computed from it once the labels are known.
+The last layer of the model, which is linear with a row for each token of the vocabulary, returns a
+placeholder. Logits are computed from the placeholder when the labels are known.
 """
 
 import inspect
@@ -27,7 +27,7 @@ _ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", 
 
 
 class _LogitsNeededError(Exception):
-    """A model applies a function to its logits that needs their values."""
+    """A model applies a function to its logits which needs their values."""
 
 
 class DeferredLogits(Tensor):
@@ -76,7 +76,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Operations below torch's functions call this, such as the view ``logits.data``.
+        # Operations that are not torch functions call this, such as the view ``logits.data``.
         raise _LogitsNeededError
 
     def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":
@@ -84,7 +84,7 @@ class DeferredLogits(Tensor):
         return DeferredLogits.of(self.hidden, head)
 
     def _are_rows(self, index: Any) -> bool:
-        """Return whether an index selects rows, and all of the vocabulary."""
+        """Return whether an index selects rows with all entries of the vocabulary."""
         parts = index if isinstance(index, tuple) else (index,)
         n_dims = self.hidden.ndim - 1
         return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
@@ -119,12 +119,12 @@ def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Non
 class MarginsOfTokens(nn.Module):
     """A language model that returns the margins of its tokens instead of logits.
 
-    It is called with the labels too, as ``labels``. It returns shape (batch, tokens, 2): the margin
-    of each label, and 1 if it is the most likely token, else 0. If the model does not end in a
-    linear layer and entrywise functions, logits are computed as a whole.
+    Its argument ``labels`` has the labels. It returns shape (batch, tokens, 2): the margin of each
+    label, and 1 if the label is the most likely token, else 0. If the model does not end in a
+    linear layer and entrywise functions, all logits are computed at once.
 
     Attributes:
-        output: The model output f as a function of margins. It is the same up to rounding.
+        output: The model output f as a function of margins, equal to the given one up to rounding.
         n_classes: Size of the vocabulary, known after the first call of the model.
         is_deferred: Whether the last call computed logits in pieces.
     """
@@ -153,7 +153,7 @@ class MarginsOfTokens(nn.Module):
         return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
 
     def _logits(self, args: Any, kwargs: Any, labels: Tensor) -> Tensor:
-        """Call the model, twice if it needs its logits; return them or a placeholder."""
+        """Return logits or a placeholder. A model that needs its logits' values is called twice."""
         if self._can_defer:
             try:
                 with _Defers(self._n_rows):
@@ -182,7 +182,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the rows of the largest embedding, or if there is none of the largest matrix."""
+    """Return the number of rows of the largest embedding, or without embeddings of any matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

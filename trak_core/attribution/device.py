@@ -31,7 +31,7 @@ def takes_cuda(name: str) -> bool:
 def find_device(name: str) -> torch.device:
     """Return the device ``auto``, ``cpu`` or ``cuda`` of a config.
 
-    A job takes the first GPU that no other job holds, and waits while all are held.
+    A job reserves the first GPU that no other job has reserved. It waits until there is one.
     """
     if not takes_cuda(name):
         return torch.device("cpu")
@@ -42,7 +42,7 @@ def find_device(name: str) -> torch.device:
 
 
 def full_precision(device: torch.device) -> torch.device:
-    """Return the device, after setting this process's CUDA convolutions to float32, not TF32."""
+    """Return the device, after disabling TF32 in the CUDA convolutions of this process."""
     if device.type == "cuda":
         # TF32 has three digits. Exact scores need more.
         torch.backends.cudnn.allow_tf32 = False
@@ -56,14 +56,14 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Return the index in ``names`` of a GPU that this process holds until it ends.
+    """Return the index in ``names`` of a GPU, after reserving it for this process until it ends.
 
-    It waits while other processes hold all GPUs. A GPU is held by a lock on a file in the system's
-    temporary folder. The system releases it when the process ends for any reason. ``names``, such
-    as UUIDs, must identify the GPUs of this machine for every process.
+    The function waits until a GPU is free. A lock on a file in the system's temporary folder
+    reserves a GPU. The system releases the lock when the process ends for any reason. ``names``,
+    such as UUIDs, must identify the GPUs of this machine for every process.
 
     Raises:
-        InputError: If the folder's disk has no locks (``model.gpu_locks``).
+        InputError: If the folder's disk does not support locks (``model.gpu_locks``).
     """
     import fcntl  # This module does not exist on Windows.
 

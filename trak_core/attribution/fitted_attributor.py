@@ -1,4 +1,4 @@
-"""The part of an attributor that scores targets, given the files of the training samples."""
+"""The base class of attributors, which scores targets from the files of training samples."""
 
 import contextlib
 import weakref
@@ -52,7 +52,7 @@ class Setup:
 
     Attributes:
         spec: The settings that determine the scores.
-        compute: The device, and sizes that change numbers by rounding only.
+        compute: The device, and sizes that change results by rounding only.
         train: The training samples. None before ``fit``.
         folder: The folder of their features and normal matrices.
         study: The study that provides the samples, if there is one.
@@ -66,7 +66,7 @@ class Setup:
 
 
 class FittedAttributor(ABC):
-    """The base of ``Attributor`` and of a finished run (``trak_core.open``).
+    """The base class of ``Attributor`` and of finished runs (``trak_core.open``).
 
     It scores targets with the stored features or Gramians of the training samples.
     """
@@ -75,7 +75,7 @@ class FittedAttributor(ABC):
 
     def __init__(self) -> None:
         self._describe: Callable[[Any], str] | None = None
-        # Scorers in memory by checkpoint, and whether they hold the training samples' features.
+        # Scorers in memory by checkpoint, and whether they include the training samples' features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
 
@@ -104,7 +104,7 @@ class FittedAttributor(ABC):
 
     @property
     def settings(self) -> ScoresSpec:
-        """All settings that determine the scores, including those that were left out."""
+        """All settings that determine the scores, including defaults."""
         return self._spec
 
     def score(
@@ -121,7 +121,7 @@ class FittedAttributor(ABC):
             target_data: The samples whose predictions are explained, in a form that ``fit`` takes.
             ids: An id for each target. None for 0, 1, 2, ...
             keep: ``"full"`` for all n x m scores. ``"top_k"`` for the top influences only, which
-                needs less memory; ``Scores.frame`` is then not available.
+                needs less memory. ``Scores.frame`` is then not available.
             top: The number of positive and of negative top influences to keep for each target.
         """
         return self._score(split_of_data(target_data, ids), keep=keep, top=top)
@@ -129,9 +129,9 @@ class FittedAttributor(ABC):
     def self_influence(self) -> pd.DataFrame:
         """Return |A_c[i, i] Q_c[i]| of each training sample i, averaged over checkpoints.
 
-        A large self-influence means that the model memorized the sample, whose label is often
-        wrong. Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by id. Not
-        available with ``exact`` and ``gauss_newton``.
+        A large self-influence means that the model memorized the sample. Labels of such samples are
+        often wrong. Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by
+        id. This method is not available with ``exact`` and ``gauss_newton``.
         """
         self._check_projected("Self-influences")
         features, matrices = (
@@ -144,11 +144,11 @@ class FittedAttributor(ABC):
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Split the scores of each target's top training samples into parts of tokens and layers.
+        """Split the scores of each target's top training samples by tokens and by layers.
 
-        A score is an inner product with the sample's gradient, which is a sum over the tokens at
-        which the model uses its parameters, and over parameters. The score of a token or a layer is
-        the part of that sum. Samples must be texts.
+        A score is an inner product with the sample's gradient. The gradient is a sum over tokens
+        and over parameters. The score of a token or a layer is the inner product with its terms of
+        this sum. Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
@@ -156,10 +156,10 @@ class FittedAttributor(ABC):
                 kept.
 
         Returns:
-            A table with columns ``target_id``, ``train_id``, ``side`` (``train`` or ``target``, the
-            text to which the tokens belong), ``token`` (from 0; -1 for the part of no token) and
-            ``score``. A table with columns ``target_id``, ``train_id``, ``layer`` and ``score``.
-            The rows of a pair and a side sum to its score.
+            Two tables. The first has columns ``target_id``, ``train_id``, ``side`` (``train`` or
+            ``target``, the text to which the token belongs), ``token`` (from 0; -1 for terms that
+            belong to no token) and ``score``. The second has columns ``target_id``, ``train_id``,
+            ``layer`` and ``score``. The scores of a pair and a side sum to the pair's score.
         """
         self._check_projected("Scores by tokens")
         if scores.samples is None:
@@ -180,11 +180,11 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _load(self, name: str) -> LoadedModel:
-        """Return the model under a checkpoint."""
+        """Return the model with the weights of a checkpoint."""
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise the error for a file of other data, settings or checkpoints. It lists ``keys``."""
+        """Raise an error that names ``keys``, in which a file differs from what is expected."""
         raise NotImplementedError
 
     # The files have the layout of a run's results.
@@ -215,7 +215,7 @@ class FittedAttributor(ABC):
     def _method_for(
         self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
     ) -> GradientMethod:
-        """Return the gradient method, which is chosen once, or by the run that wrote the files."""
+        """Return the gradient method. It is chosen once, unless a run has recorded it."""
         method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
         for conditions, (name, _) in self._methods.items():  # each notice is printed once
             self._methods[conditions] = name, None
@@ -252,7 +252,7 @@ class FittedAttributor(ABC):
             )
 
     def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
-        """Return ``compute()``; free the scorers in memory if gradients need their memory."""
+        """Return ``compute()``. If memory does not suffice, free all scorers and try again."""
         try:
             return compute()
         except InputError as error:
@@ -277,9 +277,9 @@ class FittedAttributor(ABC):
     def _scorer(self, name: str, stack: ExitStack) -> Scorer:
         """Return a checkpoint's scorer.
 
-        Scorers stay in memory if those of all checkpoints fit into half of it. If that of a single
-        checkpoint does not fit, it stays without its features, which are read from the file.
-        ``stack`` closes the files of scorers that do not stay.
+        Scorers are kept in memory if those of all checkpoints fit into half of it. A scorer of a
+        single checkpoint that does not fit is kept without features, which are read from the file.
+        ``stack`` closes the files of scorers that are not kept.
         """
         if name in self._held:
             return self._held[name]

@@ -1,4 +1,4 @@
-"""Solve for targets under one checkpoint, from stored features or a stored Gramian."""
+"""Compute the scores of one checkpoint from stored features or a stored Gramian."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -35,12 +35,12 @@ from trak_core.errors import InputError
 from trak_core.runtime.progress import blocks_with_progress
 from trak_core.settings import Combine, NormalSpec, ScoresSpec
 
-# Reads the rows of a matrix from start to stop.
+# A function that returns the rows of a matrix from start to stop.
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 class Part(Protocol):
-    """The data of one checkpoint that are combined over checkpoints, in a file or in memory.
+    """The data of one checkpoint from which scores are combined, in a file or in memory.
 
     Vectors are ``loss_weights`` (n,), and ``ids``, ``labels``, ``outputs`` and ``predictions`` of
     the training samples and of the targets, such as ``train_labels``. The scalar ``train_norm`` is
@@ -59,9 +59,9 @@ class Part(Protocol):
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a reader of rows of features (n, k), of their ``first`` columns if given.
+    """Return a function that reads rows of features (n, k), or their ``first`` columns.
 
-    With ``normalize`` rows are divided by their lengths, which makes them float64.
+    With ``normalize`` it returns rows divided by their lengths, float64.
     """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
@@ -69,10 +69,10 @@ def read_rows(
 
 
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
-    """Return a reader of rows of A_c = Phi_c X, with X = (N + ridge I)^-1 T_c^T of shape (k, m).
+    """Return a function for rows of A_c = Phi_c X, with X = (N + ridge I)^-1 T_c^T, shape (k, m).
 
     Products are computed for ``CHUNK_ROWS`` rows at a time. Therefore results are equal to the last
-    bit for all blocks that start at a chunk. A stored X is read for every block.
+    bit for all blocks that start at a chunk. A stored X is read again for every block.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
@@ -86,7 +86,7 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a reader of rows of the scores, combined over checkpoints from rows of each A_c."""
+    """Return a function for rows of scores, which combines the rows of A_c of all checkpoints."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -157,7 +157,7 @@ def write_normal_matrix(
             smallest, largest = extreme_eigenvalues(matrix)
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
-        # Limited to 1 / eps, so that a singular matrix has a finite number too.
+        # It is limited to 1 / eps, so that it is finite for a singular matrix too.
         floor = largest * np.finfo(np.float64).eps
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
@@ -176,7 +176,7 @@ class DampedNormalMatrix:
 
     @classmethod
     def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Factorize a stored normal matrix, which must be that of these training features."""
+        """Factorize a stored normal matrix. It must have been computed from these features."""
         own = spec.of_normal_matrix()
         expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
         expected |= {"features": train.content_hash}
@@ -196,9 +196,9 @@ class DampedNormalMatrix:
 
     def self_similarities(self, rows: np.ndarray, *, normalize: bool) -> np.ndarray:
         """Return A_c[i, i] of the training samples with these features, shape (rows,)."""
-        diagonal = self.damped.squares(rows)
+        diagonal = self.damped.squares(rows)  # phi_i^T (N + ridge I)^-1 phi_i
         if normalize:
-            # Training features are normalized to length 1. Target features are not normalized.
+            # Training features are divided by their lengths, and target features are not.
             lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
             diagonal /= np.where(lengths > 0, lengths, 1)
         return diagonal
@@ -206,12 +206,12 @@ class DampedNormalMatrix:
 
 @dataclass(frozen=True, slots=True)
 class DampedGradients:
-    """The damped Gramian of one checkpoint's n training samples, factorized: no projection.
+    """The damped Gramian of one checkpoint's n training samples, factorized, without a projection.
 
     Attributes:
         damped: The factorized Gramian.
-        inverse_lengths: Factors of the rows of K_t, shape (n, 1). They are ones, or with
-            ``normalize`` 1 / |g_i| of the training gradients g_i.
+        inverse_lengths: Factors of the rows of K_t, shape (n, 1). They are 1, or with ``normalize``
+            1 / |g_i| for the training gradients g_i.
         norm: ||B||. None if scores are not divided by it.
     """
 
@@ -240,12 +240,12 @@ class DampedGradients:
 def self_influences(
     features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return |A_c[i, i] Q_c[i]^power| of every training sample i, combined like a score.
+    """Return the absolute value of every training sample's score for itself.
 
-    The absolute value is taken because the sign is that of Q. Predictions and outputs are those of
-    the last checkpoint of every run. There is a file of features and of a normal matrix for each
-    checkpoint of ``spec``. Returns the columns ``id``, ``label``, ``prediction``, ``output`` and
-    ``self_influence``, shape (n,) each; and the spec of a file of them.
+    The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. Predictions and
+    outputs are combined over the last checkpoints of all runs. There is a file of features and of a
+    normal matrix for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
+    ``prediction``, ``output`` and ``self_influence``, shape (n,) each, and the spec of their file.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".

@@ -33,10 +33,10 @@ from trak_core.model_outputs.model_output import over_samples
 from trak_core.runtime.progress import blocks_with_progress, log
 from trak_core.study.dataset_split import Split
 
-# Steps of conjugate gradients. G is summed over n / CURVED_SHARE training samples, at least over
-# LEAST_CURVED (docs/explanation/choosing.md has measurements of both).
+# The number of steps of conjugate gradients. G is summed over n / CURVED_SHARE training samples,
+# but at least LEAST_CURVED (docs/explanation/choosing.md has measurements of both).
 STEPS, LEAST_CURVED, CURVED_SHARE = 12, 256, 4
-# The number of random vectors that estimate the trace, and of vectors in one model call.
+# The number of random vectors for the trace, and the number of vectors in one model call.
 _SIGNS, _TOGETHER = 16, 8
 
 
@@ -70,9 +70,9 @@ def newton_scores(
 ) -> NewtonScores:
     """Return A = J (G + ridge I)^-1 J_t^T, solved by ``steps`` of conjugate gradients from 0.
 
-    J and J_t are the gradients of the model output, and G = sum_i B_i^T H_i B_i with derivatives
-    B_i of the logits by the parameters and Hessians H_i of the loss in the logits.
-    ridge = damping tr(G) / n. With few steps the solution is smoother than that of the inverse.
+    J and J_t are the gradients of the model output. G = sum_i B_i^T H_i B_i, where B_i is the
+    derivative of sample i's logits with respect to the parameters and H_i the Hessian of its loss
+    with respect to the logits. ridge = damping tr(G) / n. Few steps act like a larger damping.
 
     This differs from the definition in: 1. G is summed over a random part of the training samples,
     the same for all targets, and multiplied by n over their number. 2. tr(G) is the mean of s^T G s
@@ -130,7 +130,7 @@ def newton_scores(
 
 
 def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
-    """Check all labels, and return how many samples fit with their derivatives along vectors."""
+    """Check all labels, and return the budget of samples with their derivatives along vectors."""
     needs = []
     for samples in stored:
         few = loaded.few_checked(samples)
@@ -151,7 +151,7 @@ def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) ->
 
 @contextmanager
 def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
-    """Use attention kernels with forward-mode derivatives; explain errors of models without."""
+    """Use attention kernels that have forward-mode derivatives, and explain errors of models."""
     try:
         with (
             torch.no_grad(),
@@ -159,7 +159,7 @@ def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
             sdpa_kernel(SDPBackend.MATH),
             warnings.catch_warnings(),
         ):
-            # torch uses torch.jit.script itself in the first forward mode, and warns about it.
+            # The first use of forward mode calls torch.jit.script, which torch warns about.
             warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
             yield
     except RuntimeError as error:  # includes NotImplementedError of missing derivatives
@@ -174,7 +174,7 @@ def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
 
 
 class _Called(nn.Module):
-    """Wrap a model as a module that takes batches."""
+    """A module that calls a model on a batch."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -185,7 +185,7 @@ class _Called(nn.Module):
 
 
 class _Tangents:
-    """Derivatives of a model along vectors of shape (p,), which concatenate all parameters."""
+    """Derivatives of a model along vectors of shape (p,), which concatenate its parameters."""
 
     def __init__(self, loaded: LoadedModel):
         refuse_hooks(
@@ -199,7 +199,7 @@ class _Tangents:
 
     @property
     def n_params(self) -> int:
-        """Number p of differentiated entries."""
+        """The number p of parameter entries."""
         return sum(self._sizes)
 
     def _named(self, vector: Tensor) -> dict[str, Tensor]:
@@ -231,6 +231,7 @@ class _Tangents:
         assert hessian is not None
 
         def times(vector: Tensor) -> Tensor:
+            # jvp computes B v, and back computes B^T (H B v). No matrix is formed.
             b_v = torch.func.jvp(outputs, (self._theta,), (self._named(vector),))[1]
             h_b_v = torch.vmap(hessian)(read, batch.labels, b_v)
             (products,) = back(h_b_v.to(read.dtype))
@@ -241,6 +242,7 @@ class _Tangents:
 
 def _trace(matrix: Callable[[Tensor], Tensor], tangents: _Tangents) -> float:
     """Return the mean of s^T G s over random sign vectors s, an unbiased estimate of tr(G)."""
+    # E[s s^T] = I, so that E[s^T G s] = tr(G E[s s^T]) = tr(G).
     generator = torch.Generator().manual_seed(0)
     total = 0.0
     for _ in range(_SIGNS // _TOGETHER):
@@ -251,7 +253,7 @@ def _trace(matrix: Callable[[Tensor], Tensor], tangents: _Tangents) -> float:
 
 
 def _gradients(loaded: LoadedModel, samples: StoredSamples, start: int, stop: int) -> Tensor:
-    """Return the gradients of f of the samples from ``start`` to ``stop``, shape (m, p)."""
+    """Return the gradients of f for the samples from ``start`` to ``stop``, shape (m, p)."""
     rows = []
     ids = samples.samples.split.ids[start:stop]
     for part, sample_id in zip(samples.parts[start:stop], ids, strict=True):
@@ -271,13 +273,15 @@ def _solved(
     This differs from the textbook's conjugate gradients in: each residual is made orthogonal to
     all earlier ones, twice, because rounding errors would otherwise grow.
     """
+    # With M = G + ridge I, residual r = g - M x and direction d: x += d |r|^2 / (d^T M d), then
+    # d = r + d |r|^2 / |r_before|^2.
     solution, residual = torch.zeros_like(gradients), gradients.clone()
     direction, squares = gradients.clone(), _dot(gradients, gradients)
     earlier: list[Tensor] = []
     for _ in range(steps):
         earlier.append(residual * _ratio(torch.ones_like(squares), squares.sqrt()))
         product = matrix(direction) + ridge * direction
-        # A step of 0 if the residual is 0.
+        # `_ratio` returns a step of 0 if the residual is 0.
         step = _ratio(squares, _dot(direction, product))
         solution += step * direction
         residual = residual - step * product
@@ -293,5 +297,5 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Return a / b in float32, and 0 where b is 0."""
+    """Return a / b in float32, with 0 where b is 0."""
     return torch.where(b == 0, 0, a / b.where(b != 0, 1)).float()

@@ -1,4 +1,4 @@
-"""Record the gradient method that the first job of a run chose, for its other jobs."""
+"""Record the gradient method that the first job of a run chooses, for the run's other jobs."""
 
 import json
 import sys
@@ -18,19 +18,19 @@ from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
 
-# The name of a gradient method and its notice, by the conditions under which it was chosen.
+# A dict from the conditions of a choice to the name of the gradient method and its notice.
 Methods = dict[str, tuple[str, str | None]]
 
 
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the method that was chosen under the same conditions, or choose one; print its notice.
+    """Return the method that was chosen for the same conditions, or choose one; print its notice.
 
     A new choice compares the gradients of the first two samples of ``few`` and is added to
     ``methods``. Conditions are, for example, the device, the ranks and dtypes of the inputs, and
-    whether logits are computed in pieces. With ``reads_terms`` plain autograd is not accepted,
-    because it gives no terms; such a choice is not added.
+    whether logits are computed in pieces. With ``reads_terms`` the method must compute the terms of
+    gradients, which excludes plain autograd. A choice with ``reads_terms`` is not added.
     """
     conditions = _conditions(loaded, few)
     name, notice = methods.get(conditions, (None, None))
@@ -56,9 +56,9 @@ def recorded_method_for(
 ) -> GradientMethod:
     """Return the result of ``method_for``, with the record of the run that writes ``artifact``.
 
-    The first job of a run under some conditions compares, and records its choice in the results
-    folder. A record of another model, of another ``code`` of jobs, or a damaged one is not used.
-    The choice changes numbers by rounding only. If no record can be written, every job compares.
+    For each set of conditions, the first job compares gradients and records its choice in the
+    results folder. A damaged record, or one of another model or ``code``, is not used. The choice
+    changes results by rounding only. If no record can be written, every job compares gradients.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)
@@ -78,13 +78,13 @@ def recorded_methods(results: Path, spec: FeaturesSpec) -> Methods:
 
 
 def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
-    """Return the methods by the code of the jobs that recorded them. Empty for another model."""
+    """Return methods by the code of the jobs that recorded them. It is empty for another model."""
     known = read_record(record)
     return known.get("methods", {}) if known.get("model") == _model(spec) else {}
 
 
 def _conditions(loaded: LoadedModel, few: Batch) -> str:
-    """Return all that may decide the method, except the numbers in weights and samples."""
+    """Return all conditions that may change the choice, except values of weights and samples."""
     names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
     return json.dumps({
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Compute inner products of gradients under one checkpoint, block of samples by block."""
+"""Compute inner products of the gradients of one checkpoint, in blocks of samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -59,9 +59,9 @@ def inner_products(
 ) -> tuple[np.ndarray, list[Tensor]]:
     """Return K = J J^T of the training samples, or K_t = J J_t^T with targets, float64.
 
-    J are the gradients of the model output, which are never formed as a whole. At most two blocks
-    of ``batch_size`` samples are in the model at once. ``memory_mb`` must hold the Gramian. The
-    second result are label numbers and ``PerSample.columns`` of the samples of the columns.
+    J is the matrix of gradients of the model output, which is never formed. At most two blocks of
+    ``batch_size`` samples are in the model at once. The Gramian must fit into ``memory_mb``. The
+    second result has label numbers and ``PerSample.columns`` for the columns of the Gramian.
     """
     need = gramian_need(len(data.ids), len((targets or data).ids))
     need.check(memory_mb)
@@ -72,7 +72,7 @@ def inner_products(
     longest = 0 if targets is None else others.samples.length(0)
 
     def at_once(first: int) -> int:
-        """Return the number of training samples in a block, of which two are in the model."""
+        """Return the number of samples in a block. Two blocks are in the model at once."""
         fit = room.most(max(longest, train.samples.length(first)))
         return max(1, min(batch_size, fit // 2))
 
@@ -85,12 +85,12 @@ def inner_products(
 
 
 def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
-    """Check all labels, and return how many samples fit into the memory that is left."""
+    """Check all labels, and return the budget of samples for the remaining memory."""
     left_mb -= sum(samples.n_bytes for samples in stored) // 2**20
     fews = [loaded.few_checked(samples) for samples in stored]
     needs = [loaded.memory(few, max(0, left_mb)) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
-    # The engine holds a sample's gradient of one parameter at a time.
+    # At any time, the engine forms the gradients of one parameter only.
     gradient_bytes = max(p.nbytes for p in loaded.parameters.values())
     needed = needs[largest].mapped(lambda memory: replace(memory, gradient_bytes=gradient_bytes))
     with stored[largest].samples.naming_longest():
@@ -106,7 +106,7 @@ def _gramian(
     targets: StoredSamples | None,
     at_once: Callable[[int], int],
 ) -> np.ndarray:
-    """Return K_t, or without targets K, block by block, in the study's order."""
+    """Return K_t, or K without targets, computed in blocks, in the study's order."""
     model = loaded.model, loaded.parameters, loaded.output
     others = train if targets is None else targets
     gramian = np.empty((len(train), len(others)))
@@ -136,7 +136,7 @@ def columns_in_order(
     batch_size: int,
     room: MemoryBudget,
 ) -> list[Tensor]:
-    """Return label numbers and ``PerSample.columns`` in the study's order, which ``ids`` have.
+    """Return label numbers and ``PerSample.columns`` in the study's order, the order of ``ids``.
 
     Model outputs must be finite.
     """

@@ -1,4 +1,4 @@
-"""Load a model with the weights of one checkpoint, its parameters and model output."""
+"""Load a model with the weights of one checkpoint, and find its parameters and model output."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -47,7 +47,7 @@ from trak_core.study.study import Study
 
 _FEW = 8  # samples that are checked before the expensive work
 _COMPARED = 8  # samples whose outputs are compared with stored ones
-# Bytes for each logit if all are computed at once. Measured for GPT-2 and Llama: 11 to 16.
+# Bytes for each logit if all are computed at once. GPT-2 and Llama needed 11 to 16.
 _LOGIT_BYTES = 16
 # If the logits of a text need more than this fraction of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
@@ -57,17 +57,17 @@ _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with a checkpoint's weights, on its device.
+    """A model with the weights of a checkpoint, on a device.
 
     Attributes:
         model: The model.
         parameters: The parameters to differentiate, by name.
         output: The model output f.
         device: The model's device.
-        checkpoint_digests: SHA-256 of the weights' files (``sha256``), and of other files that
-            determine numbers.
+        checkpoint_digests: SHA-256 of the files of weights (``sha256``), and of other files that
+            change results.
         blocks: The model's repeated blocks, which are recomputed if a sample needs much memory.
-        scales: Factors of the gradients' entries, by the parameter's name. None for no factors.
+        scales: Factors of the gradients' entries, by parameter name. None for no factors.
     """
 
     model: nn.Module
@@ -99,12 +99,12 @@ class LoadedModel:
         output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
     ) -> Self:
-        """Return the model with weights of a file, a folder or a state dict. None for its own.
+        """Return the model with the weights of a file, a folder or a state dict, or with its own.
 
-        ``output_of`` returns the model output of the model with its weights.
+        ``output_of`` returns the model output for the model with these weights.
         """
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
-        # Before reading the weights, so that they are never in memory together with a copy.
+        # The model is moved before its weights are read, so that no second copy is in memory.
         _move(model, device)
         if isinstance(weights, Path):
             part = (spec.state_dicts or {}).get(spec.checkpoint or "")
@@ -141,9 +141,9 @@ class LoadedModel:
         return replace(batch, gives_labels=True) if needs_labels else batch
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
-        """Return a model that computes logits in pieces, if those of the longest text need much.
+        """Return a model that computes logits in pieces if they would need much memory.
 
-        Its outputs are the same, to rounding. ``few`` prints a notice about it.
+        Its outputs are the same up to rounding. ``few`` prints a notice about it.
         """
         if not self.output.joins_tokens or self.output.takes_labels:
             return self
@@ -160,7 +160,7 @@ class LoadedModel:
         return StoredSamples(samples, [self.batch(samples, i, i + 1) for i in range(len(samples))])
 
     def few_checked(self, stored: StoredSamples) -> Batch:
-        """Return the samples of ``few``, after checking the labels of all samples."""
+        """Return the samples that ``few`` returns, after checking the labels of all samples."""
         few, n_classes = self.few(stored.samples)
         for part, sample_id in zip(stored.parts, stored.samples.split.ids, strict=True):
             check_labels(part.labels, self.output, n_classes, [sample_id])
@@ -170,7 +170,7 @@ class LoadedModel:
         """Return a few samples, the longest text first, and the result of ``count_classes``.
 
         Raises:
-            InputError: If the model does not take them, or their labels do not suit the model.
+            InputError: If the model does not accept the samples or their labels.
         """
         positions = samples.few(_FEW)
         few = joined([self.batch(samples, i, i + 1) for i in positions])
@@ -182,10 +182,10 @@ class LoadedModel:
         return few, n_classes
 
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
-        """Return the memory that differentiating a sample needs, measured.
+        """Return the measured memory that is needed to differentiate a sample.
 
-        If that of the longest text is more than ``memory_mb``, the model's repeated blocks are
-        recomputed in backward passes from then on, with a notice on standard output.
+        If the longest text needs more than ``memory_mb``, the model's repeated blocks are
+        recomputed in all later backward passes, and a notice is printed.
         """
         try:
             if not self.blocks.is_on and self.blocks.found:
@@ -210,11 +210,11 @@ class LoadedModel:
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether samples have the stored ``outputs`` and ``loss_weights``, to rounding.
+        """Return whether samples have the stored ``outputs`` and ``loss_weights``, up to rounding.
 
-        Eight samples, spread over the split, are compared. This detects changes of the model's
-        code, of the output function and of the data that change these outputs. ``columns`` are the
-        stored values of all samples, shape (n,) each.
+        Eight samples, spread over the split, are compared. This detects most changes of the model's
+        code, the output function and the data. ``columns`` are the stored values of all samples,
+        shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
         functions = self.output.value, self.output.loss_weight
@@ -238,7 +238,7 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all that determines a file's numbers, to be stored in it.
+        """Return all settings that determine the content of a file. They are stored in the file.
 
         ``projection`` is the spec of the projection, or of another use of the gradients.
         """

@@ -18,9 +18,9 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, prefers_factors
 from trak_core.settings import ProjectionSpec, matrix_shape
 
-# The largest relative error, by norm, of a sample's features in a stored dtype. float16 rounds by
-# at most 5e-4, and loses more of entries below 6e-5 or above 65504. int8 rounds entries of similar
-# size by 1e-2, and more if one entry is far larger than the others.
+# The largest accepted relative error, in norm, of a sample's features in a stored dtype. float16
+# has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8 has 1e-2
+# for entries of similar size, and more if one entry is far larger than the others.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
 # Parts of up to this total number of entries are copied into one tensor and projected together.
@@ -30,14 +30,15 @@ _JOINED = 2**18
 class Features:
     """A consumer of gradients that sums x R over the parameters.
 
-    A gradient method passes each parameter's gradients, of all samples of a batch, to ``take``. It
-    calls ``finish`` at the end. The coordinates of x are the entries of the parameters in their
-    order, row-major. Gradients are formed in parts, and small parts are collected so that one call
-    projects many. A tensor sketch uses the factors of gradients, if that is cheaper and entries
-    have no scales.
+    A gradient method passes the gradients of each parameter, for all samples of a batch, to
+    ``take``. It calls ``finish`` at the end. The coordinates of x are the entries of the parameters
+    in their order, row-major. Gradients are formed in parts, and small parts are collected so that
+    one call projects many. A tensor sketch uses the factors of gradients if that is cheaper and
+    there are no scales.
 
     Attributes:
-        rows: x R, shape (batch, proj_dim), float32, unscaled, without ``products``.
+        rows: x R, shape (batch, proj_dim), float32, unscaled. Before ``finish``, the terms in
+            ``products`` are missing.
         products: The sum of sketches of factors. None for kinds other than tensor sketches.
     """
 
@@ -111,7 +112,7 @@ class Features:
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Add the sketch of a use's factors and return True, or return False if not cheaper."""
+        """Add the sketch of a use's factors, if that is cheaper; return whether it was added."""
         if use.matrix != shape:
             return False
         if isinstance(use, Lookup):
@@ -131,7 +132,7 @@ class Features:
         return True
 
     def _project_held(self) -> None:
-        """Project the collected parts, one call for each run of consecutive coordinates."""
+        """Project the collected parts, with one call for each run of consecutive coordinates."""
         run: list[Tensor] = []
         start = stop = 0
         for first in sorted(self._held):
@@ -213,7 +214,7 @@ def batch_features(
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
-    """Return the rows rounded to a stored dtype, which must represent them well enough."""
+    """Return rows rounded to a stored dtype. Raise an error if rounding changes them too much."""
     if dtype == "float32":
         return rows
     exact = rows.astype(np.float64)
@@ -247,7 +248,7 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
 def projecting_device(name: str) -> torch.device:
     """Return the device of a config, after checking that the projection can run on it."""
     if takes_cuda(name):
-        # Only CUDA needs this import. The check comes before waiting for a GPU.
+        # Only CUDA needs this import. The check precedes the wait for a GPU.
         from trak_core.projection.cuda.project import require_numba_cuda
 
         require_numba_cuda()

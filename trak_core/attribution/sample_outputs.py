@@ -1,4 +1,4 @@
-"""Find the model output of a name, and compute outputs, predictions and embeddings of samples."""
+"""Find model outputs by name, and compute outputs, predictions and embeddings of samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,11 +70,11 @@ def model_output(
     study: Study | None = None,
     n_others: int = N_OTHERS,
 ) -> ModelOutput:
-    """Return the model output with a name of ``TABLE``, or that of ``file.py:name``.
+    """Return the model output with a name of ``TABLE``, or the object ``name`` of ``file.py:name``.
 
-    The file may be that of the loaded ``study``, which is not run again. For an output with
-    ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``,
-    the same for every checkpoint, and embedded by ``model``, which must have a ``logit_scale``.
+    If the file is the file of the loaded ``study``, it is not run again. For an output with
+    ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``.
+    They are the same for every checkpoint. ``model`` embeds them and must have a ``logit_scale``.
     """
     place = function_location(name)
     if place is not None:
@@ -127,8 +127,9 @@ def outputs_and_predictions(
 def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
-    Inputs are averaged over all dimensions between the first and the last, such as the tokens of a
-    text without padding, to shape (batch, width), float32. The model runs in evaluation mode.
+    They are averaged over all dimensions between the first and the last, such as the tokens of a
+    text without padding. The result has shape (batch, width), float32. The model runs in evaluation
+    mode.
 
     Raises:
         InputError: If the model calls no such layer with a row for each sample.

@@ -7,7 +7,7 @@ import numpy as np
 
 from trak_core.settings import Combine, ScoresSpec
 
-# Rows of scores of a thousand targets that fit into the processor's cache with their copies.
+# For a thousand targets, so many rows of scores and their copies fit into the processor's cache.
 _CACHED_ROWS = 256
 
 
@@ -39,7 +39,7 @@ def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray
 
 
 def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
-    """Average one block of rows of scores over checkpoints. One checkpoint is held at a time.
+    """Average one block of rows of scores over checkpoints, with one of them in memory at a time.
 
     Args:
         parts: For each of one or more checkpoints, rows of A_c, shape (rows, m); their Q_c^power,
@@ -163,7 +163,7 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 class Extremes:
     """The largest scores of each target so far, and their rows.
 
-    Both have shape (kept, m). The largest score is first, and of equal scores the earlier row.
+    Both have shape (kept, m). Scores are in descending order, equal scores in the order of rows.
     """
 
     rows: np.ndarray
@@ -174,14 +174,14 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
     """Return the ``keep`` largest entries of every column, after one more block of rows.
 
     Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
-    blocks in the order of rows. Only entries above the smallest one kept are sorted, which are few
-    unless scores increase with the row.
+    blocks in the order of rows. Only entries above the smallest kept entry are sorted. These are
+    few unless scores increase with the row.
 
     Args:
-        seen: The result for the blocks before. None for the first block.
+        seen: The result for the previous blocks. None for the first block.
         start: The first row of the block.
         block: Scores, shape (rows, m).
-        keep: The number of entries to keep. With fewer rows there are fewer.
+        keep: The number of entries to keep. If there are fewer rows, all are kept.
     """
     # The first block is taken in parts of doubling size, so that later parts are filtered by the
     # entries of earlier ones.
@@ -212,8 +212,8 @@ def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and scores of each column's chosen entries, at the top, and -inf below them."""
-    # Ten times as fast as `np.nonzero` if few are chosen.
+    """Return rows and scores of each column's chosen entries, padded at the end with -inf."""
+    # This is ten times as fast as `np.nonzero` if few entries are chosen.
     rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
     order = np.argsort(columns, kind="stable")
     rows, columns = rows[order], columns[order]

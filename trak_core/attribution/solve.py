@@ -22,7 +22,7 @@ def weighted_gramians(
 
     Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights w, in one pass over the rows.
     A block has features, shape (rows, k), any float dtype, and sets of non-negative weights, shape
-    (rows,) each. The sizes of the blocks change only the rounding. There must be a row.
+    (rows,) each. The sizes of the blocks change only the rounding. At least one row is needed.
 
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
@@ -47,7 +47,7 @@ def weighted_gramians(
         message = "The normal matrix needs at least one training sample. Found none."
         raise InputError(message, code="scoring.no_rows")
     for total in totals:
-        # dsyrk leaves zeros above the diagonal. In place, so that only one transpose is held.
+        # dsyrk leaves zeros above the diagonal. `+=` saves the memory of a third matrix.
         diagonal = np.diagonal(total).copy()
         total += total.T
         total.flat[:: len(total) + 1] = diagonal
@@ -99,11 +99,11 @@ class DampedMatrix:
         """Return the factorization of M + ridge I, with a ridge of at least 0.
 
         This differs from ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)`` in: a
-        matrix with a condition number of ``MAX_CONDITION`` or more is refused, because its solution
-        would be noise.
+        condition number of ``MAX_CONDITION`` or more raises an error, because the solution would be
+        noise.
 
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
-        smallest and largest ones, if they are known. ``is_gramian`` changes only the error.
+        smallest and its largest eigenvalue, or None. ``is_gramian`` changes only the error message.
         """
         ends = extreme_eigenvalues(matrix) if eigenvalues is None else eigenvalues
         smallest, largest = (value + ridge for value in ends)
@@ -146,7 +146,7 @@ class DampedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigendecomposition V D V^T of a normal matrix, which serves any number of dampings.
+    """Eigendecomposition V D V^T of a normal matrix, which can be used for any damping.
 
     Attributes:
         eigenvalues: D, ascending and non-negative, shape (k,), float64.
@@ -164,7 +164,7 @@ class Spectrum:
         return cls(np.maximum(eigenvalues, 0), vectors)
 
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
-        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` takes ||B||.
+        """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` computes ||B||.
 
         ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi. Both and the
         result have shape (k, k), float64. The product * is entrywise.
@@ -189,7 +189,7 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
 
 def _positive_root(squared_norm: float) -> float:
-    """Return ||B||, by which scores are divided. It must be above 0."""
+    """Return ||B|| from its square. Scores are divided by it, so that it must be above 0."""
     if not squared_norm > 0:
         raise InputError(
             "With `combine: unit_average` the norm of a checkpoint's scores over the training "
@@ -200,16 +200,16 @@ def _positive_root(squared_norm: float) -> float:
     return squared_norm**0.5
 
 
-# Rounding of float32 rows leaves eigenvalues of about 1e-14 of the largest in place of zeros.
+# Due to the rounding of float32 rows, eigenvalues that should be 0 are about 1e-14 of the largest.
 _SINGULAR = 1e13
 
 
 def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.ndarray, int]:
     """Return the inverse of a matrix and its rank, or the pseudo-inverse if there is no inverse.
 
-    The pseudo-inverse uses the directions whose eigenvalue is above 1e-13 of the largest, at most
-    ``max_rank`` of them. For G^T G, G times the pseudo-inverse is the limit of
-    G (G^T G + lambda I)^-1 for lambda to 0. The matrix is symmetric, positive semi-definite, of
+    The pseudo-inverse uses eigenvectors with eigenvalues above 1e-13 of the largest, and at most
+    ``max_rank`` of them. For a matrix G^T G, the product of G and the pseudo-inverse is the limit
+    of G (G^T G + lambda I)^-1 for lambda to 0. The matrix is symmetric, positive semi-definite, of
     shape (k, k), float64.
     """
     k = len(matrix)
@@ -226,11 +226,11 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
 
 
 def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
-    """Scale inner products, in place, to those of training gradients of length 1.
+    """Divide training gradients by their lengths in their inner products K and K_t, in place.
 
     K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The targets'
-    gradients J_t are not scaled. A training gradient of length 0, or with a squared length below
-    the rounding error of the largest, keeps inner products of 0.
+    gradients J_t are not scaled. If a training gradient has length 0, or a squared length below the
+    rounding error of the largest, its inner products become 0.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
@@ -273,11 +273,11 @@ class DampedGramian:
 
     @classmethod
     def factorize(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
-        """Return the factorized damped Gramian, which serves any targets.
+        """Return the factorized damped Gramian, which can be used for any targets.
 
         K = J J^T has shape (n, n), float64. ``weights`` are the diagonal of W, non-negative, shape
         (n,). The damping, at least 0, is relative to the mean squared length of the weighted
-        gradients. A numerically singular matrix is refused, as with weights of 0 without damping.
+        gradients. A numerically singular matrix raises an error.
         """
         if damping < 0:
             raise InputError(f"The damping must be at least 0. Found {damping}.")

@@ -28,9 +28,9 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# Targets that a notebook shows, and for each the training samples of either sign.
+# The number of targets that a notebook shows, and of training samples of either sign for each.
 _SHOWN, _EACH = 5, 3
-# Returns a sample as HTML, from whether it is a target and its id.
+# A function that returns a sample as HTML. Its arguments are whether it is a target, and its id.
 ShowSample = Callable[[bool, Any], str]
 
 
@@ -43,8 +43,8 @@ class Scores:
     Attributes:
         targets: A table of the targets by id, with columns ``label``, ``prediction``, ``output``
             (the model output, averaged over checkpoints), ``output_sd``, and those of the study.
-        train: The same for the training samples, with ``loss_weight``; and with ``help`` and
-            ``harm`` if it is known which sign of a score improves a target.
+        train: The same for the training samples, with ``loss_weight``. If it is known which sign of
+            a score improves a target, there are also ``help`` and ``harm``.
         unit: The unit of a score, as text.
 
     Example:
@@ -85,10 +85,10 @@ class Scores:
         memory_mb: int,
         **more: Any,
     ) -> Self:
-        """Return the combined scores of checkpoints, a block of training samples at a time.
+        """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        There is a part for each of ``spec.checkpoints``, and a reader of rows of its A_c. ``keep``
-        is ``full`` or ``top_k``. ``more`` are further attributes of the result.
+        For each of ``spec.checkpoints``, ``parts`` has its data and ``rows`` a function that reads
+        rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` are other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -126,9 +126,9 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores of a file of a run, whose matrix is read on first use.
+        """Return the scores of a file of a run. Their matrix is read when it is needed.
 
-        ``texts`` are columns by id that are added to the tables ``targets`` and ``train``.
+        ``texts`` has tables by id whose columns are added to ``targets`` and ``train``.
         """
         with open_artifact(path, SCORES) as file:
             targets, train = (
@@ -197,7 +197,7 @@ class Scores:
     def of_train(self, train_id: Any) -> pd.DataFrame:
         """Return the scores of a training sample, largest first: ``target`` and ``score``.
 
-        With ``keep="top_k"`` only targets that have the sample among their top influences.
+        With ``keep="top_k"``, only targets with the sample among their top influences are returned.
         """
         if train_id not in self.train.index:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Split the scores of chosen pairs into parts of the tokens of either text, and of parameters."""
+"""Split the scores of chosen pairs by the tokens of either text, and by parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ SIDES = ("train", "target")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Scores of pairs under one checkpoint, split by the tokens of one side and by parameters.
+    """Scores of pairs for one checkpoint, split by the tokens of one side and by parameters.
 
     Attributes:
-        tokens: For each pair the parts of its tokens, and last the part of no token.
-        layers: The parts of parameters, shape (pairs, parameters).
+        tokens: For each pair the scores of its tokens, and last the score of no token.
+        layers: The scores of parameters, shape (pairs, parameters).
         names: Names of the parameters.
     """
 
@@ -50,11 +50,11 @@ def cut_pairs(
     """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
 
     A score is <x, R v>. To split it by the tokens of a sample, x is the gradient of this sample,
-    and v = (N + ridge I)^-1 phi of the other one, with features phi. Each side's samples are
+    and v = (N + ridge I)^-1 phi with the features phi of the other sample. Each side's samples are
     differentiated once.
 
     Args:
-        loaded: The model under the checkpoint.
+        loaded: The model with the weights of the checkpoint.
         spec: The settings of the checkpoint's scores.
         damped: The checkpoint's damped normal matrix.
         splits: n training samples and m targets.
@@ -62,10 +62,10 @@ def cut_pairs(
         pairs: For each pair the row of a training sample and of a target.
         batch_size: The largest number of samples in the model at once.
         memory_mb: Memory in MiB for gradients and activations.
-        method_of: Returns the gradient method for a few samples, which must give terms.
+        method_of: Returns the gradient method for a few samples, which must compute terms.
 
     Returns:
-        The scores, split by the tokens of training samples; and by those of targets.
+        The scores, split by the tokens of training samples; and by the tokens of targets.
     """
     phi, target_phi = features
     lengths = np.ones(len(phi))
@@ -80,7 +80,7 @@ def cut_pairs(
     reverse = [(target, row) for row, target in pairs]
     train = _cut(loaded, projection, _Side(splits[0], solved[:m], pairs), *given)
     targets = _cut(loaded, projection, _Side(splits[1], solved[m:], reverse), *given)
-    # The features of a training sample are those of its gradient divided by their length.
+    # With `normalize`, the features of a training sample are divided by their length.
     pair_lengths = lengths[[row for row, _ in pairs]]
     train.layers[:] /= pair_lengths[:, None]
     for tokens, length in zip(train.tokens, pair_lengths, strict=True):
@@ -126,8 +126,8 @@ def _cut(
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
     directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
-    # Directions of one parameter for one vector are held with the gradients, and a scaled copy of
-    # them. Those of small parameters are held for all vectors.
+    # Memory beside the gradients: the directions of one parameter for one vector and their scaled
+    # copy, and the directions of small parameters for all vectors.
     sizes = [p.numel() for p in loaded.parameters.values()]
     direction_bytes = 4 * max(sizes) * (1 + bool(loaded.scales))
     direction_bytes += 4 * min(PIECE, len(vectors) * sum(sizes))
@@ -157,7 +157,7 @@ def _cut(
         method(*model, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()
-        # Padding has no part of a score.
+        # Padding has a score of 0 and is left out.
         tokens = [
             np.append(row[: lengths[b]], row[-1])
             for row, b in zip(by_token, positions, strict=True)

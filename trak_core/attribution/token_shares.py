@@ -46,8 +46,8 @@ class Pairs:
         ]
 
 
-# Takes a sample and directions (n, entries). Returns the inner products of the directions with the
-# gradient's terms at the sample's positions, shape (n, positions).
+# A function of a sample and directions (n, entries). It returns the inner products of directions
+# with the terms of the sample's gradient, shape (n, positions).
 _Inner = Callable[[int, Tensor], Tensor]
 
 
@@ -74,15 +74,15 @@ def _of_terms(first: int | None, terms: Tensor, entry: int = 0) -> _Part:
 
 
 class Directions:
-    """Projected vectors v, and their directions R v in each parameter's entries.
+    """Projected vectors v, and their directions R v for each parameter.
 
-    The directions of small parameters are computed once, of at most ``PIECE`` entries together.
+    The directions of small parameters, with at most ``PIECE`` entries together, are computed once.
 
     Args:
         parameters: The parameters that are differentiated.
         projection: The projection R.
         vectors: Shape (m, k), float32.
-        scales: Factors of the gradients' entries, by the parameter's name.
+        scales: Factors of the gradients' entries, by parameter name.
 
     Attributes:
         vectors: The same vectors.
@@ -139,8 +139,8 @@ class Shares:
     sketch each token's factors once for all vectors.
 
     Attributes:
-        by_token: Shape (pairs, tokens + 1), float64. The last column is the part of no single
-            token, such as that of a table of positions.
+        by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
+            no single token, such as those of position embeddings.
         by_parameter: Shape (pairs, parameters), float64. Its rows have the same sums.
     """
 
@@ -158,7 +158,7 @@ class Shares:
         self._parameters, self._directions, self._pairs = parameters, directions, pairs
         self.by_token, self.by_parameter = by_token, by_parameter
         self._groups = pairs.groups()
-        # The index of each parameter among all, and among the non-empty parameters.
+        # The index of each parameter among all parameters and among those that are not empty.
         self._numbers: dict[int, tuple[int, int]] = {}
         matrix = 0
         for number, parameter in enumerate(parameters.values()):
@@ -210,7 +210,7 @@ class Shares:
                 self._add_shares(part.first, torch.cat(shares), number, pairs)
 
     def _products(self, part: _Part, directions: Tensor) -> Tensor:
-        """Return the pairs' inner products from directions of all vectors, (pairs, positions)."""
+        """Return the inner products of all pairs, shape (pairs, positions)."""
         vectors, terms = self._pairs.vectors, part.terms
         most = max(rows.stop - rows.start for _, rows in self._groups)
         if terms is not None and terms.shape[1] == 1:
@@ -219,7 +219,7 @@ class Shares:
         if terms is None or len(terms) * most * terms.shape[2] > PIECE:
             return torch.cat([part.inner(b, directions[vectors[rows]]) for b, rows in self._groups])
         directions = directions[:, part.entry : part.entry + terms.shape[2]]
-        # One product for all samples. Samples with fewer pairs than others are padded.
+        # bmm multiplies all samples at once. Samples with fewer pairs than others are padded.
         padded = vectors.new_zeros(len(terms), most)
         ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
         positions = self._pairs.samples, ranks.to(vectors.device)
@@ -234,7 +234,7 @@ class Shares:
         number: int,
         matrix: int,
     ) -> bool:
-        """Add the shares of a use by sketching its factors; return False if that is not cheaper."""
+        """Add the shares of a use from its sketched factors, if cheaper; return whether added."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -263,7 +263,7 @@ class Shares:
     def _add_shares(
         self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None
     ) -> None:
-        """Add the shares of tokens from ``first`` on, or of no token, for some or all pairs."""
+        """Add shares of the tokens from ``first`` on. None adds them to the column of no token."""
         rows = slice(None) if pairs is None else pairs
         shares = shares.double()
         sums = shares.sum(1)
@@ -277,7 +277,7 @@ class Shares:
         return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
 
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield the gradient of a use in parts. Its positions are tokens if there are as many."""
+        """Yield the gradient of a use in parts. Positions are tokens if their numbers are equal."""
         if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
             of_weight = use.of_weight if isinstance(use, BiasFactors) else use
             first = 0
@@ -302,7 +302,7 @@ class Shares:
         return 0 if self._are_tokens(use, positions) else None
 
     def _are_tokens(self, use: Contribution, positions: Tensor) -> bool:
-        """Return whether the positions (batch, positions, ...) are tokens, by their number."""
+        """Return whether there are as many positions (batch, positions, ...) as tokens."""
         return 0 < positions.shape[1] == self._n_tokens and not use.has_ranks
 
     def of(self, samples: slice) -> Self:
@@ -323,7 +323,7 @@ class Shares:
         self.by_parameter += other.by_parameter
 
     def finish(self) -> None:
-        """Do nothing, because ``take`` adds at once."""
+        """Do nothing, because ``take`` has already added all terms."""
 
 
 def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:

@@ -1,4 +1,4 @@
-"""Compute the features of samples under one checkpoint, in memory or into a file."""
+"""Compute the features of samples for one checkpoint, in memory or in a file."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +19,10 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# The size of the window in which texts are sorted: bytes of features, and least number of texts.
+# The size of the window in which texts are sorted: bytes of features, and the minimum of texts.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
-# Returns the gradient method for a model, by a few samples.
+# A function that chooses the gradient method for a model from a few samples.
 MethodOf = Callable[..., GradientMethod]
 
 
@@ -42,19 +42,19 @@ def feature_blocks(
     threads: int,
     must_differ: bool,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
-    """Yield features phi = R^T g / scale of samples in their order, a block at a time.
+    """Yield features phi = scale R^T g of samples in their order, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
 
     Args:
-        loaded: The model under a checkpoint.
+        loaded: The model with the weights of a checkpoint.
         data: The samples.
         spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
         method_of: Returns the gradient method for a few samples.
         batch_size: The largest number of samples in the model at once.
         memory_mb: Memory in MiB for gradients and activations, which may reduce the batch size.
         threads: CPU threads of the projection.
-        must_differ: Whether features that are all equal are refused.
+        must_differ: Whether to raise an error if all features are equal.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -110,7 +110,7 @@ def write_features(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write the features of a split's samples, or of one shard of them, 1 to ``n_shards``."""
+    """Write the features of a split's samples, or of one shard (1 to ``n_shards``) of them."""
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
     projection = projection_for(loaded, spec)
     file_spec = loaded.file_spec(spec, projection.scaled())
@@ -147,7 +147,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # A list of parts would fragment memory: small tensors remain between large freed ones.
+            # A list of parts would fragment memory, with small tensors between large freed ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

@@ -1,6 +1,7 @@
-"""Compute subset sums of simpler rules, the baselines of an evaluation.
+"""Compute subset sums of simpler scores, the baselines of an evaluation.
 
-They are labels, noise, cosines of embeddings, inner products of gradients, and BM25 of words.
+The scores are equality of labels, noise, cosines of embeddings, inner products of gradients, and
+BM25 of words.
 """
 
 from collections import Counter
@@ -59,8 +60,8 @@ def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray)
 class Bm25:
     """An index of training texts by their words.
 
-    ``entries`` has for each word its number, the texts that contain it, and what it adds to their
-    scores (float64).
+    For each word, ``entries`` has its number, the texts that contain it, and the word's terms of
+    their scores (float64).
     """
 
     n_texts: int
@@ -80,6 +81,7 @@ class Bm25:
         for number, (word, rows) in enumerate(containing.items()):
             times = np.array([counts[text][word] for text in rows])
             rarity = np.log1p((len(counts) - len(rows) + 0.5) / (len(rows) + 0.5))
+            # rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), with count tf
             lengthened = times + _K1 * (1 - _B + _B * relative[rows])
             entries[word] = number, np.array(rows), rarity * times * (_K1 + 1) / lengthened
         return cls(len(counts), entries)
@@ -94,7 +96,7 @@ class Bm25:
         """
         values = np.zeros(self.n_texts)
         known = [self.entries[word] for word in set(query) if word in self.entries]
-        # In a fixed order, because float64 sums depend on it.
+        # The order is fixed, because the rounding of sums depends on it.
         for _, rows, weights in sorted(known, key=lambda entry: entry[0]):
             values[rows] += weights
         return values

@@ -1,8 +1,8 @@
 """Compute 95 % confidence intervals of means and of bootstrap draws from few numbers.
 
 A percentile interval of a bootstrap is too short for few numbers: with five trainings it contains
-the true mean in 83 % of cases. So variances have the divisor n - 1, widths use Student's quantile,
-and independent variances are added by Welch's formula.
+the true mean in 83 % of cases. Therefore variances have the divisor n - 1, widths use Student's
+quantile, and independent variances are added by Welch's formula.
 
 Source: Welch, "The generalization of 'Student's' problem when several different population
     variances are involved", Biometrika 34, 1947; Hesterberg, "What Teachers Should Know About the
@@ -29,7 +29,8 @@ class Chance(NamedTuple):
     freedom: np.ndarray
 
     def __add__(self, other: "Chance") -> "Chance":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add an independent variance; Welch's degrees of freedom are infinite if both are 0."""
+        """Add an independent variance. Degrees of freedom are infinite if both variances are 0."""
+        # Welch's degrees of freedom of a + b are (a + b)^2 / (a^2 / freedom_a + b^2 / freedom_b).
         total = self.variance + other.variance
         pieces = [own.variance**2 / np.maximum(own.freedom, 1) for own in (self, other)]
         small = np.asarray(pieces[0] + pieces[1], dtype=np.float64)
@@ -70,9 +71,9 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
     """Return the interval of a mean of ones and zeros, or of their differences.
 
-    Where all models agree on all n targets, the values have no spread, although other targets may
-    differ: up to about 3 / n of them, with 95 % confidence. The interval is extended accordingly
-    where fewer than one target differs. ``values`` have shape (seeds, targets).
+    If all models agree on all n targets, the values have no spread. Other targets may still differ:
+    up to about 3 / n of them, with 95 % confidence. The interval is extended accordingly if fewer
+    than one target differs. ``values`` have shape (seeds, targets).
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.

@@ -112,10 +112,9 @@ def bootstrap(
 ) -> np.ndarray:
     """Return mean rank correlations for resampled subsets and targets.
 
-    Each draw takes as many subsets and as many targets as there are, with replacement, ranks the
-    drawn subsets again and averages over the drawn targets. All predictions share the draws, so
-    that differences between two predictions are paired, and the numbers of one do not depend on
-    which others are given.
+    Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
+    averages over the drawn targets. All predictions share the draws, so that differences between
+    two predictions are paired, and the result for one does not depend on the others.
 
     Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
     over seeds of ``outputs``, shape (seeds, subsets, targets).
@@ -168,8 +167,8 @@ def order_models(
     """Reorder the subsets and retrained models of a file by the study's samples and targets.
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
-    ``outputs`` are models, each named by its subset, and columns are samples, among them the
-    targets. All subsets must have the same number of models. ``name`` is the file's in errors.
+    ``outputs`` are models, and each has the name of its subset. Its columns are samples, including
+    the targets. All subsets must have the same number of models. Errors name the file ``name``.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
@@ -231,8 +230,8 @@ def lds_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``summary``, ``targets`` and ``checkpoints``.
 
-    ``methods`` has subset sums, shape (S, m), for each row of the summary, the scores first.
-    ``by_count`` has those of scores from the first few checkpoints, by their number.
+    ``methods`` has the subset sums, shape (S, m), for each row of the summary. The scores are the
+    first row. ``by_count`` has the subset sums of scores from the first c checkpoints, for each c.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}

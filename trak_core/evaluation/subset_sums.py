@@ -99,7 +99,7 @@ def setting_sums(
     averages: Mapping[float, np.ndarray],
     checkpoint: CheckpointRows,
 ) -> dict[Setting, np.ndarray]:
-    """Return one checkpoint's term of the subset sums under each setting, shape (S, m).
+    """Return one checkpoint's term of the subset sums for each setting, shape (S, m).
 
     Phi_c is read once. The sum of these terms over checkpoints is the subset sum of scores times
     the number of checkpoints, which does not change ranks. See ``subset_sums`` for masks.

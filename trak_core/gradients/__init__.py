@@ -3,12 +3,12 @@
 The gradient of f has p coordinates, one for each parameter entry: parameters in
 ``named_parameters`` order, each row-major. A batch is differentiated by one backward pass
 (``gradients_at_once``). If the model's graph can't be read, its samples are differentiated one by
-one. Gradients are passed to a consumer when they are computed, such as
-``trak_core.attribution.project_gradients``, so that the (batch, p) matrix is never formed.
+one. The gradients of each parameter are passed to a consumer as soon as they are computed, so that
+the (batch, p) matrix is never formed. ``trak_core.attribution.project_gradients`` is a consumer.
 
 Common arguments are ``model``, on the samples' device and in any mode, which is restored;
-``parameters``, from ``select_parameters``; the model ``output`` f; ``samples``, as ``as_batch``
-takes them; and ``sample_ids``, which error messages name.
+``parameters``, from ``select_parameters``; the model ``output`` f; ``samples``, in a form that
+``as_batch`` takes; and ``sample_ids``, which error messages name.
 """
 
 from trak_core.gradients.batch_size import (

@@ -2,15 +2,14 @@
 
 A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
 ``graph.py``), and *shared* otherwise: parameters, functions of parameters alone, and tensors that
-depend on several samples. Let f_1, ..., f_B be the outputs and x a split tensor. The gradient of
-sum_i f_i with respect to an entry of x is the gradient of the one f_i that it belongs to. Therefore
+depend on several samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of x
+belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. Therefore
 one backward pass computes the gradients with respect to x for all samples. An edge from the split
-output y of an operation to a shared input w is a *crossing*. There the sum over samples of the
-chain rule
+output y of an operation to a shared input w is a *crossing*. There the chain rule is
 
-    d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw)
+    d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
 
-is split by i: ``gradient_formulas`` returns the B inner sums in closed form.
+and ``gradient_formulas`` returns the B inner sums, the gradients of the samples, in closed form.
 """
 
 from collections import Counter, defaultdict
@@ -50,12 +49,12 @@ class Region:
     """A connected component of shared nodes, such as a parameter and its transpose.
 
     Attributes:
-        n_crossings: Number of crossings that lead into it.
+        n_crossings: Number of crossings that lead into the region.
         parameters: Indices of its parameters.
         is_direct: Whether it has one parameter, and each crossing leads to that parameter as a
             whole, possibly transposed or reshaped. Then contributions to it are added unchanged.
-        is_simple: Whether each crossing leads to entries of one parameter that no other crossing
-            leads to. Then inner products of the contributions add up.
+        is_simple: Whether it has one parameter, and crossings lead to disjoint sets of its entries.
+            Then the inner products of contributions add up.
     """
 
     n_crossings: int = 0
@@ -70,10 +69,10 @@ class Plan:
 
     Attributes:
         layouts: For each split node with crossings, the layouts of its used outputs.
-        crossings: For each such node, its crossings and the regions they lead to.
+        crossings: For each split node with crossings, the crossings and the regions they lead to.
         regions: All regions.
-        inner: Such nodes from which others are reached; hooks read the gradients there.
-        last: The other such nodes, where the backward pass ends.
+        inner: The split nodes with crossings that lead to others. Hooks read their gradients.
+        last: The other split nodes with crossings, where the backward pass ends.
         parameters: The parameters to differentiate.
         is_fixed: Whether the graph's signature determines the plan. If not, it depends on values
             that operations have saved, such as indices.
@@ -104,7 +103,7 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return operation and shape of each tensor whose per-sample gradients must be formed."""
+        """Return the operation and shape of the tensors with per-sample gradients to be formed."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -141,7 +140,7 @@ def make_plan(
 def _layouts_of_one_sample(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts for B = 1: all tensors are split, except parameters that only moved."""
+    """Return the layouts for B = 1. All tensors are split except parameters and views of them."""
     used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
     for node in reversed(graph.order):
@@ -156,7 +155,7 @@ def _layouts_of_one_sample(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of all split nodes by output, and whether no saved value determines them.
+    """Return the layouts of all split nodes by output, and whether they depend on no saved value.
 
     Nodes are visited in topological order, so that all users of a tensor have set its layout.
     """

@@ -22,10 +22,10 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 T = TypeVar("T")
 
-# Peak memory of a backward pass, relative to the tensors that the forward pass saves. Measured were
-# 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million parameters.
+# Peak memory of a backward pass, relative to the tensors that the forward pass saves. The measured
+# ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million parameters.
 _ACTIVATIONS = 2
-# Number of copies of a piece of formed gradients that a consumer holds.
+# Number of copies of a piece of formed gradients that are in memory at the same time.
 _PIECES = 3
 PIECE_BYTES = 4 * PIECE
 
@@ -35,9 +35,9 @@ class SampleMemory:
     """Memory that is needed to differentiate f.
 
     Attributes:
-        activation_bytes: Peak of saved tensors for each sample, and of gradients with respect to
-            tensors that are computed from parameters.
-        gradient_bytes: Size of a sample's gradient. Not more than a piece of a batch's is formed.
+        activation_bytes: Peak memory for each sample of saved tensors and of gradients with respect
+            to tensors that are computed from parameters.
+        gradient_bytes: Size of a sample's gradient. A batch's gradients are formed in pieces.
         shared_bytes: Memory that doesn't depend on the number of samples.
     """
 
@@ -51,7 +51,7 @@ class SampleMemory:
         return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
     def most(self, budget_bytes: int) -> int:
-        """Return how many samples together need at most ``budget_bytes``."""
+        """Return the largest number of samples that together need at most ``budget_bytes``."""
         budget_bytes -= self.shared_bytes
         all_formed = budget_bytes // max(1, self.of(1) - self.shared_bytes)
         in_pieces = (budget_bytes - _PIECES * PIECE_BYTES) // max(1, self.activation_bytes)
@@ -74,9 +74,9 @@ def sample_memory(
     """Return an estimate of the memory to differentiate a sample like the first.
 
     The tensors that a forward pass saves are counted. ``blocks`` are the model's recomputed blocks.
-    Once activations exceed ``most_bytes``, they are no longer kept, and a ``TooMuchMemoryError`` is
-    raised at the end. The pass has ``n_copies`` of the sample. Two also show which gradients are
-    formed because an operation mixes samples. One suffices if every batch has one sample.
+    When activations exceed ``most_bytes``, they are freed, and a ``TooMuchMemoryError`` is raised
+    at the end. The pass has ``n_copies`` of the sample. With two copies, gradients that are formed
+    because an operation mixes samples are counted too. One is enough for batches of one sample.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -121,14 +121,14 @@ def sample_memory(
         with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # Counted twice: the incoming rows, and the rows that are propagated to the parameter.
+            # Both the incoming rows and the rows that are propagated to the parameter are counted.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
 
 
 def _pair(batch: Batch) -> Batch:
-    """Return the first sample twice, in new storages, because saved bytes are counted by storage.
+    """Return two copies of the first sample, in new storages, because bytes are counted by storage.
 
     For texts, the second copy is one token shorter, so that code for padding runs as well.
     """
@@ -143,7 +143,7 @@ def _pair(batch: Batch) -> Batch:
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
     """Return the memory of a batch: ``memory_mb`` MiB, or 4/5 of a CUDA device's free memory.
 
-    On a GPU, pieces of formed gradients are larger. The difference is subtracted.
+    On a GPU, pieces of formed gradients are larger than on a CPU. The difference is subtracted.
     """
     if device.type == "cuda":
         larger_pieces = _PIECES * 4 * (piece_on(device) - PIECE)
@@ -156,7 +156,7 @@ def in_chunks(
 ) -> Iterator[tuple[int, int, T]]:
     """Call ``compute(start, stop)`` for chunks of samples; halve the size when memory runs out.
 
-    ``chunk`` is the number of samples of a chunk, or a function of its start.
+    ``chunk`` is the number of samples in a chunk, or a function that returns it for a start.
 
     Yields:
         Start and stop of each chunk, in order, and its result.
@@ -188,14 +188,14 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # This is done here, after the exception has released its tensors.
+        # The cache is emptied here because the exception has released its tensors by now.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryByLength:
-    """Memory to differentiate a sample, by the tokens of the longest text in its batch.
+    """Memory to differentiate a sample, as a function of the longest text in its batch.
 
     Texts are padded to that length. ``shortest`` and ``longest`` are the smallest and largest
     number of tokens of any text, or 0 if all samples have the same shape.
@@ -221,12 +221,12 @@ class MemoryByLength:
         return replace(high, activation_bytes=low.activation_bytes + int(part * more))
 
     def mapped(self, function: Callable[[SampleMemory], SampleMemory]) -> "MemoryByLength":
-        """Apply ``function`` to both measurements, for another use of the model."""
+        """Return the result of ``function`` for both measurements."""
         low, high = function(self.of_shortest), function(self.of_longest)
         return MemoryByLength(self.shortest, self.longest, low, high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
-        """Return the present budget, or raise an ``InputError`` if the longest text doesn't fit."""
+        """Return the current budget, or raise an ``InputError`` if the longest text doesn't fit."""
         is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
         needed = self.of_longest.of(1)
         if needed > budget:

@@ -37,7 +37,7 @@ _LABEL_SHAPES = (
     "one token for each position",
     "one class for each pixel",
 )
-# A step of a forward pass: its name, and tensors that have one row for each sample.
+# A step of a forward pass: a name, and tensors that have one row for each sample.
 _Step = tuple[str, list[Tensor]]
 # Errors of the user's model that are reported instead of raised.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
@@ -48,8 +48,8 @@ _ROUNDING = 1e-5
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
     """Raise an error if f depends on other samples, on random numbers or on padding.
 
-    f of the first eight samples as a batch is compared with f of each alone, in evaluation mode.
-    The error names the first layer whose output differs.
+    In evaluation mode, f of the first eight samples is computed in one batch and in eight batches
+    of one sample. If the results differ, the error names the first layer whose output differs.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -58,7 +58,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         returned, allowed = call_with_rounding(model, batch)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
-        # Alone, texts have no padding. If f differs, the reason is found below.
+        # A text has no padding in a batch of its own. If f differs, the reason is found below.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _agrees(together, alone, tolerance):
             return
@@ -102,7 +102,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _one_by_one(
     model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
 ) -> Tensor | Exception:
-    """Return f of batches of one sample, shape (batch,), or the error of the model or f."""
+    """Return f of batches of one sample, shape (batch,), or the error that was raised."""
     try:
         return torch.cat([_run(model, output, part)[0] for part in parts])
     except _FAILURES as error:
@@ -132,7 +132,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return f of each sample, and the largest absolute value of what the model returned for it."""
+    """Return f of each sample, and the largest absolute value that the model returned for it."""
     return _read(output, batch.given_to(model), batch)
 
 
@@ -153,12 +153,12 @@ def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
 
 
 def _alone(batch: Batch, i: int) -> Batch:
-    """Return one sample with the padding that it has in the batch."""
+    """Return one sample with its padding in the batch."""
     return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the first layer whose result for sample 0 differs between the batch and sample 0."""
+    """Return the first layer that returns another result for sample 0 alone than in the batch."""
     alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
@@ -223,8 +223,8 @@ def count_classes(
 ) -> int | None:
     """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    None if labels are not classes. The model is on ``device``, the samples may be elsewhere. An
-    ``InputError`` is raised if f of the sample can't be computed.
+    The result is None if labels are not classes. The model must be on ``device``, the samples may
+    be elsewhere. An ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -283,9 +283,9 @@ def check_labels(
 ) -> None:
     """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
-    These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1 (a label
-    of many parts may have ``IGNORED``), numbers that are not finite, and labels of which all parts
-    are ignored. ``n_classes`` is the result of ``count_classes``.
+    These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1, numbers
+    that are not finite, and labels with only ``IGNORED`` parts. (A label with several parts may
+    have some ``IGNORED`` parts.) ``n_classes`` is the result of ``count_classes``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -351,7 +351,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate again, one by one, and raise the error of ``check_finite``."""
+    """Differentiate the samples again, one by one, and raise the error of ``check_finite``."""
     batch = as_batch(samples, output)
     magnitude = Magnitude.zeros(parameters, len(batch))
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
@@ -401,14 +401,14 @@ def check_finite_gramian(
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
-        if not (rows or columns):  # finite gradients, whose inner products overflow
+        if not (rows or columns):  # gradients are finite, but inner products overflow
             rows = np.flatnonzero(bad.any(axis=1)).tolist()
         bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
         refuse_not_finite(bad_ids, "Inner products of gradients")
 
 
 class Variety:
-    """Count samples with gradient zero, and compare all with the first, a block at a time.
+    """Count samples with gradient zero, and compare all samples with the first, block by block.
 
     Attributes:
         n_samples: Number of samples so far.
@@ -422,7 +422,7 @@ class Variety:
         self._first: np.ndarray | None = None
 
     def add(self, rows: np.ndarray) -> None:
-        """Take features of n samples, or their inner products with all samples, shape (n, k)."""
+        """Add features of n samples, or their inner products with all samples, shape (n, k)."""
         first = rows[0].astype(np.float64) if self._first is None else self._first
         self._first = first
         self.n_samples += len(rows)
@@ -433,10 +433,10 @@ class Variety:
             self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
-        """Raise an error for several samples whose gradients are all zero; warn if most are.
+        """Raise an error if the gradients of several samples are all zero; warn if most are.
 
-        If gradients ``must_differ``, refuse several samples whose gradients are all equal. (Targets
-        may contain the same sample twice.) ``samples`` names the samples in messages.
+        With ``must_differ``, also raise an error if the gradients of several samples are all equal.
+        (Targets may contain the same sample twice.) ``samples`` names the samples in messages.
         """
         n = self.n_samples
         if n > 1 and self.n_zero == n:

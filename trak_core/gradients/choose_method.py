@@ -32,8 +32,8 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 # Below this number of parameters, plain autograd is rarely slower than ``gradients_in_turn``
 # (RESULTS.md, "Ways to gradients"), because its gradients fit into a core's caches.
 _LEAST_PARAMETERS = 8_000_000
-# Differences in float64 must be smaller than those in float32 by the ratio of the two machine
-# epsilons over this factor. Only then are they rounding errors.
+# Differences are rounding errors only if they are smaller in float64 than in float32 by at least
+# the ratio of the two machine epsilons divided by this factor.
 _FAR = 10
 
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
@@ -63,21 +63,20 @@ def choose_method(
     *,
     reads_terms: bool = False,
 ) -> tuple[GradientMethod, str | None]:
-    """Choose the fastest method whose gradients of two samples, and of one, equal autograd's.
+    """Choose the fastest method that computes the gradients of autograd for two samples.
 
     Args:
         model: A model in any mode.
         parameters: The parameters to differentiate.
         output: The model output f.
-        samples: One or more. The first two are differentiated.
+        samples: One or more samples. The first two are differentiated.
         reads_terms: Whether the consumer needs the gradients as factors.
 
     Returns:
-        The method, and a notice with the reason, or None. ``gradients_at_once``, unless an
-        operation mixes samples. Then, or if there is one sample, ``gradients_in_turn``; but plain
-        autograd for a small model that mixes samples, unless ``reads_terms``.
-        ``gradients_one_by_one``, which is plain autograd, if the graph can't be read or the
-        gradients differ by more than rounding.
+        The method, and a notice with the reason, or None. The method is ``gradients_at_once`` in
+        general; ``gradients_in_turn`` if an operation mixes samples or if there is one sample;
+        ``gradients_one_by_one``, plain autograd, if a model that mixes samples is small (without
+        ``reads_terms``), if the graph can't be read, or if gradients differ by more than rounding.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair
@@ -113,10 +112,10 @@ def choose_method(
 def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
     """Return whether a method equals plain autograd up to rounding, and a text on the difference.
 
-    In float32, rounding may change the sign of a ReLU's input, which makes a large difference
-    though both are right. So a large difference is computed again in float64. There it shrinks by
-    the ratio of the machine epsilons if it was rounding. If a formula is wrong, or cancels digits,
-    it doesn't shrink enough.
+    In float32, rounding may change the sign of a ReLU's input. Then the difference is large
+    although both are correct. Therefore a large difference is computed again in float64. If it is
+    due to rounding, it shrinks by the ratio of the machine epsilons. If a formula is wrong or loses
+    digits by cancellation, it doesn't shrink enough.
     """
     model, *_, pair = given
     plain, allowed = _digest(given, gradients_one_by_one), least_rounding(model)
@@ -127,7 +126,7 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
             with in_evaluation_mode(model):
                 allowed = rounding(model, pair)
         if not apart > allowed:
-            continue  # A later check refuses NaN in both, and names samples and parameters.
+            continue  # If both have NaN, a later check raises an error.
         if apart == math.inf:
             return False, f"gives NaN or infinity where autograd doesn't, in {name}"
         said = f"differs from autograd by {apart:.1g} of the largest entry, in {name}"
@@ -176,8 +175,8 @@ def _mixing_operations(
 ) -> str | None:
     """Return a phrase that names the operations that mix samples, or None if none does.
 
-    Gradients are formed at tensors that depend on parameters alone, and below operations that mix
-    samples. Only the latter's number or shapes differ between two and three samples.
+    Gradients are formed at tensors that depend on parameters alone, and at inputs of operations
+    that mix samples. Only the latter differ in number or shape between two and three samples.
     """
     arrivals: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for n in (2, 3):

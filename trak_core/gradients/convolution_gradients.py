@@ -18,9 +18,9 @@ from trak_core.gradients.gradient_terms import (
     prefers_inner_products,
 )
 
-# With this many input channels or more, a product for each kernel position is faster than patches.
+# From this number of input channels on, a product for each kernel position is faster than patches.
 _BY_PLACE_CHANNELS = 8
-# With this many or more, torch's convolution is faster than patches to form gradients.
+# From this number of input channels on, torch's convolution forms gradients faster than patches.
 _BY_LIBRARY_CHANNELS = 4
 # The gradient of a convolution's weight, for kernels of 1, 2 and 3 dimensions.
 _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
@@ -35,7 +35,7 @@ class Patches(Contribution):
         dW_i[o, c, k] = sum_t delta_t[o] x_{s t + d k}[c]    (stride s, dilation d, pixel t)
 
     Patches overlap, so that all of them take much more memory than the input. They are formed for
-    some channels c at a time, or, for one kernel position k at a time, read from the shifted input.
+    some channels c at a time, or read from the shifted input for one kernel position k at a time.
 
     Attributes:
         gradients: delta, shape (C, B, V, outputs, *output size).
@@ -91,9 +91,9 @@ class Patches(Contribution):
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _by_library(self, first: int, last: int) -> Tensor:
-        """Return gradients by torch's own kernel, for one convolution with B groups.
+        """Return gradients by torch's own kernel, for a convolution with B * ``groups`` groups.
 
-        Samples are put into channels, so that a grouped convolution keeps their gradients apart.
+        Samples become channels, so that a grouped convolution computes their gradients separately.
         """
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
@@ -140,8 +140,8 @@ class Patches(Contribution):
         """Yield the gradients of the weights at each kernel position, shape (rows, entries).
 
         delta is padded to the input's width, so that the input shifted by k is a slice of the
-        flattened input. With a stride s, the input is split into s interleaved images (phases), of
-        which position k reads phase k mod s.
+        flattened input. With a stride s, the input is split into s interleaved images (phases).
+        Kernel position k reads phase k mod s.
         """
         c, b, _, outputs = self.gradients.shape[:4]
         phases = self._phases()

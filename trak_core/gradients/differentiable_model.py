@@ -1,7 +1,7 @@
-"""Select the parameters to differentiate, and prepare a model and autograd for that.
+"""Select the parameters to differentiate, and prepare a model and autograd.
 
-Some kernels and settings of torch, and caches of models, are switched off because gradients of f
-would be wrong or could not be read with them.
+Some kernels and settings of torch, and caches of models, are switched off. With them, gradients of
+f would be wrong, or the graph could not be read.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from trak_core.gradients.graph import Node, nodes_below
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode; restore each module's mode afterwards.
 
-    The inference kernels of torch's transformer layers are switched off, because they leave no
-    graph. So are the settings in ``plain_layers``. Modules' caches of tensors that are computed
-    from parameters are emptied.
+    The inference kernels of torch's transformer layers are switched off, because they build no
+    graph. The settings in ``plain_layers`` are switched off too. Caches in which modules store
+    tensors that are computed from parameters are emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -50,14 +50,14 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
     """Empty caches that modules keep in evaluation mode, by switching to training mode and back.
 
     LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
-    cached bias has no graph, or one that was freed, so that the parameter's gradient would be 0.
-    Only modules that override ``train`` are switched, because ``train`` empties their caches.
+    cached bias has no graph, or a freed one, so that the parameter's gradient would be 0. Only
+    modules that override ``train`` are switched, because their ``train`` empties the cache.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(
             "cache" in name and value for name, value in vars(module).items()
         ):
-            module.train()  # not chained, because timm's returns None
+            module.train()  # not chained, because timm's method returns None
             module.eval()
 
 
@@ -99,10 +99,10 @@ def check_graph(values: Tensor) -> None:
 def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
     """Return the parameters to differentiate, in ``named_parameters`` order.
 
-    A pattern selects the parameters with ``requires_grad`` that it matches. If there are none, it
-    selects frozen ones and sets their ``requires_grad``. So ``*layers.0.*`` selects the layer's
-    adapter alone if only adapters are trained, and ``*lora_*`` an adapter loaded for inference.
-    Patterns are shell-style (``layer4.*``) and match full names. None selects all parameters with
+    A pattern selects the matching parameters that have ``requires_grad``. If there are none, it
+    selects matching frozen parameters and sets their ``requires_grad``. For example, if only
+    adapters are trained, ``*layers.0.*`` selects the adapter of that layer. Patterns are
+    shell-style (``layer4.*``) and match full names. None selects all parameters with
     ``requires_grad``.
 
     Raises:
@@ -167,7 +167,7 @@ def refuse_hooks(
 ) -> None:
     """Raise an error if there are backward hooks, because ``torch.func`` would not call them.
 
-    The message names the computation, ``way``, and what to do ``instead``.
+    The message names the computation, ``way``, and a remedy, ``instead``.
     """
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
     hooked += [
@@ -190,7 +190,7 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 
 @contextlib.contextmanager
 def plain_layers() -> Generator[None, None, None]:
-    """Run with some features of torch switched off that change gradients, or hide the graph.
+    """Run without some features of torch that change gradients or hide the graph.
 
     Embeddings have dense gradients, without ``scale_grad_by_freq``. ``torch.utils.checkpoint``
     calls its function directly, because recomputed activations can be read only once. Compiled code
@@ -201,7 +201,7 @@ def plain_layers() -> Generator[None, None, None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, function in (("embedding", _embedding), ("embedding_bag", _embedding_bag)):
             _replace(stack, torch, name, partial(function, getattr(torch, name)))
-        # ``checkpoint`` itself may have been imported by name; it looks these up in its module.
+        # Users may have imported ``checkpoint`` by name. It looks these names up in its module.
         _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
         if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
             _replace(stack, checkpoint, "_checkpoint_without_reentrant_generator", _do_nothing)
@@ -240,7 +240,7 @@ def _embedding_bag(
 
 
 class _DirectCall:
-    """Replaces ``torch.utils.checkpoint.CheckpointFunction``."""
+    """A replacement of ``torch.utils.checkpoint.CheckpointFunction`` without recomputation."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *arguments: Any) -> Any:
@@ -254,14 +254,14 @@ def _do_nothing(*_: Any, **__: Any) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
-    """Run backward passes from ``values`` without an error in torch's BatchNorm kernel.
+    """Run backward passes from ``values`` that avoid a wrong result of torch's BatchNorm kernel.
 
     torch's CPU kernel reads gradient and input in memory order if both are dense and their strides
     suggest the same memory format. A dimension of size 1, such as that of a batch of one sample,
     may have any stride, so that a channels-last gradient can look channels-first. Then gradients
-    with respect to the layer's input are wrong, without an error. Hooks give such gradients a gap
-    in memory, with which torch uses a kernel that respects strides. Other gradients are unchanged,
-    bit for bit. InstanceNorm is computed by BatchNorm with one sample, so it is affected too.
+    with respect to the layer's input are wrong, without an error. Hooks add a gap in memory to such
+    gradients, for which torch uses a kernel that respects strides. Other gradients are unchanged,
+    bit for bit. InstanceNorm, which torch computes by BatchNorm with one sample, is affected too.
     """
     nodes = [] if values.grad_fn is None else nodes_below(values.grad_fn)
     # Hooks must be removed, because a hook and its node refer to each other.
@@ -276,7 +276,7 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
 def _reader(node: Node) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...] | None]:
     def read(gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         gradient, *others = gradients
-        # Raw, because a saved tensor that is recomputed can be unpacked only once.
+        # The raw tensor is read, because a recomputed saved tensor can be unpacked only once.
         saved = node._raw_saved_input.data
         if 1 not in gradient.shape or not _may_be_confused(gradient, saved):
             return None

@@ -1,4 +1,4 @@
-"""Consumers of per-sample gradients, which keep all entries, the largest one, or a digest."""
+"""Consumers of per-sample gradients, which store all entries, the largest entry, or a digest."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class _Rows(ABC):
     """A sample consumer with one tensor for each parameter.
 
     Attributes:
-        rows: Tensors of shape (batch, ...) by name of the parameter. Zero without a gradient.
+        rows: Tensors of shape (batch, ...) by parameter name. They are zero without a gradient.
     """
 
     reads_terms: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class _Rows(ABC):
 
 
 class Formed(_Rows):
-    """Whole gradients, shape (batch, *shape) each."""
+    """A consumer that stores whole gradients, shape (batch, *shape) each."""
 
     in_order: ClassVar[bool] = True
 
@@ -78,10 +78,10 @@ class Formed(_Rows):
 
 
 class Digest(_Rows):
-    """The product G_i v of each sample's gradient with a random vector, to compare gradients.
+    """A consumer that stores G_i v, with which gradients of two methods are compared.
 
-    A parameter's gradient is read as a matrix G_i: its first dimension by all others. The entries
-    of v are standard normal. Shape (batch, rows of G_i), float32 or float64.
+    G_i is sample i's gradient of a parameter as a matrix: its first dimension by all others. The
+    entries of v are standard normal. The shape is (batch, rows of G_i), float32 or float64.
     """
 
     in_order: ClassVar[bool] = True
@@ -106,16 +106,16 @@ class Digest(_Rows):
             total[:, first // width : first // width + rows.shape[1]] += rows
 
     def _vector(self, name: str, width: int) -> Tensor:
-        """Return v of a parameter, shape (width,)."""
+        """Return the random vector v of a parameter, shape (width,)."""
         seed = list(self.rows).index(name)
         vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
         return vector.to(self.rows[name].device, self.rows[name].dtype)
 
     def difference(self, other: Self) -> tuple[float, str]:
-        """Return the largest difference from another digest, and the parameter that has it.
+        """Return the largest difference from another digest, and the name of its parameter.
 
         The difference is relative to the other digest's largest entry. It is infinity if an entry
-        is finite in the other digest only, and NaN if it is finite in neither.
+        is finite in the other digest only, and NaN if an entry is finite in neither.
         """
         largest = max((float(b.abs().max()) for b in other.rows.values() if b.numel()), default=0)
         differences = [(0.0, "no parameter")]
@@ -130,7 +130,7 @@ class Digest(_Rows):
 
 
 class Magnitude(_Rows):
-    """The largest absolute entry of each gradient, shape (batch,); NaN if an entry is NaN."""
+    """A consumer that stores the largest absolute entry of each gradient, or NaN if one is NaN."""
 
     in_order: ClassVar[bool] = False
     _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)

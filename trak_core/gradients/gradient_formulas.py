@@ -9,8 +9,8 @@ sample i (tokens, pixels, or a single one). With x the operation's saved input:
     normalization      dgamma_i = sum_t delta_t * (x_t - mean) / std,   dbeta_i = sum_t delta_t
     y = w + x, w * x   dw_i = sum_t delta_t,   sum_t delta_t * x_t
 
-The sums over t are the only difference from autograd, which sums over i as well. Operations without
-a formula here are differentiated once for each sample (``one_pass._by_operation``).
+The only difference from autograd is that autograd sums over i as well. Operations without a formula
+are differentiated once for each sample (``one_pass._by_operation``).
 """
 
 import itertools
@@ -27,7 +27,7 @@ from trak_core.gradients.gradient_terms import Contribution, Dense, Lookup, Oute
 from trak_core.gradients.graph import Edge, Layout, locate, name_of, shape_of
 from trak_core.gradients.margins_in_pieces import head_factors
 
-# Entries that are multiplied and summed at a time. They fit into a core's cache.
+# Number of entries that are multiplied and summed at a time. They fit into a core's cache.
 _CACHED = 2**18
 
 
@@ -79,7 +79,7 @@ class Use(NamedTuple):
         return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
 
     def is_along(self, dim: int) -> bool:
-        """Return whether samples lie along a dimension of the output; a single one always does."""
+        """Return whether samples lie along a dimension of the output. True for a single sample."""
         return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
@@ -88,7 +88,7 @@ class Use(NamedTuple):
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices at which each sample is the owner, shape (B, most), padded with -1."""
+    """Return the indices that each sample owns, shape (B, most), padded with -1."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -99,7 +99,7 @@ def own_indices(owners: Tensor, n_samples: int) -> Tensor:
 
 
 def has_form(edge: Edge) -> bool:
-    """Return whether most crossings of this operation have a closed form."""
+    """Return whether there is a closed form for this operation, at least for most crossings."""
     return name_of(edge.user) in _FORMS
 
 
@@ -108,8 +108,8 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    ``gradients`` and ``layouts`` have delta, shape (C, *shape), and the layout of each output of
-    the operation, by its number. The formulas hold for real numbers.
+    For each output of the operation, by its number, ``gradients`` has delta, shape (C, *shape), and
+    ``layouts`` its layout. The formulas hold for real numbers only.
     """
     make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
     is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
@@ -156,7 +156,7 @@ def _multiplied(use: Use) -> Contribution | None:
 def _matrix_product(use: Use) -> Contribution | None:
     """Return the contribution to either factor of Y = X W, or to the bias of Y = beta b + X W.
 
-    dW_i = sum_t x_t delta_t^T over the rows t of sample i. For a shared left factor, as in the
+    dW_i = sum_t x_t delta_t^T over the rows t of sample i. If the left factor is shared, as in the
     transposed product Y = W X, the samples are columns.
     """
     is_sum = name_of(use.edge.user) == "Addmm"
@@ -176,7 +176,8 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _grouped_product(use: Use) -> Contribution | None:
-    """Return the contribution to experts' weights W_g, of Y[rows of g] = X[rows of g] W_g."""
+    """Return the contribution to the experts' weights W_g, with Y[rows of g] = X[rows of g] W_g."""
+    # dW_{g,i} = sum_t x_t delta_t^T over the rows t of expert g and sample i.
     inputs = use.saved("self")
     if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):
         return None
@@ -200,7 +201,7 @@ def _convolved(use: Use) -> Contribution | None:
         return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
     gradients, images = use.gradient_by_sample(), use.by_sample(use.saved("input"), 0, 0)
     if use.saved("transposed"):
-        # It is the adjoint of a convolution, so that x and delta change roles.
+        # The operation is the adjoint of a convolution, so that x and delta change roles.
         c = len(gradients)
         repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
         images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
@@ -229,9 +230,10 @@ def _looked_up(use: Use) -> Contribution | None:
 def _weighted_sums(
     gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
 ) -> Contribution:
-    """Return sum_t delta_t * normed(x_t), the sum over ``dims``, some samples at a time.
+    """Return sum_t delta_t * normed(x_t), summed over ``dims`` for some samples at a time.
 
-    ``gradients`` are delta, shape (C, B, ...). ``normed(part)`` are normalized inputs.
+    ``gradients`` are delta, shape (C, B, ...). ``normed(part)`` returns the normalized inputs of a
+    slice of the samples.
     """
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
     sums = []
@@ -264,7 +266,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Sum over all positions except channels, for samples along the first dimension."""
+    """Sum over all dimensions except samples, which must be the first, and channels."""
     if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()

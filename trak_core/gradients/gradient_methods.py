@@ -1,4 +1,4 @@
-"""Compute per-sample gradients, by one backward pass for all samples or by one for each."""
+"""Compute per-sample gradients, by one backward pass for all samples or one for each sample."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -40,16 +40,16 @@ class SamplesSharedError(Exception):
         super().__init__("the samples share what leads to the model output")
 
 
-# Errors for graphs that one pass can't read. They are raised before the consumer gets any gradient.
+# Errors if one pass can't read a graph. They are raised before the consumer gets any gradient.
 UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """Gradients and other values of a batch under one checkpoint.
+    """Gradients and other values of a batch for one checkpoint.
 
     Attributes:
-        gradients: df/dtheta by name of the parameter, shape (batch, *shape) each.
+        gradients: df/dtheta by parameter name, shape (batch, *shape) each.
         outputs: f, shape (batch,).
         predictions: Shape (batch,).
         loss_weights: Q, shape (batch,).
@@ -73,7 +73,7 @@ class PerSample:
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, float32 at most."""
+    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, at most float32."""
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
@@ -182,8 +182,8 @@ def gradients_in_turn(
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, computed with one backward pass for each sample.
 
-    This also serves models in which an operation mixes samples, because in a batch of one every
-    tensor belongs to the sample. The consumer still gets the gradients as factors.
+    This also works for models in which an operation mixes samples, because in a batch of one sample
+    every tensor belongs to it. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
     columns = [
@@ -204,7 +204,7 @@ def _print_once(reason: str) -> None:
     )
 
 
-# Gradients of more bytes than this are computed for one group of parameters at a time.
+# If gradients have more bytes than this, they are computed for one group of parameters at a time.
 _WHOLE_BYTES = 2**28
 _GROUPS = 8
 

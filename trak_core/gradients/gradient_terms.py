@@ -1,18 +1,18 @@
 """Represent per-sample gradients by factors, which are smaller than the gradients.
 
-A row is a pair (c, b): output c of sample b, with C outputs a sample (C = 1 for a model output f)
-and B samples. A ``Contribution`` represents the (C B, entries) matrix G of the rows' gradients with
-respect to one use of a tensor. It can add G G^T to a Gramian without forming G, or return G in
-parts. If a parameter is used several times, G is the sum of its contributions.
+A row is a pair (c, b): output c of sample b, with B samples and C outputs for each of them (C = 1
+for a model output f). A ``Contribution`` represents the (C B, entries) matrix G of the rows'
+gradients with respect to one use of a tensor. It can add G G^T to a Gramian without forming G, or
+return G in parts. If a parameter is used several times, its contributions are summed.
 
 For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
     dW_i = sum_{t of sample i} delta_t x_t^T,
 
-which ``Outer`` keeps as the pair (delta, x): T (p + q) numbers instead of p q. This differs from
+which ``Outer`` stores as the pair (delta, x): T (p + q) numbers instead of p q. This differs from
 Opacus and BackPACK in: 1. they form dW_i for all i by an einsum, B p q numbers; here at most
-``PIECE`` entries are formed at a time; 2. ghost norms of Opacus need |dW_i|^2 alone; here all
-<dW_i, dW_j>, the Gramian, come from the same factors.
+``PIECE`` entries are formed at a time; 2. the ghost norms of Opacus are |dW_i|^2; here all
+<dW_i, dW_j>, the Gramian, are computed from the same factors.
 """
 
 import math
@@ -26,7 +26,7 @@ from torch import Tensor
 
 # Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
 PIECE = 2**22
-# On a GPU 128 MiB, because starting a piece's kernels takes the host 2 ms.
+# On a GPU it is 128 MiB, because starting the kernels for a piece takes 2 ms.
 PIECE_OF_GPU = 2**25
 
 
@@ -41,8 +41,8 @@ class Contribution(ABC):
 
     Attributes:
         gradients: Gradients of the operation's output, shape (C, B, ...).
-        has_ranks: Whether index t along the tokens is a rank among the sample's tokens that reach
-            this operation, such as an expert of a mixture, instead of a position in the text.
+        has_ranks: Whether index t counts only the sample's tokens that reach this operation, such
+            as an expert of a mixture. Otherwise it is the position in the text.
     """
 
     gradients: Tensor
@@ -78,7 +78,7 @@ class Contribution(ABC):
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     """Yield the sum of at least one use of a tensor in parts of at most ``piece_on`` entries.
 
-    A part has at least one row of the matrix, even if that has more entries.
+    A part has at least one row of the matrix, even if a row has more entries.
 
     Yields:
         The index of the part's first entry, and gradients of shape (C B, entries), row-major.
@@ -95,7 +95,7 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(gramian: Tensor, rows: Tensor) -> None:
-    """Add rows times their transpose."""
+    """Add the product of rows and their transpose to a Gramian, in place."""
     rows = rows.to(gramian.dtype)
     gramian.addmm_(rows, rows.T)
 
@@ -111,7 +111,7 @@ class Dense(Contribution):
     """Formed gradients of a small tensor, shape (C, B, *shape).
 
     Attributes:
-        terms: Returns the per-token terms of shape (C, B, T, *shape) that sum over T to the
+        terms: Returns the terms of the tokens, shape (C, B, T, *shape). Their sum over T is the
             gradients. None if they are not known.
     """
 
@@ -139,7 +139,7 @@ class Outer(Contribution):
 
         <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
 
-    which needs no row. ``add_to`` computes whichever is cheaper.
+    for which no row is formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
 
     Attributes:
         gradients: delta, shape (C, B, T, q).
@@ -194,8 +194,8 @@ class Outer(Contribution):
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
     """Return whether inner products of factors cost less than forming gradients.
 
-    The counts are multiplications plus 8 for each number that is written. Factors have n_rows x
-    n_places vectors of p and q entries, gradients n_rows matrices of p x q.
+    The cost is the number of multiplications, plus 8 for each number that is written. Factors are
+    n_rows x n_places vectors of p and of q entries. Gradients are n_rows matrices of p x q entries.
     """
     by_products = (n_rows * n_places) ** 2 * (p + q + 8)
     by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
@@ -224,7 +224,7 @@ class Lookup(Contribution):
     def part(self, first: int, last: int) -> Tensor:
         n = last - first
         inside = (self.indices >= first) & (self.indices < last)
-        # Row n of the sums takes the other indices, and is dropped.
+        # All other indices are summed in row n, which is dropped.
         numbers = torch.where(inside, self.indices - first, n)
         q = self.gradients.shape[-1]
         return _summed(numbers, n + 1, self.gradients)[:, : n * q]
@@ -240,14 +240,14 @@ def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
 
 
 def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
-    """Return the contribution to W^T from that to W, a matrix of this shape."""
+    """Return the contribution to W^T from the contribution to W, a matrix of this shape."""
     if isinstance(contribution, Outer) and contribution.matrix == shape:
         return replace(contribution, is_transposed=not contribution.is_transposed)
     return Dense(contribution.whole().unflatten(1, shape).transpose(1, 2).unsqueeze(0))
 
 
 class Consumer(Protocol):
-    """An object that takes the gradients of one parameter after another, in any order.
+    """An object that processes the gradients of one parameter after another, in any order.
 
     Attributes:
         in_order: Whether the order of a parameter's entries matters. It doesn't for a Gramian.
@@ -258,7 +258,7 @@ class Consumer(Protocol):
     reads_terms: ClassVar[bool]
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """Take the gradients with respect to a parameter, which are the sum of its uses.
+        """Process the gradients with respect to a parameter, which are the sum over its uses.
 
         It is called at most once for each parameter. If ``in_order`` is False, it may be called
         several times, with gradients of disjoint sets of the parameter's entries.

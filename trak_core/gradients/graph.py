@@ -2,17 +2,17 @@
 
 A *layout* assigns the entries of a tensor to the B samples of a batch. With stride s, the entry at
 row-major position i belongs to sample (i // s) mod B. If the layout has ``owners``, n sample
-numbers, it belongs to sample owners[(i // s) mod n]; the number -1 marks entries on which no
-differentiated value depends. A reshape keeps row-major positions, hence the layout. Other
-operations change the dimension in which the samples lie.
+numbers, it belongs to sample owners[(i // s) mod n]. The number -1 marks entries on which no
+differentiated value depends. A reshape keeps row-major positions and therefore the layout. Other
+operations may change the dimension along which the samples lie.
 
 The layout of a tensor is None if several samples share it, or if it is unknown. Then no entry is
-assigned to a sample, which can cost time but never gives a wrong gradient.
+assigned to a sample. This can cost time but never gives a wrong gradient.
 
-This differs from BackPACK and Opacus in: 1. they hook ``nn.Module``s, and so need one rule for each
-kind of layer; here the nodes of autograd's graph are read, so that functional code and parameters
+This differs from BackPACK and Opacus in: 1. they hook ``nn.Module``s and need a rule for each kind
+of layer; here the nodes of autograd's graph are read, so that functional code and parameters
 without a layer work; 2. they assume that dimension 0 is the batch; here it is derived, so that
-samples may lie along any dimension, be folded into another, or be gathered by indices.
+samples may lie along any dimension, share it with another index, or be gathered by indices.
 """
 
 import math
@@ -32,7 +32,7 @@ Node = Any
 
 
 class UnreadableGraphError(Exception):
-    """The graph can't be read. The message continues a sentence whose subject is "the model"."""
+    """The graph can't be read. The message is a predicate of the subject "the model"."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, because that triples the time to create one
@@ -50,8 +50,8 @@ class Graph:
     """The part of autograd's graph that leads from outputs to chosen parameters.
 
     Attributes:
-        order: The nodes from which a chosen parameter is reached, in topological order: every user
-            before the nodes it uses.
+        order: The nodes that lead to a chosen parameter, in topological order: every node precedes
+            the nodes that compute its inputs.
         edges: For each node, its edges to other nodes of ``order``, by index of the input.
         parameters: Maps the nodes of chosen parameters to the parameters' indices.
     """
@@ -92,13 +92,13 @@ def leaf_of(node: Node) -> Tensor | None:
 
 
 def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a node's inputs, given those of some of its outputs.
+    """Return the gradients of a node's inputs, given the gradients of some of its outputs.
 
     Outputs without a gradient have gradient zero. Sparse results are converted to dense ones.
     """
     of_outputs: list[Tensor | None] = [None] * len(node._input_metadata)
     if is_function(node):
-        # User-defined functions expect zeros, the others None.
+        # User-defined functions expect zeros for missing gradients, other nodes None.
         of_outputs = [
             torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata
         ]
@@ -115,7 +115,7 @@ def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | No
 
 
 def nodes_below(root: Node) -> list[Node]:
-    """Return all nodes that are reached from ``root``, the root first, in a reproducible order."""
+    """Return all nodes that ``root`` leads to, the root first, in a reproducible order."""
     seen: dict[Node, None] = {root: None}
     stack = [root]
     while stack:
@@ -126,7 +126,7 @@ def nodes_below(root: Node) -> list[Node]:
     return list(seen)
 
 
-# Saved settings of operations that rules for layouts read. Signatures include them.
+# Saved settings of operations, which rules for layouts read. Signatures include them.
 SETTINGS = (
     *("dim", "dims", "dim0", "dim1", "keepdim", "pad"),
     *("normalized_shape", "training", "stride"),
@@ -142,9 +142,9 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
     """Return a graph's nodes, and a key of everything that determines its layouts.
 
-    Two graphs with equal keys number their nodes alike. The key has for each node its name, its
-    settings, the shapes of its outputs, the nodes it uses and, if it is a leaf, the index of the
-    parameter and whether that has hooks. It has no values of saved tensors, such as indices.
+    If two graphs have equal keys, nodes with equal numbers correspond. For each node the key has
+    the name, the settings, the shapes of the outputs, the nodes it uses and, for a leaf, the index
+    of the parameter and whether it has hooks. Values of saved tensors are not in the key.
     """
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -166,13 +166,13 @@ def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Has
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
-    """Return the part of a graph that leads to ``parameters``; other leaves are constants."""
+    """Return the part of a graph that leads to ``parameters``. Other leaves are constants."""
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # every node before its users
     seen: set[Node] = set()
-    # Not recursive, because graphs of recurrent networks are deeper than Python's stack.
+    # A stack replaces recursion, because graphs of recurrent networks exceed Python's limit.
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, is_expanded = stack.pop()
@@ -256,9 +256,9 @@ def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | 
 
 
 def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
-    """Return the dimension and width from which ``stride_at`` returns the layout's stride.
+    """Return the dimension and width for which ``stride_at`` returns the layout's stride.
 
-    None if one period spans several dimensions. A single sample owns every dimension: (0, 1).
+    None if one period spans several dimensions. (0, 1) for a single sample.
     """
     if layout.n_samples == 1:
         return 0, 1
@@ -272,9 +272,9 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
 
 
 def joined(a: Layout | None, b: Layout | None) -> Layout | None:
-    """Return the layout that agrees with two layouts of one tensor, derived from two users of it.
+    """Return the layout that agrees with two layouts of one tensor, derived from two of its users.
 
-    None if they assign an entry to different samples: its gradient is a sum over both.
+    None if they assign an entry to different samples, because its gradient is a sum over both.
     """
     if a is None or b is None:
         return None
@@ -291,17 +291,17 @@ def joined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def settled(layout: Layout | None) -> Layout | None:
-    """Return an equal cyclic layout if every entry has an owner and there is one."""
+    """Return an equal cyclic layout, if every entry has an owner and such a layout exists."""
     if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
         return layout
     return guessed(layout)
 
 
 def guessed(layout: Layout) -> Layout:
-    """Return a cyclic layout that agrees wherever an entry has an owner, or else the layout.
+    """Return a cyclic layout that agrees for all entries with an owner, or else the layout.
 
-    Entries without an owner have gradient zero. Assigning them to a sample is never wrong, but it
-    may contradict another user of the tensor.
+    Entries without an owner have gradient zero. It is never wrong to assign them to a sample, but
+    it may contradict the layout that is derived from another user of the tensor.
     """
     if layout.owners is None:
         return layout
@@ -339,13 +339,13 @@ def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
 def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout | None]:
     """Return the layouts of an operation's inputs by differentiating it with test gradients.
 
-    This serves operations without a rule. Samples are numbered in binary. For each bit k, the
+    This is used for operations without a rule. Samples are numbered in binary. For each bit k, the
     operation is differentiated twice: with random positive gradients of the samples that have the
-    bit, and of those that don't. If an entry depends on sample b alone, its gradient is nonzero in
+    bit, and of the other samples. If an entry depends on sample b alone, its gradient is nonzero in
     exactly the trials that include b, which determine the bits of b. If both trials of a bit are
-    nonzero, several samples share the input, and its layout is None. So an operation that mixes
-    samples is never mistaken for one that doesn't. This costs 2 ceil(log2 B) derivatives.
-    ``layouts`` are those of the outputs that are used, by number.
+    nonzero, several samples share the input, and its layout is None. Therefore an operation that
+    mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives. ``layouts`` has the
+    layouts of the used outputs, by number.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples

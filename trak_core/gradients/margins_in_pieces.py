@@ -1,8 +1,8 @@
-"""Compute the margins of a text's tokens, and their gradients, without holding all logits.
+"""Compute the margins of a text's tokens, and their gradients, without storing all logits.
 
 The margin of token t with label y is m_t = z_ty - logsumexp_{v != y} z_tv, with logits z_t = W h_t
-+ b. The logits of T tokens are T x V numbers, with V the size of the vocabulary. They are computed
-for some tokens at a time, in the forward pass and again in the backward pass, where
++ b. T tokens have T x V logits, where V is the size of the vocabulary. They are computed for some
+tokens at a time, in the forward pass and again in the backward pass, which uses the derivatives
 
     dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu)    ("slopes").
 """
@@ -59,7 +59,7 @@ class Head:
             logits = self.then(x)
         slopes = at_least_float32(logits.detach())
         others = rows.others[part, None]
-        # This is not done in place if functions may have saved their results.
+        # Functions may have saved their results, which must not be overwritten.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
         own = rows.labels[part] - first
@@ -87,9 +87,9 @@ class Rows:
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the margins of labels, and whether each label is the predicted class.
 
-    Margins equal those of ``model_outputs.classification`` up to rounding. At most ``PIECE`` logits
-    are held at a time, or those of one token. ``hidden`` are the layer's inputs, shape (batch,
-    tokens, d); labels and both results have shape (batch, tokens).
+    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. At most ``PIECE``
+    logits, or those of one token, are in memory at a time. ``hidden`` are the layer's inputs, shape
+    (batch, tokens, d). Labels and both results have shape (batch, tokens).
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -103,7 +103,7 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
 
 
 def _step(head: Head, n_rows: int = 1) -> int:
-    """Return the number of tokens in a piece, from each of ``n_rows`` texts."""
+    """Return the number of tokens of each text in a piece that has tokens of ``n_rows`` texts."""
     return max(1, PIECE // max(1, n_rows * len(head.weight)))
 
 
@@ -115,7 +115,7 @@ class MarginsInPieces(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # A list of parts would fragment memory: small tensors remain between large freed ones.
+        # A list of parts would fragment memory, with small tensors between large freed ones.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -147,7 +147,7 @@ class MarginsInPieces(torch.autograd.Function):
 
 
 class HeadOfMargins(torch.autograd.Function):
-    """A function with value 0 and the derivatives of the margins by the layer's parameters."""
+    """A function with value 0 that has the margins' derivatives with respect to the parameters."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -177,7 +177,7 @@ class HeadOfMargins(torch.autograd.Function):
 
 
 def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
-    """Return the layer's gradients from those of a ``HeadOfMargins`` node, (C, B, tokens)."""
+    """Return the layer's gradients from gradients (C, B, tokens) of a ``HeadOfMargins`` node."""
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
@@ -229,7 +229,7 @@ class MarginFactors(Contribution):
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield outer products of some tokens at a time, which sum to the gradients."""
+        """Yield sums of outer products for some tokens at a time. They add up to the gradients."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
@@ -253,7 +253,7 @@ class BiasFactors(Dense):
     of_weight: MarginFactors
 
     def outers(self) -> Iterator[Outer]:
-        """Yield outer products of slopes and ones, of some tokens at a time, which sum to it."""
+        """Yield outer products of slopes and ones for some tokens at a time, as for the weight."""
         for outer in self.of_weight.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)

@@ -28,9 +28,9 @@ class Batch:
         labels: Shape (batch, ...). Ones if the model output needs no label.
         lengths: Number of tokens of each text, shape (batch,), or None. Shorter texts are padded on
             the right.
-        along: Names (see ``tensors``) of the inputs that are padded with the labels, because their
+        along: Names (see ``tensors``) of the inputs that are padded like the labels, because their
             second dimension is the token.
-        gives_labels: Whether the model is called with the labels too, as ``labels``.
+        gives_labels: Whether the model also gets the labels, as the argument ``labels``.
     """
 
     args: tuple[Tensor, ...]
@@ -52,7 +52,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def rows(self, rows: slice | Tensor) -> "Batch":
-        """Return some of the samples, with padding up to the longest of them."""
+        """Return some of the samples, padded to the longest of them."""
         chosen = self.mapped(lambda tensor: tensor[rows])
         if chosen.lengths is None or not len(chosen):
             return chosen
@@ -71,7 +71,7 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with other inputs, which have the names and the order of ``tensors``."""
+        """Return a batch with other inputs, whose names and order must be those of ``tensors``."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -79,7 +79,7 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def given_to(self, model: nn.Module) -> object:
-        """Call the model with copies of the inputs, because it may write into them."""
+        """Call the model with copies of the inputs, because it may modify them."""
         named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
         kwargs = {name: tensor.clone() for name, tensor in named.items()}
         returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
@@ -92,7 +92,7 @@ class Batch:
 
 
 def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
-    """Remove the logits of virtual tokens, which PEFT's prompt tuning puts before a text."""
+    """Remove the logits of virtual tokens, which PEFT's prompt tuning adds before a text."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
     if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim != 2:
@@ -121,8 +121,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
     ``samples`` are a tuple of the model's positional arguments and, last, the labels; a dict of its
     named arguments and ``labels``; or a batch. If the output has no labels, they are left out. If
-    labels are tokens, those that the input ``attention_mask`` excludes get the label ``IGNORED``,
-    because padding is not predicted (``decoder_attention_mask``, if the model has a decoder).
+    labels are tokens, tokens that the input ``attention_mask`` (``decoder_attention_mask`` for a
+    model with a decoder) excludes get the label ``IGNORED``, because padding is not predicted.
 
     Returns:
         The batch, on the samples' device.
@@ -191,8 +191,8 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return the samples of several batches, which have the same inputs, as one batch.
 
-    Texts with ``lengths``, which all batches have or none, are padded on the right: labels with
-    ``IGNORED``, inputs with 0, which is a token of every vocabulary and excluded by masks.
+    Either all batches or none must have ``lengths``. If they do, texts are padded on the right:
+    labels with ``IGNORED``, inputs with 0, which is a token of every vocabulary and masked out.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -207,7 +207,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
-    """Concatenate tensors (samples, ...), after padding samples to ``longest`` rows if given."""
+    """Concatenate tensors (samples, ...), padded to ``longest`` in dimension 1 if it is given."""
     if longest is None:
         return torch.cat(list(tensors))
     padded = []
@@ -222,9 +222,9 @@ class Shapes:
     """Properties of the shapes of several samples.
 
     Attributes:
-        lengths: Number of tokens of each text. Empty if labels are not one for each token.
+        lengths: Number of tokens of each text. Empty if samples are not texts.
         along: Names of the inputs that have one row for each label.
-        source: The largest length, by name, of inputs whose length varies independently of the
+        source: The largest length, by name, of inputs whose length is independent of the number of
             labels, such as those of an encoder.
     """
 
@@ -241,9 +241,9 @@ class Shapes:
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Samples with one label for each token, texts, may differ in the first dimension of labels and of
-    inputs with as many rows, which can be padded. If the model gets the labels too, its named
-    inputs may have a length of their own. All other shapes must be equal.
+    Texts, which have one label for each token, may differ in the first dimension of labels and of
+    inputs with equally many rows, which can be padded. If the model also gets the labels, its named
+    inputs may have other lengths than labels. All other shapes must be equal.
 
     ``samples`` are pairs of an id and a batch of one sample.
     """
@@ -318,10 +318,10 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 
 
 def call(model: nn.Module, batch: Batch) -> object:
-    """Return what the model returns for a batch.
+    """Return the result of the model for a batch.
 
-    If it fails, an ``InputError`` names the inputs' shapes and dtypes, and the line of the user's
-    code that failed.
+    If the call fails, an ``InputError`` names the inputs' shapes and dtypes, and the line of the
+    user's code that failed.
     """
     try:
         return batch.given_to(model)
@@ -345,7 +345,7 @@ def call(model: nn.Module, batch: Batch) -> object:
 
 
 def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -> None:
-    """Explain the failure of an encoder-decoder model that got no inputs of its decoder."""
+    """Raise an error that explains a failure if an encoder-decoder model got no decoder inputs."""
     takes = inspect.signature(model.forward).parameters
     has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
     if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
@@ -362,7 +362,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of the user's code in a traceback, or else of another library."""
+    """Return the last line of the user's code in a traceback, or else that of another library."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
     if not others:
@@ -378,16 +378,16 @@ _TF32 = 2.0**-10
 def rounding(model: nn.Module, batch: Batch) -> float:
     """Return a bound for the relative difference of two correct computations of one result.
 
-    It is sqrt(eps), with eps of the coarsest dtype that any layer returns, which autocast may make
-    coarser than that of the weights. Rounding errors are far smaller, errors of a wrong computation
-    far larger. The model is called once, in its present mode.
+    It is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the tensors
+    that layers return. (Autocast may lower the precision.) Rounding errors are far smaller, errors
+    of a wrong computation far larger. The model is called once, in its current mode.
     """
     with torch.no_grad():
         return call_with_rounding(model, batch)[1]
 
 
 def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
-    """Return what the model returns for a batch, and its ``rounding``."""
+    """Return the result of the model for a batch, and its ``rounding``."""
     epsilons: list[float] = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:

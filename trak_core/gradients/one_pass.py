@@ -2,7 +2,7 @@
 
 ``by_samples`` runs one ordinary backward pass of sum_i f_i. Hooks on the graph's nodes read the
 gradients at the crossings of a plan (``backward_plan.py``), and pass each parameter's contributions
-to a consumer. ``by_rows`` serves outputs whose samples can't be told apart: it propagates all rows
+to a consumer. ``by_rows`` is for outputs whose samples can't be told apart. It propagates all rows
 of the Jacobian together, by a vmapped vector-Jacobian product.
 
 This differs from ``torch.func.vmap(torch.func.grad(f))`` in: 1. the model runs as it is written,
@@ -38,7 +38,7 @@ from trak_core.gradients.graph import (
     trace,
 )
 
-# A function of gradients (rows, *shape), one for each tensor; None for a tensor without one.
+# A function of a list of gradients (rows, *shape), with None for a tensor without a gradient.
 Watcher = Callable[[list[Tensor | None]], None]
 _Tensors = Sequence[Tensor]
 # A function of a parameter and its gradients (rows, *shape).
@@ -54,10 +54,10 @@ def take_rows(
 ) -> None:
     """Propagate rows of gradients from outputs to parameters, and pass them to the consumer.
 
-    One vmapped pass computes all rows. A parameter's rows are freed after the consumer got them.
-    If an operation can't be vmapped, one pass is run for each row, and all rows are formed first.
-    Gradients of each output have shape (rows, *shape). ``extra`` are gradients of parameters, shape
-    (rows, entries), that are added to the computed ones.
+    One vmapped pass computes all rows. A parameter's rows are freed after the consumer has used
+    them. If an operation can't be vmapped, there is one pass for each row, and all rows are formed
+    first. Gradients of each output have shape (rows, *shape). ``extra`` has gradients of
+    parameters, shape (rows, entries), that are added to the computed ones.
     """
 
     def run(propagate: Callable[..., None]) -> Consumer:
@@ -79,7 +79,7 @@ def take_rows(
     try:
         part = run(_together)
     except RuntimeError:
-        # If the operation itself fails, its error is raised again, without vmap's wrapping.
+        # If the operation fails without vmap too, its own error is raised.
         part = run(_row_by_row)
     consumer.add(part)
 
@@ -94,7 +94,7 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps what a hook returns until the pass ends, so return one number.
+            # Autograd keeps the returned tensor until the pass ends. This one stores one number.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
@@ -126,8 +126,8 @@ def backward(
     """Run one backward pass for all rows, and call ``at_stops`` with the gradients of ``stops``.
 
     Only operations that lead to a stop run. A ``RuntimeError`` is raised if one of them can't be
-    vmapped. Gradients of each output have shape (rows, *shape); None means one row of ones, for
-    scalar outputs.
+    vmapped. Gradients of each output have shape (rows, *shape). None means one row of ones, which
+    is allowed for scalar outputs.
     """
 
     def run(*rows: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def backward(
 
 
 def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int) -> None:
-    """Call the watcher with all ``n_rows`` rows of each gradient, from inside ``backward``."""
+    """Call the watcher with all ``n_rows`` rows of each gradient. ``backward`` must be running."""
     if n_rows == 1:
         watcher([None if gradient is None else gradient.unsqueeze(0) for gradient in gradients])
         return
@@ -166,7 +166,7 @@ def watch_rows(gradients: Sequence[Tensor | None], watcher: Watcher, n_rows: int
 
 
 class _SeenThroughVmap(torch.autograd.Function):
-    """Call a function with the batched tensors of vmap, which its batching rule receives."""
+    """A function with a batching rule, which calls ``watch`` with vmap's batched tensors."""
 
     @staticmethod
     def forward(watch: Callable[[list[Tensor]], None], *tensors: Tensor) -> Tensor:
@@ -192,10 +192,10 @@ class _SeenThroughVmap(torch.autograd.Function):
 def hooked(
     start: Iterable[GradientEdge], hooks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
 ) -> Generator[None, None, None]:
-    """Register hooks for the one backward pass that runs inside, which begins at ``start``.
+    """Register hooks for one backward pass, which must run in the context and begin at ``start``.
 
     ``hooks`` are pairs of a function that registers a hook, and the hook. An operation may run a
-    backward pass of its own, such as the adjoint of an ODE. The hooks ignore those passes.
+    backward pass of its own, for example to solve an adjoint ODE. The hooks ignore such passes.
     """
     passes: list[int] = []
 
@@ -219,7 +219,7 @@ class GraphNeededError(Exception):
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Compute the gradients of each entry of ``output``, in row-major order; keep the graph."""
+    """Compute the gradients of each entry of ``output``, in row-major order, and keep the graph."""
     edge = get_gradient_edge(output)
     reached = [parameters[i] for i in trace([edge.node], parameters).parameters.values()]
     if reached and output.numel():
@@ -238,8 +238,8 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
     The plans of recent graphs are kept, and reused for graphs with an equal signature. The result
     is None if there is no sample, if samples can't be told apart, if no parameter is reached, or if
     a single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
-    Backward hooks of parameters and modules raise an ``UnreadableGraphError``, because they would
-    get the sum of the samples' gradients.
+    Backward hooks of parameters and modules raise an ``UnreadableGraphError``, because autograd
+    would call them with the sum of the samples' gradients.
     """
     n_samples = output.shape[dim]
     if n_samples == 0 or n_samples == 1 < output.numel():
@@ -274,19 +274,19 @@ def by_samples(
     """Compute per-sample gradients by one backward pass, and pass them to the consumer.
 
     Write ``output`` as f_{c,i} with sample i along ``dim`` and c over the other dimensions. For
-    each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i. The plan is
-    that of ``plan_of`` for the same output and dimension.
+    each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i. The plan
+    must be the result of ``plan_of`` for the same output and dimension.
 
     Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
-    closed form is known to need them. If they are needed after all, a ``GraphNeededError`` is
-    raised, and the consumer has taken a part of the gradients by then.
+    closed form is known to need them. If it turns out that they are needed, a ``GraphNeededError``
+    is raised. The consumer has processed a part of the gradients by then.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # Start from the sum. With an explicit gradient, torch would import sympy to check its
-        # shape, which is slow.
+        # The pass starts from the sum. For an explicit gradient, torch would import sympy to check
+        # its shape, which is slow.
         with torch.enable_grad():
             start, gradients = get_gradient_edge(output.sum()), None
     else:
@@ -333,7 +333,7 @@ class _Pass:
         self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
-        """Take the gradients of a node's outputs, shape (C, *shape)."""
+        """Process the gradients of a node's outputs, shape (C, *shape)."""
         layouts, waiting, crossings = self.plan.layouts[node], [], self.plan.crossings[node]
         forms = closed_forms([edge for edge, _ in crossings], gradients, layouts)
         for (edge, region), contribution in zip(crossings, forms, strict=True):
@@ -366,8 +366,8 @@ class _Pass:
     def finish(self) -> None:
         """Differentiate operations without a closed form, then propagate through the regions.
 
-        This must follow the backward pass. Inside a pass, an operation computes only the gradients
-        that the pass needs, and another pass would fire its hooks.
+        It must be called after the backward pass. During a pass, an operation computes only the
+        gradients that the pass needs, and another pass would call its hooks.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -406,7 +406,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Propagate rows through operations that only move entries, so that uses of a tensor add up."""
+    """Propagate rows through operations that only move entries, to sum the uses of a tensor."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -441,7 +441,7 @@ def _by_operation(
 
 
 def _masked(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
-    """Return a gradient with zeros for other samples: its derivative is the sample's own term."""
+    """Return a gradient that is zero for other samples, so that their terms vanish."""
     if layout.n_samples == 1:
         return gradient
     is_own = layout.in_turn.to(gradient.device) == sample

@@ -1,13 +1,13 @@
 """Save memory: recompute the activations of a model's repeated blocks in the backward pass.
 
-A block's call keeps its inputs only. When the backward pass first needs one of its saved tensors,
-the block is called again, and all its saved tensors are restored. They are freed with their
-operations, or when the next block is recomputed.
+After the call of a block, only its inputs stay in memory. When the backward pass first needs one of
+its saved tensors, the block is called again, and all its saved tensors are restored. They are freed
+with their operations, or when the next block is recomputed.
 
 This differs from ``torch.utils.checkpoint`` in: 1. the graph has the nodes of all operations, which
 ``one_pass`` reads; 2. no change of the model is needed; 3. the saved tensors of both calls are
-compared by fingerprints, and an ``InputError`` is raised if they differ. A block that gets objects
-into which it may write is not recomputed.
+compared by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed
+if its arguments contain objects that it may modify.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -52,16 +52,16 @@ class Recomputation:
         self.is_on = False
         # Configs of transformers' models whose caches would be filled twice.
         self._configs: list[Any] = []
-        # The call whose saved tensors are restored at present.
+        # The call whose saved tensors are in memory.
         self.last: Callable[[], _Call | None] = lambda: None
-        # For ``sample_memory``: bytes of kept storages by address, most bytes that a call drops,
-        # and classes of blocks that are not recomputed.
+        # For ``sample_memory``: bytes of kept storages by address, the largest number of bytes that
+        # a call frees, and classes of blocks that are not recomputed.
         self._kept: dict[int, int] = {}
         self._largest = 0
         self._whole: set[str] = set()
 
     def start(self) -> None:
-        """Recompute every block, until ``stop``."""
+        """Recompute every block from now on, until ``stop`` is called."""
         self.is_on = True
         for block in self.found:
             block.forward = _Forward(self, block, block.forward)
@@ -76,7 +76,7 @@ class Recomputation:
             return
         for block in self.found:
             before = block.forward.forward  # pyright: ignore[reportFunctionMemberAccess]
-            del block.forward  # uncovers the class's method, unless a user had replaced it
+            del block.forward  # the attribute hid the method of the class
             if before != block.forward:
                 block.forward = before
         for config in self._configs:
@@ -104,18 +104,18 @@ class Recomputation:
         self._kept, self._largest = {}, 0
 
     def note_whole(self, block: nn.Module) -> None:
-        """Record that a block can't be called again and therefore keeps all its saved tensors."""
+        """Record that a block can't be called again and therefore keeps its saved tensors."""
         self._whole.add(type(block).__name__)
 
     def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
-        """Count the storages that a call keeps, bytes by address, and the bytes that it drops."""
+        """Count the storages that a call keeps (bytes by address), and the bytes that it frees."""
         self._kept.update(kept)
         self._largest = max(self._largest, dropped_bytes)
 
     def n_bytes(self, besides: set[int]) -> int:
         """Return the peak memory of all calls, without storages at the addresses ``besides``.
 
-        These are the bytes that all calls keep, and those that the largest call restores.
+        It is the sum of the bytes that all calls keep and of those that the largest call restores.
         """
         kept = sum(n for address, n in self._kept.items() if address not in besides)
         return kept + self._largest
@@ -151,7 +151,7 @@ class _Forward:
 
 
 class _Saved:
-    """A tensor that an operation saved. The graph holds the only strong reference."""
+    """A tensor that an operation saved. Only the graph has a strong reference to it."""
 
     __slots__ = ("__weakref__", "call", "tensor")
 
@@ -190,7 +190,7 @@ class _Call:
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
     def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the block, and drop the tensors that its operations save."""
+        """Call the block, and free the tensors that its operations save."""
         alive: list[tuple[_Saved, Tensor]] = []
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -210,7 +210,7 @@ class _Call:
         self.saved = [weakref.ref(saved) for saved, _ in alive]
         sizes = _sizes(tensor for _, tensor in alive)
         kept = _sizes(tensor for tensor, _ in self.inputs)
-        if self._wrote():  # It has overwritten its inputs.
+        if self._wrote():  # The block has modified its inputs.
             self.of.owner.note(kept | sizes, 0)
             self.of.owner.note_whole(self.of.block)
             return returned
@@ -239,7 +239,7 @@ class _Call:
                 fingerprints.append(_fingerprint(tensor))
 
         block = self.of.block
-        # Copy lists and dicts, because a block may write into them.
+        # Lists and dicts are copied, because a block may modify them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, self.given)
         with ExitStack() as stack:
             stack.enter_context(in_evaluation_mode(block))
@@ -295,7 +295,7 @@ def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _fingerprint(tensor: Tensor) -> int | Tensor | None:
-    """Return a checksum of a tensor's numbers, without waiting for a GPU."""
+    """Return a fingerprint of a tensor's values, without waiting for a GPU."""
     tensor = tensor.detach()
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):
@@ -304,7 +304,7 @@ def _fingerprint(tensor: Tensor) -> int | Tensor | None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bits, which are reproducible on the CPU."""
+    """Return a checksum of the bits. On a CPU, two calls compute the same bits."""
     for i, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(i, 0, min(1, tensor.shape[i]))
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -314,7 +314,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return sums and norms over all dimensions but the last, along which scales may differ."""
+    """Return sums and norms over all dimensions except the last, along which scales may differ."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     values = (values if values.is_floating_point() else values.double()).reshape(
         -1, *values.shape[-1:]

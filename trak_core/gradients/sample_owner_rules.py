@@ -1,8 +1,8 @@
 """Rules that derive the layout of an operation's input from the layout of its output.
 
-A layout assigns entries to samples (``graph.py``). A rule may return one only if every entry of the
-output depends on no input entries of other samples. Otherwise it returns None: the input is shared.
-Operations without a rule are probed by ``graph.probed_layouts``.
+A layout assigns entries to samples (``graph.py``). A rule may return a layout only if no entry of
+the output depends on input entries of other samples. Otherwise it returns None, which means that
+the input is shared. Operations without a rule are probed by ``graph.probed_layouts``.
 """
 
 import math
@@ -108,7 +108,7 @@ def _over_saved_dims(given: RuleInput) -> Layout | None:
 
 
 def _sliced(given: RuleInput) -> Layout | None:
-    """The operation changes sizes; that of the samples' dimension must be equal."""
+    """The operation changes sizes, but must not change that of the samples' dimension."""
     return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
@@ -158,7 +158,7 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 
 def _indexed(given: RuleInput) -> Layout | None:
-    """Rows are selected by indices, as by a router: each belongs to the owner of its output row."""
+    """The operation selects rows by indices. Each belongs to the owner of its output row."""
     n_dims, numbers, index = _rows(given.input, given.node._saved_indices)
     picked = numbers[index]
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
@@ -199,7 +199,7 @@ def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any,
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """Rows of the second input are written, or added, at indices of the first."""
+    """The operation writes or adds rows of the second input at indices of the first."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     dim = getattr(given.node, "_saved_dim", None)
@@ -217,7 +217,7 @@ def _written(given: RuleInput) -> Layout | None:
 
 
 def _product(given: RuleInput, left: int = 0) -> Layout | None:
-    """Matrix product of the inputs ``left`` and ``left + 1``, plus the input 0 if left is 1."""
+    """The operation multiplies inputs ``left`` and ``left + 1``, and adds input 0 if left is 1."""
     if given.index < left:
         return _pointwise(given)
     n = len(given.output)
@@ -245,7 +245,7 @@ def _batch_normed(given: RuleInput) -> Layout | None:
 
 
 def _pooled(given: RuleInput, n_spatial: int) -> Layout | None:
-    """Each channel of each sample is treated separately."""
+    """The operation treats each channel of each sample separately."""
     is_channel = given.index == 0 and given.dim < len(given.output) - n_spatial
     return given.along(given.dim) if is_channel else None
 
@@ -323,14 +323,14 @@ _NAMES: dict[Rule, str] = {
 
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-# These only move entries. They are probed if their rule returns None.
+# These operations only move entries. They are probed if their rule returns None.
 _PROBED_WITHOUT_ANSWER = {
     *("AsStrided", "Cat", "Stack", "Slice", "Split", "SplitWithSizes", "Select", "Unbind"),
     *("Flip", "Roll", "ConstantPadNd"),
 }
-# The results of these depend on saved indices.
+# The results of these rules depend on saved indices.
 _BY_VALUE = {_indexed, _index_selected, _written}
-# These also handle samples that span several dimensions.
+# These rules also handle samples that span several dimensions.
 _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 
 
@@ -339,9 +339,9 @@ def input_layouts(
 ) -> tuple[list[Layout | None], bool]:
     """Return the layouts of an operation's inputs, given those of its used outputs, for B >= 2.
 
-    The result has a layout for each of the operation's edges, None if the input is shared; and
-    whether the graph's ``signature`` determines the layouts, instead of saved values. Statistics
-    over samples raise a ``MixedSamplesError``.
+    The first result has a layout for each of the operation's edges, or None if the input is shared.
+    The second is True if the graph's ``signature`` determines the layouts, and False if saved
+    values do. Statistics over samples raise a ``MixedSamplesError``.
     """
     if not edges:
         return [], True
@@ -357,7 +357,7 @@ def input_layouts(
 
 
 def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
-    """Return the layout of an input by its operation's rule, applied to each output."""
+    """Return the layout of an input, by the rule of its operation for each output."""
     rule = _RULES.get(name_of(edge.user))
     if rule is None:
         return None

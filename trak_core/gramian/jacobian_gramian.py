@@ -41,15 +41,16 @@ class Engine:
         <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>,
 
     and similarly for convolutions, embeddings, normalization layers, and parameters that are added
-    or multiplied. Other operations are differentiated once for each sample. Below an operation that
-    mixes samples, such as a recurrent layer, the engine computes as without ``batch_dim``.
+    or multiplied. Other operations are differentiated once for each sample. From an operation that
+    mixes samples, such as a recurrent layer, gradients are propagated as without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
     is also done if parameters or modules have backward hooks, which change each row. With
     ``batch_dim``, hooks on tensors computed from parameters, such as a view, are ignored.
 
     Args:
-        modules: Their parameters with ``requires_grad`` are differentiated, each once.
+        modules: Modules with the parameters to differentiate. A shared parameter is used once, and
+            parameters without ``requires_grad`` are ignored.
         batch_dim: The dimension of the output along which samples are independent: the entries of
             sample b depend on sample b of the data alone. None if there is no such dimension.
 
@@ -140,7 +141,7 @@ def cross_gramian(
 ) -> np.ndarray:
     """Return K_t = J J_t^T, shape (n, m), float64, of training samples and targets.
 
-    Blocks and errors are those of ``train_gramian``.
+    Blocks must be as in ``train_gramian``, which raises the same errors.
     """
     train = [as_batch(block, output) for block in train_blocks]
     targets = [as_batch(block, output) for block in target_blocks]
@@ -214,7 +215,7 @@ def parameter_gramian(
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                # An operation can't be vmapped. Any other error of it is raised again below.
+                # An operation can't be vmapped. `by_rows` raises an error with another cause again.
                 gramian.zero_()
                 by_rows(_Products(gramian), output, parameters)
             else:

@@ -1,4 +1,4 @@
 """Model outputs: the number f(z; theta) that attribution explains, and its loss weight.
 
-``about_outputs`` lists them without importing torch, so nothing is imported here.
+Nothing is imported here, so that ``about_outputs`` can be imported without torch.
 """

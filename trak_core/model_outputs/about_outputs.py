@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A description of a model output, and what it needs from a study.
+    """A description of a model output, and its requirements on a study.
 
     Attributes:
         name: A name with an article.
         unit: The unit of f.
-        meaning: What a larger f means, as the end of a sentence with "the larger f, ".
+        meaning: The meaning of a larger f, as the end of a sentence with "the larger f, ".
         label: A word for the column ``label`` of tables. Empty if the column has no meaning.
         prediction: A word for the column ``prediction``.
         columns: An explanation of both columns in one line.
-        raises: What a positive score raises, if a larger f is not better than a smaller one.
-        better: Which f has the smaller loss: the ``larger`` one, or the ``closer`` one to the
-            label. Empty if unknown; then scores are neither helpful nor harmful.
+        raises: The quantity that a positive score raises, if a larger f is not always better.
+        better: The f that has the smaller loss: the ``larger`` one, or the one ``closer`` to the
+            label. Empty if unknown. Scores are then neither helpful nor harmful.
         place: A module of this package and a name in it, such as ``supervised.LOSS``. Empty for a
             user-defined function, which is loaded with the study.
         labels_are_classes: Whether the label of a sample is one of several classes.
@@ -37,9 +37,10 @@ class About:
             probabilities, which is close to 0 for confident samples. Otherwise it is unbounded.
         weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
             checkpoints are from several times of a run. False if the loss is not a function of f,
-            and for whole texts: with probabilities of e^-100 the shortest text would dominate.
-        has_loss_hessian: Whether the Hessian of the training loss in the model's logits is known,
-            which `projection: gauss_newton` needs.
+            and for whole texts, because their probabilities p of e^-100 give curvatures p (1 - p)
+            with which the shortest text would dominate.
+        has_loss_hessian: Whether the Hessian of the training loss with respect to the logits is
+            known, which `projection: gauss_newton` needs.
         needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.
     """
 

@@ -14,11 +14,11 @@ def pair_margins(
 ) -> Tensor:
     """Return the log-odds of a pair's text among texts, and of its image among images.
 
-    With embeddings u, v of the pair and u_i, v_j of the others, these are
+    With embeddings u, v of the pair and u_i, v_j of the other pairs, these are
     -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
-    Embeddings of pairs have shape (..., d), those of the others (others, d). The scale s is 1 in
-    TRAK's f. The result has shape (..., 2), float32 or float64.
+    Embeddings of pairs have shape (..., d), embeddings of other pairs (others, d). The scale s is 1
+    in TRAK's f. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """
@@ -66,15 +66,16 @@ def read_embeddings(returned: object) -> Tensor:
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
     """Return the model output of image-text pairs: the sum of a pair's two log-odds.
 
-    f depends on the parameters through the pair's embeddings alone, because the embeddings of the
-    others, shape (others, d), and the scale are constants. The scale is the exponential of a CLIP
+    f depends on the parameters through the pair's embeddings alone. The embeddings of the other
+    pairs, shape (others, d), and the scale are constants. The scale is the exponential of a CLIP
     model's ``logit_scale``.
     """
 
     def margins(outputs: Tensor) -> Tensor:
         return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
 
-    # l = log(1 + exp(-a)) + log(1 + exp(-b)) with log-odds a and b. Q is -dl/df for da = db.
+    # l = log(1 + exp(-a)) + log(1 + exp(-b)) with log-odds a and b, and f = a + b. For da = db,
+    # Q = -dl/df is the mean of sigmoid(-a) and sigmoid(-b).
     return ModelOutput(
         read=read_embeddings,
         value=lambda outputs, label: margins(outputs).sum(),

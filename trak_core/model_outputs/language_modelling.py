@@ -33,7 +33,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output of models whose logits at t predict the label at t + ``ahead``."""
+    """Return the model output of models that predict label t + ``ahead`` by the logits at t."""
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -84,7 +84,7 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t, which is -dl/df of l = sum_t -log p_t for equal changes."""
+    """Return the mean of 1 - p_t: -dl/df of l = sum_t -log p_t if all log-odds change equally."""
     margins, counted = _margins_added(logits, labels)
     return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
 

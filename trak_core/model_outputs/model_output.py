@@ -1,4 +1,4 @@
-"""ModelOutput: f and its loss weight as functions of what a model returned."""
+"""The class ``ModelOutput``: f and its loss weight as functions of a model's return value."""
 
 import inspect
 import traceback
@@ -26,12 +26,13 @@ def _mean_number(label: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """A model output f and its loss weight, as functions of what the model returned for a sample.
+    """A model output f and its loss weight, as functions of the model's return value for a sample.
 
-    ``read`` selects from what the model returned for a batch: a tensor, or a tuple, list, dict or
-    transformers object of tensors, each with one row for each sample. A tensor without dimensions
-    is shared by all samples. The other functions get this without the batch dimension. They return
-    a scalar, float32 or float64, and must work with ``torch.func.vmap``. Only f is required.
+    ``read`` selects tensors from the model's return value for a batch: a tensor, or a tuple, list,
+    dict or transformers object of tensors, with one row for each sample. A tensor without
+    dimensions is shared by all samples. The other functions get the tensors without the batch
+    dimension. They return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
+    Only ``value`` is required.
 
     Attributes:
         value: f, from the selected tensors and the label.
@@ -39,23 +40,23 @@ class ModelOutput:
         curvature: W = d2l/df2. None if the loss is not a function of f alone.
         prediction: The model's prediction in the units of ``label_number``. None for f. Tables have
             the most frequent integer (a class) over checkpoints, or the mean of other numbers.
-        label_number: The label as one number for tables: the label itself, or how many of its parts
-            are labelled. The default is the mean.
-        read: Selects tensors from what the model returned. The default selects everything.
+        label_number: The label as one number for tables: the label itself, or the number of its
+            labelled parts. The default is the mean.
+        read: Selects tensors from the model's return value. The default selects everything.
         has_labels: Whether samples have a label. If not, functions get 1 as the label.
         label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels. None for any
             shape that is the same for all samples.
         n_classes: The number of classes. None if labels are not classes.
-        predicts_next: Whether what the model returns for a token predicts the label of the next.
+        predicts_next: Whether the logits at a token predict the label of the next token.
         takes_labels: Whether the model is called with ``labels``, from which encoder-decoder models
             compute their decoder's inputs.
-        loss_hessian: The product of the Hessian of l in the returned tensor with a vector, the last
-            argument. None if unknown.
+        loss_hessian: The product of the Hessian of l with respect to the returned tensor and a
+            vector, the last argument. None if unknown.
         joins_tokens: Whether f is a function of the tokens' log-odds as in
             ``trak_core.model_outputs.language_modelling``. Logits may then be computed in pieces.
 
     Example:
-        The squared norm of what the model returns, for samples without labels:
+        The squared norm of the returned tensor, for samples without labels:
 
         >>> import torch
         >>> from trak_core.model_outputs.model_output import ModelOutput
@@ -86,7 +87,7 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
     """Return the tensors with dimensions. Each must have a row for each sample.
 
-    A constant is refused, because it could have as many rows as the batch by chance.
+    Other tensors raise an error, because a constant could have as many rows as a batch by chance.
     """
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
@@ -141,7 +142,7 @@ def detached(returned: Any) -> Any:
 class OfValue:
     """A function of f alone, such as Q, in the form that ``ModelOutput`` needs.
 
-    A caller that knows f already can call ``function`` and does not need to compute ``value``.
+    A caller that has already computed f can call ``function`` directly.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]
@@ -153,7 +154,7 @@ class OfValue:
 
 
 def read_logits(returned: object) -> Tensor:
-    """Return the tensor that a model returned.
+    """Return the tensor in the return value of a model.
 
     The model must return a tensor, an object with ``logits`` (transformers), a mapping with
     ``logits`` or ``out`` (torchvision's segmentation), or a sequence that starts with the tensor.
@@ -184,8 +185,8 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def own_output(made: object, name: str) -> ModelOutput:
     """Return a user-defined model output that explains errors in its functions.
 
-    ``made`` is a ``ModelOutput``, or f as a function of what the model returned for one sample and
-    of its label, or of the former alone if samples have no label. ``name`` is used in messages.
+    ``made`` is a ``ModelOutput``, or f as a function of the model's return value for one sample
+    and, if samples have labels, of the sample's label. ``name`` is used in messages.
     """
     if isinstance(made, ModelOutput):
         output = made
@@ -219,7 +220,7 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     parameters = [] if signature is None else [*signature.parameters.values()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     given = [p for p in parameters if p.default is p.empty and p.kind not in by_keyword]
-    # An optional label would not say whether samples have one.
+    # If `label` were optional, it would be unknown whether samples have one.
     is_clear = all(p.name != "label" or p in given for p in parameters)
     if is_clear and (any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2):
         return ModelOutput(value=function)
@@ -240,9 +241,9 @@ def _kind(made: object) -> str:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return the function with a check that it returns one number, and explained errors.
+    """Return the function with a check that it returns one number, and with explained errors.
 
-    Numbers become float32 or float64. If ``keeps_integers``, integers (classes) become int64.
+    Numbers are converted to float32 or float64, or integers to int64 if ``keeps_integers``.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from torch.nn.functional import softplus
 from trak_core.errors import InputError
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, at_least_float32, read_logits
 
-# Above this margin, log(log(1 + e)) for e = exp(-margin) is computed by its series.
+# Above this margin, log(log(1 + e)) with e = exp(-margin) is computed by its power series.
 _CONFIDENT = 15.0
-# Below this loss, log(exp(loss) - 1) is computed by its series.
+# Below this loss, log(exp(loss) - 1) is computed by its power series.
 _FITTED = 1e-3
 
 
@@ -30,7 +30,7 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def probability_weight(f: Tensor) -> Tensor:
-    """Return Q = 1 - p for log-odds f. 1 - softmax would round to 0 for confident samples."""
+    """Return Q = 1 - p = sigmoid(-f) for log-odds f, which doesn't round to 0 for p near 1."""
     return torch.sigmoid(-f)
 
 
@@ -40,9 +40,9 @@ def probability_curvature(f: Tensor) -> Tensor:
 
 
 def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
-    """Return the product of a vector with diag(p) - p p^T, the Hessian of -log p_y in the logits.
+    """Return (diag(p) - p p^T) v for a vector v, with the Hessian of -log p_y in the logits.
 
-    p = softmax(logits). All shapes are (..., classes). The result is float32 or float64.
+    p is softmax(logits). All shapes are (..., classes). The result is float32 or float64.
     """
     p = at_least_float32(logits).softmax(-1)
     return p * (vector - (p * vector).sum(-1, keepdim=True))
@@ -66,7 +66,7 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
-    # Each branch gets safe values where the other one is used, so that no gradient is NaN.
+    # Where one branch is used, the other gets harmless values, so that no gradient is NaN.
     plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
     return torch.where(confident, series, plain)
 
@@ -82,14 +82,14 @@ def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
         torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
     )
     fitted = loss < _FITTED
-    # log(exp(l) - 1) = log l + l / 2 + l^2 / 24 - ...
+    # f = -log(exp(l) - 1) with the loss l, and log(exp(l) - 1) = log l + l / 2 + l^2 / 24 - ...
     small = -(log_loss + loss / 2 + loss**2 / 24)
     plain = torch.where(fitted, 1, loss)
     return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
 
 
 def _pixels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the margin of every pixel, and whether it is labelled."""
+    """Return the margin of every pixel, and whether the pixel has a label."""
     counted = labels != IGNORED
     return margin(logits.movedim(0, -1), torch.where(counted, labels, 0)), counted
 
@@ -110,7 +110,7 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p, -dl/df of the mean cross entropy l for equal margin changes."""
+    """Return the mean of 1 - p: -dl/df of the mean cross entropy l if margins change equally."""
     margins, counted = _pixels(logits, labels)
     return _mean(torch.sigmoid(-margins), counted)
 
@@ -148,9 +148,9 @@ def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def labels_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_k p_k is the joint probability of the labels' values.
 
-    p_k is sigmoid(z_k) if the label is 1, and sigmoid(-z_k) if it is 0. Let l = -log P be the sum
-    of the binary cross entropies; then l = log(1 + exp(-f)). The result is a scalar, float32 or
-    float64, finite for finite logits.
+    p_k is sigmoid(z_k) if the label is 1, and sigmoid(-z_k) if it is 0. The sum l = -log P of the
+    binary cross entropies is log(1 + exp(-f)). The result is a scalar, float32 or float64, finite
+    for finite logits.
 
     Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100), but not all
     ignored.
@@ -198,7 +198,7 @@ REGRESSION = ModelOutput(
 
 
 def _read_loss(returned: object) -> Tensor:
-    """Return the ``loss`` that a model returned, or else what ``read_logits`` returns."""
+    """Return the ``loss`` in a model's return value, or else the result of ``read_logits``."""
     is_mapping = isinstance(returned, Mapping)
     loss = returned.get("loss") if is_mapping else getattr(returned, "loss", None)
     return loss if isinstance(loss, Tensor) else read_logits(returned)

@@ -146,28 +146,27 @@ def project(
     Compute ``Y = X R[o : o + n]``, where o is ``offset``. Each entry of R is a function of the
     spec, its row and its column alone (``reference.py`` defines it). R does not depend on the
     device, the dtype of the gradients, the batch, the chunks or the number of threads. If
-    ``spec.is_nested``, it does not depend on ``spec.proj_dim`` either, because the first k columns
-    of a wider matrix are the k-column matrix. Sums are float32. On one device Y does not depend on
-    the batch, the blocks or the threads; chunks change it only by rounding.
+    ``spec.is_nested``, it does not depend on ``spec.proj_dim`` either: the first k columns of a
+    wider matrix are the k-column matrix. Sums are computed in float32. On one device Y does not
+    depend on the batch, the blocks or the threads. Chunks change it only by rounding.
 
     The work is done on the device of the gradients. A CUDA kernel is tested at its first use. A
     kernel that fails raises an error; there is no silent fallback.
 
-    To choose ``proj_dim``: the projected inner product of x and y differs from <x, y> by a
-    standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
-    parallel vectors. The workflow's default of 1,024 columns gives 3 %. Four times as many columns
-    halve the error and take four times the time and memory. With more columns than training
-    samples the normal matrix of the features is singular, and the damping dominates the scores.
+    To choose ``proj_dim``: the error of the projected inner product of x and y has a standard
+    deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel
+    vectors. The workflow's default of 1,024 columns gives 3 %. Four times as many columns halve the
+    error and take four times the time and memory. With more columns than training samples the
+    normal matrix of the features is singular, and the damping dominates the scores.
 
     Args:
         gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy
             array (float32, float16), a torch tensor (float32, float16, bfloat16), or a sequence of
-            such matrices that hold consecutive columns. They are not concatenated. Rows may be
-            strided.
+            such matrices with consecutive columns, which are not concatenated. Rows may be strided.
         spec: The projection to apply.
         offset: Row of R that belongs to the first column of ``gradients``.
-        out: Array for the result, shape (n_samples, spec.proj_dim), float32, from the library and
-            on the device of the gradients. Allocated if None.
+        out: Array for the result, shape (n_samples, spec.proj_dim), float32, of the same library
+            and device as the gradients. None to allocate it.
         accumulate: Add to ``out`` instead of overwriting it.
         scale: Multiply ``out``, with its previous content, by ``spec.scale`` at the end, so that
             E<Rx, Ry> = <x, y>.
@@ -177,7 +176,7 @@ def project(
         ``out``, shape (n_samples, spec.proj_dim), float32.
 
     Raises:
-        InputError: If a shape, dtype or device is not as above, if the chunk exceeds
+        InputError: If a shape, dtype or device is not one of the above, if the chunk exceeds
             ``spec.n_params``, if a CUDA kernel cannot run or fails its test, or if a result is not
             finite. The content of ``out`` is then undefined.
 
@@ -263,7 +262,8 @@ def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     starts = [0, *itertools.accumulate(rows * columns for rows, columns in spec.shapes)]
     (buckets0, signs0), (buckets1, signs1) = hashes_on(spec, vectors.device)[starts.index(offset)]
     directions = vectors.new_empty(len(vectors), len(buckets0), len(buckets1))
-    # A few rows of the parameter at a time bound the memory beyond the result.
+    # Entry (i, j) is sign0[i] sign1[j] v[(bucket0[i] + bucket1[j]) mod k]. Few rows i are computed
+    # at a time, which limits the memory beyond the result.
     step = max(1, _ENTRIES // max(1, len(vectors) * len(buckets1)))
     for first in range(0, len(buckets0), step):
         rows = slice(first, first + step)
@@ -281,6 +281,7 @@ def _transposed_hadamard(
     words = np.empty(max(k // 32, 4), np.uint32)
     row_signs, column_signs = np.empty(k, np.float32), np.empty(k, np.float32)
     parts = []
+    # R_b = D_b H E_b (`reference.py`), so v R_b^T = v E_b H D_b. The inner loop multiplies by H.
     for block in range(offset // k, (offset + n_entries - 1) // k + 1):
         fill_signs(row_signs, words, 0, block, key)
         fill_signs(column_signs, words, COLUMN_SIGNS, block, key)

@@ -26,7 +26,7 @@ E_b is the same with c0 = (w >> 2) + 2^31. A set bit means -1.
 ``tensor_sketch`` (tag 4): each parameter is a row-major matrix n0 x n1, and the parameters follow
 one another. The rows (s = 0) and the columns (s = 1) of parameter l have buckets and signs. The row
 of R for entry (i, j) is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0
-elsewhere. Both are drawn with q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2. The
+elsewhere. All draws use q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2. The
 bucket of i is the rank of its word among the k indices with the same i // k. Ties are ordered by
 index, and all k words are ranked even if the last run has fewer indices. The sign of i is bit
 i & 31 of word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set bit means -1.
@@ -38,7 +38,7 @@ import numpy as np
 
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
-# Tag 2 is reserved because features of version 0.2.0 were made with it. No other kind may use it.
+# No kind may use tag 2, because features of version 0.2.0 were computed with it.
 _MASK = np.uint64(0xFFFFFFFF)
 _SD = np.float32(1 / 147.80166)
 _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)

@@ -1,12 +1,12 @@
 """Tensor sketches with torch on any device, from the factors of outer products or from rows.
 
 A gradient that is a sum of outer products, sum_t a_t b_t^T, can be sketched without forming it.
-Entry (i, j) goes to column bucket0[i] + bucket1[j] mod k. Therefore the sketch of a b^T is the
-circular convolution of two count sketches: x of a by the rows' buckets and signs, and y of b by the
-columns'. The discrete Fourier transform F turns the convolution into a product. This differs from
-the method of Pham and Pagh in:
+Entry (i, j) is added to column (bucket0[i] + bucket1[j]) mod k. Therefore the sketch of a b^T is
+the circular convolution of two count sketches: x, of a with the buckets and signs of rows, and y,
+of b with those of columns. The discrete Fourier transform F turns the convolution into a product.
+This differs from the method of Pham and Pagh in:
 
-1. One complex transform serves both factors, because F(x + i y)^2 is the transform of
+1. One complex transform is enough for both factors, because F(x + i y)^2 is the transform of
    x * x - y * y + 2 i (x * y), where * is the convolution.
 2. The squares are summed in the frequency domain over all tokens and parameters. A single inverse
    transform for each sample follows.
@@ -31,16 +31,16 @@ from torch import Tensor
 from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, hashes_of
 from trak_core.settings import ProjectionSpec
 
-# Complex numbers of the count sketches that are transformed at once. 1 MiB on a CPU keeps sketches
-# and transforms in a core's cache. 64 MiB on a GPU, because its host needs 0.2 ms to start kernels.
+# The largest size of count sketches that are transformed at once, in complex numbers. On a CPU,
+# 1 MiB fits into a core's cache. On a GPU it is 64 MiB, because starting kernels takes 0.2 ms.
 _PIECE, _PIECE_OF_GPU = 2**17, 2**23
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
 # and layers of size 256 to 3,072. They select between two methods with equal results.
-_TRANSFORM_NS = 0.33  # for a token: two transforms and their product, times k log2(k)
-_COUNT_NS = 2.0  # for a token: adding one entry of a factor to its bucket
-_PRODUCT_NS = 0.035  # for a token: one entry of a formed gradient
+_TRANSFORM_NS = 0.33  # times k log2(k): two transforms of a token and their product
+_COUNT_NS = 2.0  # the addition of one entry of a token's factor to its bucket
+_PRODUCT_NS = 0.035  # a token's term of one entry of a formed gradient
 _CALL_NS = 150_000  # fixed cost of the sketch of a matrix from its factors
-_LANES, _LANE_NS = 8, 4.0  # adding one entry of the formed gradients of 8 samples to its bucket
+_LANES, _LANE_NS = 8, 4.0  # the addition of one entry of 8 samples' gradients to its bucket
 
 
 def _token_ns(rows: int, columns: int, proj_dim: int) -> float:
@@ -86,7 +86,7 @@ def _count_sketches(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int)
 
 
 def _scales(left: Tensor, right: Tensor) -> Tensor:
-    """Return factors, shape (b, tokens, 2), that make the norms of each pair of rows equal.
+    """Return factors that make the norms of each pair of rows equal, shape (b, tokens, 2).
 
     Both factors are 0 if one of the rows is 0, unless the other one is not finite.
     """
@@ -98,7 +98,7 @@ def _scales(left: Tensor, right: Tensor) -> Tensor:
 def _norms(rows: Tensor) -> Tensor:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=2, dtype=dtype).float()
-    is_extreme = ~((norms > 1e-18) & (norms < 1e18))  # their squares exceed float32
+    is_extreme = ~((norms > 1e-18) & (norms < 1e18))  # squares overflow or underflow in float32
     if is_extreme.any():
         exact = torch.linalg.vector_norm(rows[is_extreme], dim=1, dtype=torch.float64)
         norms[is_extreme] = exact.float()
@@ -197,7 +197,7 @@ def _add_lookups(
 def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: int) -> None:
     """Add the sketches of formed gradients to ``out``, shape (b, k).
 
-    The blocks have shape (b, n_i) and hold consecutive coordinates from ``offset`` on.
+    The blocks have shape (b, n_i) and contain consecutive coordinates from ``offset`` on.
     """
     assert spec.shapes is not None
     stop = offset
@@ -227,7 +227,7 @@ class OuterProducts:
     """
 
     def __init__(self, spec: ProjectionSpec, n_samples: int, device: torch.device):
-        """Start with sums of zero."""
+        """Set all sums to zero."""
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
@@ -246,6 +246,7 @@ class OuterProducts:
 
     def total(self) -> Tensor:
         """Return the sketches, shape (b, k), float32."""
+        # The imaginary part of sum_t F^-1(F(x_t + i y_t)^2) is 2 sum_t x_t * y_t.
         return self.rows + (torch.fft.ifft(self.spectrum).imag / 2).float()
 
 
@@ -255,8 +256,8 @@ class Contractions:
 
     Each token is sketched once for all vectors. With the transforms X, Y and V of x, y and v,
     <sketch, v> = Re <X Y, V> / k. All three are transforms of real vectors, so half of the
-    frequencies suffice, and one matrix product serves all tokens and vectors. Results are within
-    1e-6 |a_t| |b_t| |v| of the definition.
+    frequencies suffice. One matrix product computes the results for all tokens and vectors. They
+    are within 1e-6 |a_t| |b_t| |v| of the definition.
 
     Attributes:
         vectors: Shape (m, k), float32.
@@ -277,7 +278,7 @@ class Contractions:
         return cls(spec, vectors, spectra.flatten(1).float())
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
-        """Return whether this is cheaper than multiplying the factors with each vector's matrix.
+        """Return whether sketches are cheaper than products of the factors with each R v.
 
         There are ``n_pairs`` pairs of a sample and a vector, and ``n_tokens`` outer products in
         each sample.

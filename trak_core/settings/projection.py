@@ -15,12 +15,12 @@ class Kind:
     """Properties of a kind of projection; ``projection/reference.py`` defines its entries.
 
     Attributes:
-        tag: The kind's number in the counter of Philox, never used for another kind. None if
+        tag: The kind's number in the counter of Philox. No other kind may ever use it. None if
             nothing is random.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be a power of two.
-        of_matrices: Whether the entries depend on the rows and columns of each parameter as a
-            matrix. The spec then has the shapes, and each row of R has one entry, +1 or -1.
+        of_matrices: Whether an entry depends on its row and column in a parameter as a matrix. The
+            spec then has the shapes, and each row of R has one nonzero entry, +1 or -1.
     """
 
     tag: int | None
@@ -58,15 +58,15 @@ class ProjectionSpec:
     """A projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
 
     Entry R[g, j] is a function of (kind, seed, stream, g, j), and of proj_dim and shapes if the
-    kind is not nested. ``n_params`` only determines where the matrix ends.
+    kind is not nested. ``n_params`` determines the number of rows, but not their entries.
 
     Attributes:
         kind: The definition of the entries.
         n_params: Number of rows, the size p of a flattened gradient, below 2^56.
-        proj_dim: Number of columns, the size k of a projected gradient. A power of two for
-            ``hadamard``, equal to n_params for ``identity``.
-        seed: The user's seed, unsigned 64 bit.
-        stream: Selects one of the matrices of a seed, unsigned 32 bit; see ``stream_of``.
+        proj_dim: Number of columns, the size k of a projected gradient. It must be a power of two
+            for ``hadamard``, and equal to n_params for ``identity``.
+        seed: The user's seed, an unsigned 64-bit integer.
+        stream: The number of the matrix for this seed (see ``stream_of``), unsigned 32-bit.
         version: Version of the definition. Only 1 exists.
         shapes: The shapes of the parameters as matrices (``matrix_shape``), in order, for
             ``tensor_sketch``. None for other kinds.
@@ -184,14 +184,14 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# Up to this n_params * proj_dim, a dense matrix takes 1 to 2 ms for each sample on one core. Up to
-# this n_params, the fast transform takes about as long as a tensor sketch from factors
-# (benchmarks/RESULTS.md).
+# Up to the first number for n_params * proj_dim, a dense matrix takes 1 to 2 ms for each sample on
+# one core. Up to the second number for n_params, the fast transform takes about as long as a tensor
+# sketch from factors (benchmarks/RESULTS.md).
 _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 
 
 def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
-    """Return the default kind: the cheapest one whose errors are like those of a dense matrix.
+    """Return the default kind: the cheapest kind that is as accurate as a dense matrix.
 
     It is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
     ``proj_dim`` is a power of two, and else ``tensor_sketch``.

@@ -1,4 +1,4 @@
-"""The spec of each kind of job: all settings that can change its numbers."""
+"""The spec of each kind of job: all settings that can change its results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,7 +17,7 @@ from trak_core.settings.projection import (
 
 # The kind in a config and in files for scores without a projection.
 EXACT = "exact"
-# The same with the Gauss-Newton matrix of the training loss instead of that of gradients.
+# The kind for scores with the Gauss-Newton matrix of the training loss, without a projection.
 GAUSS_NEWTON = "gauss_newton"
 # The split of the training samples. All other splits except the pool are targets of an experiment.
 TRAIN = "train"
@@ -65,7 +65,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """Settings from features to scores that an evaluation compares (explanation/scores.md)."""
+    """Settings of scores that an evaluation compares (docs/explanation/scores.md)."""
 
     damping: float
     loss_weight_power: float
@@ -81,8 +81,8 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
     """Return the Cartesian product of a sweep's values, sorted; empty without a sweep.
 
-    A sweep has values for each field except ``combine``, of which all values are used. The values
-    of the study's ``own`` setting are added.
+    A sweep has values for each field except ``combine``. All values of ``combine`` are used. The
+    values of the study's ``own`` setting are added.
     """
     if sweep is None:
         return []
@@ -107,22 +107,22 @@ class FeaturesSpec:
     """The settings that determine features, a Gramian or embeddings.
 
     It is a param of the rule, is stored in the file, and is compared when files are combined.
-    Without a checkpoint and a split it describes those of all checkpoints and splits.
+    Without a checkpoint and a split it describes the features of all checkpoints and splits.
 
     Attributes:
         model_output: Name of the model output f.
         parameter_patterns: Patterns of names of the parameters to differentiate. None for all.
         projection: The projection in the config, without ``kind`` if the size of the model
-            determines it, or ``{"kind": "exact"}`` or ``{"kind": "gauss_newton"}``.
+            determines it; or ``{"kind": "exact"}`` or ``{"kind": "gauss_newton"}``.
         dtype: The dtype of stored features.
         study_digest: Hash of the study's source and data files.
-        preconditioner: ``adam`` if gradients are divided by the root of the optimizer's second
-            moments, else None.
+        preconditioner: ``adam`` if gradients are divided by the square root of the optimizer's
+            second moments, else None.
         checkpoint: Id of the checkpoint.
         split: ``train``, ``pool``, or the name of an experiment.
         targets_digest: Hash of the experiment's target ids. None for the training samples.
-        state_dicts: For each checkpoint id, which of the checkpoint's weights are used. None if
-            the config does not choose.
+        state_dicts: For each checkpoint id, the keys that lead to the state dict in the checkpoint.
+            None if the config does not select a state dict.
     """
 
     model_output: str
@@ -147,7 +147,7 @@ class FeaturesSpec:
         return replace(self, split=split, targets_digest=targets_digest)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, ready for JSON."""
+        """Return the fields as plain values for JSON."""
         return ordered(asdict(self))
 
 
@@ -171,7 +171,7 @@ class NormalSpec:
     normalize: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and those of the features as plain values."""
+        """Return the fields, and the fields of ``features``, as plain values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         features = values.pop("features")
         return ordered(features.as_dict() | values)
@@ -186,9 +186,9 @@ class ScoresSpec(NormalSpec):
     Attributes:
         damping: Relative damping, at least 0.
         experiment: Name of the experiment. None for self-influences.
-        targets_digest: Hash of its target ids.
-        runs: Ids of the checkpoints of every run, in the order they were saved. None, like
-            ``combine`` and ``loss_weight_power``, for one checkpoint's scores.
+        targets_digest: Hash of the experiment's target ids.
+        runs: Ids of the checkpoints of every run, in the order in which they were saved. None for
+            one checkpoint's scores, like ``combine`` and ``loss_weight_power``.
         combine: How checkpoints and loss weights are combined.
         loss_weight_power: In (0, 1].
         pool_digest: Hash of the pool if its samples are scored. None for the training samples.
@@ -216,9 +216,9 @@ class ScoresSpec(NormalSpec):
 
     @property
     def along_runs(self) -> list[str]:
-        """Ids of all checkpoints, ordered so that the first few vary in run and time.
+        """Ids of all checkpoints, ordered so that the first few are of different runs and times.
 
-        The order takes the first run's last checkpoint, the next run's last but one, and so on.
+        The order begins with the first run's last checkpoint and the second run's last but one.
         """
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
@@ -263,8 +263,9 @@ class RetrainedSpec:
     """The settings that determine models retrained on subsets of the training samples.
 
     Attributes:
-        subsets: ``random``; ``without random`` samples, and all samples; ``without top`` samples by
-            scores or a baseline; or ``list``: all samples, by a list, and random.
+        subsets: ``random`` for random subsets; ``without random`` for all samples, and all without
+            random samples; ``without top`` for all without the top samples by scores or a baseline;
+            ``list`` for all samples, all without those of a list, and without random samples.
         arguments: Arguments of the study's ``train`` other than ``seed`` and ``data``.
         model_output: Name of the model output f, which is stored for every target.
         seeds: Number of trainings on each subset.
@@ -274,8 +275,8 @@ class RetrainedSpec:
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
         run_seeds: Seeds of runs that all subsets share. ``arguments`` are then those of the runs,
-            and ``train`` gets ``sample_weights`` instead of ``data``. None if every subset has
-            seeds of its own.
+            and ``train`` gets ``sample_weights`` instead of ``data``. None if every subset has its
+            own seeds.
     """
 
     subsets: str
@@ -317,7 +318,7 @@ def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> Projec
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))
     values = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
-    # ProjectionSpec refuses unknown kinds.
+    # ProjectionSpec raises an error for unknown kinds.
     of_matrices = any(k == values["kind"] and k.about.of_matrices for k in ProjectionKind)
     return ProjectionSpec(
         **values,

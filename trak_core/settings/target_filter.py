@@ -42,7 +42,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a condition. An ``InputError`` is raised for anything but comparisons."""
+        """Parse a condition. An ``InputError`` is raised for anything other than comparisons."""
         shown = text if len(text) <= _LONGEST else f"{text[:40]}..., {len(text)} characters"
         try:
             tree = ast.parse(text.strip(), mode="eval").body if shown is text else None
@@ -59,7 +59,7 @@ class Condition:
         return sorted({node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)})
 
     def check_columns(self, study_columns: Iterable[str]) -> None:
-        """Raise an error for a column that neither all targets nor the study have."""
+        """Raise an error for a column that neither ``TARGET_COLUMNS`` nor the study contains."""
         known = [*TARGET_COLUMNS, *study_columns]
         for name in self.columns:
             if name not in known:
@@ -132,7 +132,7 @@ def _refusal(piece: str) -> InputError:
 
 
 def _check(node: ast.expr) -> None:
-    """Raise an error for everything except comparisons, with the offending part."""
+    """Raise an error that quotes the first part of a condition that is not a comparison."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             _check(value)

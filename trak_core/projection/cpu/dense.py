@@ -1,12 +1,12 @@
 """Project on a CPU with dense matrices of independent entries: rademacher and normal.
 
-``normal`` forms a small tile of R at a time and multiplies it while it is in the cache.
+``normal`` forms a small tile of R at a time and multiplies by it while it is in the cache.
 
 ``rademacher`` uses the Method of Four Russians. Four coordinates of a sample can enter a sum with
-16 patterns of signs. For every four coordinates the 16 signed sums are stored in a table. Each
-column then adds one table row, selected by four bits of its random word. A matrix product would
-need four multiplications and four entries of R instead. On processors with wide vectors, two tiles
-of samples share each selection.
+16 patterns of signs. For every four coordinates the 16 signed sums are stored in a table. For each
+column one table row is added, selected by four bits of the column's random word. A matrix product
+would need four multiplications and four entries of R instead. On processors with wide vectors, a
+table row has the sums of two tiles of samples.
 
 Source: Arlazarov, Dinic, Kronrod, Faradzev, "On economical construction of the transitive closure
 of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of few rows).
@@ -32,7 +32,7 @@ from trak_core.projection.cpu.simd_lanes import (
 from trak_core.settings import ProjectionKind
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
-_BLOCK = 128  # coordinates whose signs are in four words of a column
+_BLOCK = 128  # coordinates with signs in the same four words of a column
 _WORDS = 4  # words for one column and block
 _NIBBLES = 8  # groups of 4 bits in a word
 _CHAINS = 4  # independent sums, which hide the latency of additions
@@ -47,11 +47,11 @@ def _aligned(n):
 
 
 def _fill_table(n):
-    """Return the intrinsic that fills a table for n tiles (1 or 2), adjacent in its rows."""
+    """Return the intrinsic that fills a table with rows of n tiles (1 or 2)."""
 
     @intrinsic
     def fill_table(_, tables, table, x, row):
-        """Store the 16 signed sums of four rows of x, 8 apart. Bit i is the sign of row i."""
+        """Store the 16 signed sums of rows row, row + 8, ... of x. Bit i is the sign of row i."""
 
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)
@@ -117,7 +117,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Compute ``rademacher_slice_cpu``. ``in_pairs`` takes two tiles at once."""
+    """Compute ``rademacher_slice_cpu``, for two tiles at once if ``in_pairs``."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)
@@ -160,7 +160,7 @@ def rademacher_slice_cpu(
     """Write ``rows[:, start:stop] @ R[first : first + stop - start]`` to ``out``.
 
     ``out`` has shape (n_samples, proj_dim), float32. ``first`` is the coordinate of column
-    ``start``. The key is that of ``fill_words``.
+    ``start``. The key is as in ``fill_words``.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 

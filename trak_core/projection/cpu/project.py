@@ -26,23 +26,23 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-# Calls for each thread, so that no thread is idle for long at the end.
+# Number of calls for each thread. With several calls, no thread is idle for long at the end.
 _CALLS = 4
 # The limit in bytes for results that wait to be added in order. Each thread has at least one.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # samples that a kernel may process together
-# None in a process that multiprocessing forked: OpenMP may have been used before the fork.
+# It is None in a process that multiprocessing forked, because OpenMP may have been used before.
 _IMPORTER = os.getpid() if parent_process() is None else None
 _PAUSE_SOFT = 1  # omp_pause_soft keeps the user's settings of OpenMP
 
 
 def pause_openmp() -> None:
-    """Stop OpenMP's threads until there is work for them again.
+    """Stop OpenMP's threads until they have work again.
 
     After their last work, they wait actively for some milliseconds and occupy cores that other
     threads could use. Starting them again takes less than 0.1 ms. The function does nothing if no
     OpenMP 5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for the
-    threads of its parent. It does not notice an ``os.fork`` before the import of this module.
+    threads of the parent process. It cannot detect an ``os.fork`` before this module's import.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -54,7 +54,7 @@ def pause_openmp() -> None:
 
 
 def load_compiler() -> None:
-    """Load what numba needs for its first kernel, so that forked jobs save 0.25 s.
+    """Load the parts of numba that its first kernel needs, so that forked jobs save 0.25 s.
 
     No kernel is compiled and no thread is started.
     """
@@ -66,10 +66,10 @@ class _Kernel:
     """The kernel of a kind, and the sizes of slices and of shares of the samples.
 
     Attributes:
-        call: Takes rows, a range of columns, the first coordinate, the key and the result.
-        length: Coordinates of a slice, enough work for one thread at every proj_dim.
-        share: Least number of samples for which another thread computes the same entries again.
-        most: Number of samples whose rows and sums fit in the caches together.
+        call: A function of rows, a range of columns, the first coordinate, the key and the result.
+        length: Number of coordinates of a slice, enough work for one thread for every proj_dim.
+        share: Least number of samples of a share. Each share computes the entries of R again.
+        most: The largest number of samples with rows and sums that fit into the caches.
     """
 
     call: Callable[..., None]
@@ -94,17 +94,17 @@ def slice_length(spec: ProjectionSpec) -> int:
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:
-    """Return rows of float32, float16, or bfloat16 (its bits, as uint16) in float32."""
+    """Convert rows of float32, float16, or the bits of bfloat16 (uint16) to float32."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return columns ``start`` to ``stop`` of consecutive blocks: a matrix and a range in it.
+    """Return a matrix, and the range of its columns that are ``start`` to ``stop`` of the blocks.
 
     The matrix is C-contiguous and float32, because Numba would compile another kernel for any
-    other layout. It is not copied if one block fulfils that and contains all columns.
+    other layout. If a single such block contains all columns, it is not copied.
     """
     parts = []
     first = 0
@@ -132,7 +132,7 @@ def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a thread pool. It is reused, because new threads may share a core for a whole call."""
+    """Return a thread pool. It is reused, because new threads may share a core for some time."""
     return ThreadPoolExecutor(threads)
 
 
@@ -155,7 +155,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
             pending.append(_pool(threads).submit(call))
         while pending:
             yield pending.popleft().result()
-    finally:  # After an error no thread may go on to use memory and cores.
+    finally:  # After an error no thread may continue to use memory and cores.
         for future in pending:
             future.cancel()
         wait(pending)
@@ -174,17 +174,17 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Memory beyond the arguments, for each thread: a result, the kernel's sums, and a slice of the
-    gradients. Two more results may wait if they fit in 64 MiB. The slice is copied only if it is
-    not float32, not contiguous, or in several blocks.
+    Each thread uses memory for a result, the kernel's sums, and a slice of the gradients. Two more
+    results may wait if they fit into 64 MiB. The slice is copied only if it is not float32, not
+    contiguous, or in several blocks.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype: float32, float16,
             or uint16 with the bits of bfloat16.
         spec: The projection, of any kind except ``identity``.
         offset: Coordinate of the first column.
-        threads: Number of slices, or shares of their samples, processed at a time. It changes no
-            bit of the result.
+        threads: Number of threads, which process slices or shares of their samples. It does not
+            change the result, bit for bit.
         out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)

@@ -1,8 +1,8 @@
 """Helpers of the CPU kernels: vectors of eight samples, compilation, and random words.
 
 Samples form tiles of eight, one in each vector lane. A coordinate or column of a tile is a row of
-eight float32 numbers. The numbers of a sample depend on its lane alone and not on the other samples
-of its batch. Lanes beyond the last sample hold zeros.
+eight float32 numbers. The results of a sample are computed in its lane and do not depend on the
+other samples of its batch. Lanes beyond the last sample are zero.
 
 Intrinsics write the vector instructions, because LLVM does not vectorize loops over the lanes.
 """
@@ -24,8 +24,8 @@ _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 _HALF = np.uint64(32)
 
 
-# Numba caches compiled code until the kernel's file changes. It does not notice changes in other
-# modules that the kernel uses, so each version of the projection's source has its own folder.
+# Numba caches compiled code until the kernel's file changes. It does not detect changes in other
+# modules that the kernel uses, so that each version of the projection's source has its own folder.
 _CACHE_FOLDER = Path(
     os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).with_name("__pycache__"),
     code_digest("projection"),
@@ -35,8 +35,8 @@ _CACHE_FOLDER = Path(
 def compiled(function: Callable[..., Any]) -> Any:
     """Return Numba's dispatcher of a function. It releases the interpreter's lock.
 
-    Machine code is cached in NUMBA_CACHE_DIR, else in ``__pycache__`` next to this file, else, if
-    that is not writable, in the user's cache folder.
+    Machine code is cached in NUMBA_CACHE_DIR if this variable is set, else in ``__pycache__`` next
+    to this file, or in the user's cache folder if ``__pycache__`` is not writable.
     """
     # Numba reads this setting when it decorates the function.
     before = config.CACHE_DIR  # pyright: ignore[reportAttributeAccessIssue]
@@ -65,7 +65,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 def fill_words(words, first_call, q, tag, key):
     """Write the words of the calls c0 = first_call, first_call + 1, ... with the same q < 2^56.
 
-    The length of ``words``, uint32, must be a multiple of 4. ``tag`` is that of the kind
+    The length of ``words``, uint32, must be a multiple of 4. ``tag`` is the kind's tag
     (``reference.py``). ``key`` is (low half of the seed, high half, stream), all uint32.
     """
     seed_low, seed_high, stream = key
@@ -80,7 +80,7 @@ def fill_words(words, first_call, q, tag, key):
 
 
 LANES = 8
-# Typed here because calls have one argument less than the decorated function.
+# The type is declared here because calls have one argument less than the decorated function.
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
@@ -89,7 +89,7 @@ class LaneArrays:
     """Read and write the float32 array arguments of an intrinsic by rows of lanes."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Sequence[Any]):
-        """Store what Numba passes to a code generator."""
+        """Store the arguments that Numba passes to a code generator."""
         self._context, self._builder = context, builder
         self._types, self._arguments = signature.args, arguments
 
@@ -146,7 +146,7 @@ class LaneArrays:
         return self._builder.shuffle_vector(first, second, mask)
 
     def spread(self, number: Any) -> Any:
-        """Return a row of lanes that all hold the same float32."""
+        """Return a row of lanes with the same float32 in each lane."""
         i32 = ir.IntType(32)
         lane = self._builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, i32(0))
         zeros = ir.Constant(ir.VectorType(i32, LANES), [0] * LANES)
@@ -157,8 +157,8 @@ class LaneArrays:
 def holds_two_tiles() -> bool:
     """Return whether this processor adds rows of two tiles as fast as rows of one.
 
-    That needs vectors of 512 bits. Two tiles at once took 0.58 times as long as one by one on
-    an Intel Xeon with AVX-512, but longer on AMD's third Zen, which has vectors of 256 bits.
+    That needs vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles at once took 0.58 times
+    as long as one after the other. On AMD's Zen 3, which has vectors of 256 bits, they took longer.
     """
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
     return is_native and bool(binding.get_host_cpu_features().get("avx512f"))
@@ -172,7 +172,7 @@ def tiles_of(n_samples):
 
 @compiled
 def flush(total, sums):
-    """Add sums to a total and set them to 0. A float32 sum of short sums is more accurate."""
+    """Add sums to a total and set them to 0, because sums of short sums are more accurate."""
     total = total.reshape(-1)
     sums = sums.reshape(-1)
     for i in range(len(total)):
@@ -217,8 +217,8 @@ def _transpose(_, x, row, matrix, first, column):
 def fill_lanes(x, rows, at, start, stop):
     """Copy the columns ``at, at + 1, ...`` of ``rows`` to the lanes ``x``, shape (n_tiles, n * 8).
 
-    Columns outside ``start`` to ``stop`` become zeros; ``at`` may be less than ``start``. ``rows``
-    is C-contiguous and has one row for each sample. Both arrays are float32.
+    Columns outside of ``start`` to ``stop`` become zeros. ``at`` may be less than ``start``.
+    ``rows`` is C-contiguous and has one row for each sample. Both arrays are float32.
     """
     n = x.shape[1] // LANES
     if at < start or at + n > stop:

@@ -1,7 +1,7 @@
 """Sketches on a CPU: block-Hadamard projection and tensor sketches.
 
-The fast Walsh-Hadamard transform takes log2(k) additions for each coordinate, in three butterfly
-steps at a time in registers. A tensor sketch adds each coordinate to one column.
+The fast Walsh-Hadamard transform takes log2(k) additions for each coordinate. Three butterfly steps
+are computed at a time in registers. A tensor sketch adds each coordinate to one column.
 """
 
 from functools import lru_cache
@@ -212,7 +212,7 @@ def tensor_sketch_slice_cpu(
     flush_blocks = max(_FLUSH * proj_dim // _BLOCK, 1)
     x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
     number = np.searchsorted(starts, first, side="right") - 1
-    # i and j index the buckets of the next coordinate's row and column.
+    # i and j are indices of the buckets of the next coordinate's row and column.
     row, column = divmod(first - starts[number], shapes[number, 1])
     i, j = positions[number, 0] + row, positions[number, 1] + column
     i_stop = positions[number, 0] + shapes[number, 0]
@@ -245,9 +245,9 @@ def tensor_sketch_slice_cpu(
 def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out, step, second):
     """Write the count sketches of both factors of each token to ``out``, shape (tokens, 2 k).
 
-    The factors have shapes (tokens, n0) and (tokens, n1), and are multiplied by ``scales``, shape
-    (tokens, 2), before. Entry i of the sketch of ``left`` is ``out[:, step * i]``, that of
-    ``right`` is ``out[:, step * i + second]``. Numbers are float32.
+    The factors have shapes (tokens, n0) and (tokens, n1). They are first multiplied by ``scales``,
+    shape (tokens, 2). Entry i of the sketch of ``left`` is ``out[:, step * i]``, and entry i of the
+    sketch of ``right`` is ``out[:, step * i + second]``. Numbers are float32.
     """
     for t in range(len(left)):
         row = out[t]

@@ -1,4 +1,4 @@
-"""Projection on a GPU with kernels that numba compiles. Imported only if a GPU is used.
+"""Projection on a GPU with kernels that numba compiles. It is imported only if a GPU is used.
 
 ======================= =============================== ============================================
 kind                    capability 8.0 and later        7.0 and 7.5

@@ -4,7 +4,7 @@ numba-cuda compiles a kernel for one compute capability, one set of argument typ
 of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so that later
 processes import neither numba.cuda nor a compiler.
 
-A launch writes all arguments into one array with 8 bytes for each, which the driver reads. This
+A launch writes all arguments to one array with 8 bytes for each, which the driver reads. This
 differs from a launch by numba in that tensors are passed as addresses and no type is inspected. In
 numba's calling convention a one-dimensional array has seven arguments: two unused addresses, the
 number of entries, their size, the address, the length and the stride. A tuple has one argument for
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trak_core.projection.cuda.variants import Kernel
 
-_MOST_ARGUMENTS = 64  # no kernel has more, counted as above
+_MOST_ARGUMENTS = 64  # the largest number of arguments of a kernel, counted as above
 _COMPILERS = (
     *("numba-cuda", "numba", "nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13
     *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),  # CUDA 12
@@ -181,14 +181,14 @@ def kept_path(suffix: str, *key: Any) -> Path:
     if not base:
         try:
             base = Path.home() / ".cache"
-        except RuntimeError:  # The user has no home, so nothing is cached.
+        except RuntimeError:  # The user has no home folder, so nothing is cached.
             base = os.devnull
     text = "\n".join(map(repr, key)).encode()
     return Path(base, "trak_core", hashlib.sha256(_source() + text).hexdigest()[:32] + suffix)
 
 
 def kept(path: Path) -> bytes | None:
-    """Return what ``keep`` wrote, or None if the file is missing, unreadable or damaged."""
+    """Return the content that ``keep`` wrote, or None if the file is missing or damaged."""
     with suppress(OSError):
         stored = path.read_bytes()
         if hashlib.sha256(stored[32:]).digest() == stored[:32]:
@@ -197,7 +197,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a file after its SHA-256. A failure is ignored; the next process compiles again."""
+    """Write a SHA-256 and the content. If that fails, the next process compiles again."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def keep(path: Path, content: bytes) -> None:
 
 @cache
 def _source() -> bytes:
-    """Return the digest of all that determines machine code: this folder and the compilers."""
+    """Return the digest of everything that determines machine code: this folder and compilers."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

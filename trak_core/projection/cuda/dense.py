@@ -3,8 +3,8 @@
 *Portable kernel*: plain float32 arithmetic, for any GPU and for the simulator. A block of threads
 processes one slice of coordinates and ``samples`` rows, with four columns for each thread. It loads
 128 coordinates at a time into shared memory. Each thread computes the entries of its columns in
-registers and multiplies them with every row. The result does not depend on warps. Sums of 128
-products are formed first and then added, which keeps rounding errors below 1e-6.
+registers and multiplies them with every row. The result does not depend on the size of warps. Sums
+of 128 products are formed first and then added, which keeps rounding errors below 1e-6.
 
 *Tensor-core kernel* (mma.sync, compute capability 8.0 and later), for ``rademacher``. R is never in
 memory. A warp computes the operand registers of m16n8k16 products from Philox words, with one shift
@@ -159,12 +159,12 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     n_sums = 4 * column_tiles * sample_tiles
     n_words, n_gradients = 2 * column_tiles, 4 * sample_tiles
 
-    # Indices of sums, words and gradients must be constants, because these arrays must stay in
-    # registers. Hence unrolled functions instead of loops.
+    # Sums, words and gradients stay in registers only if their indices are constants. Therefore
+    # these functions are unrolled, instead of loops.
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Start to copy 256 coordinates from g on. Coordinates outside become 0."""
+        """Start to copy 256 coordinates from g on. Those outside of the slice become 0."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8

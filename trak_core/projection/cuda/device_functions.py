@@ -1,7 +1,7 @@
 """Device functions of the kernels: Philox, signs and normal entries, as in ``reference.py``.
 
-All are arithmetic on single words. They also run as plain Python under numba's simulator, which
-tests their bits on machines without a GPU.
+They compute with single words. In numba's simulator they run as plain Python, so that tests compare
+their bits with the definition on machines without a GPU.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ _LOW = uint64(0xFFFFFFFF)
 def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
     """Return the decorator of a kernel with at most ``n_threads`` in a block.
 
-    A multiprocessor should hold ``n_blocks`` blocks. The simulator ignores both bounds.
+    The registers are limited so that ``n_blocks`` blocks fit on a multiprocessor. The simulator
+    ignores both bounds.
     """
     return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(n_threads, n_blocks))
 
@@ -40,8 +41,8 @@ def unrolled(n: int) -> Callable[..., Any]:
     """Return the decorator of a loop's body, a device function ``f(i, *arguments)``.
 
     The decorated function is called as ``f(*arguments)`` and calls f for i = 0 ... n - 1 without a
-    loop. Each i is a constant, so arrays that it indexes can stay in registers. Whether a compiler
-    unrolls a loop differs between versions.
+    loop. Each i is a constant, so that arrays which it indexes can stay in registers. Not every
+    version of the compiler would unroll a loop.
     """
 
     def decorate(body):
@@ -73,7 +74,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 @device_function
 def philox(c0, c1, c2, c3, keys):
     """Return the four words of one counter, uint32, with the ``round_keys`` of the seed."""
-    # A loop over the rounds might not be unrolled.
+    # The rounds are written out, because the compiler might not unroll a loop.
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[4], keys[5])

@@ -26,7 +26,7 @@ INSTEAD = "Or project on the CPU."
 def require_numba_cuda() -> None:
     """Raise an error if numba-cuda, which compiles kernels and installs cuda.bindings, is missing.
 
-    Without numba-cuda, numba has an unmaintained CUDA target of its own, which was never tested.
+    Without numba-cuda, numba would use its own unmaintained CUDA target, which is not tested.
     """
     if is_simulated():
         return
@@ -120,9 +120,9 @@ def require_right_matrix(
     """Compare the bits of R from a kernel with the definition, at its first use on a device.
 
     Unit vectors select single rows of R, at coordinates beyond 2^32, on both sides of the edge of a
-    slice and at all positions in a block of 128. ``method`` comes from ``choose``. ``n_samples``,
-    the number of gradients, determines the variant of the kernel. An ``InputError`` is raised for a
-    kernel that does not compile, does not run, or computes another entry.
+    slice and at all positions in a block of 128. ``method`` is a result of ``choose``.
+    ``n_samples``, the number of gradients, determines the variant of the kernel. An ``InputError``
+    is raised if the kernel does not compile, does not run, or computes another entry.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:
@@ -201,13 +201,13 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
     """Add the unscaled projection of the gradient blocks to ``out``.
 
     Compute out += X R[offset : offset + n], where X is the concatenation of the blocks. R equals
-    that of ``reference.py`` bit for bit, which is tested before the first use of a kernel. Sums are
-    float32. Tensor cores replace a float32 gradient by the sum of two bfloat16 numbers, within
-    2^-18; infinities and NaN stay not finite.
+    the matrix of ``reference.py`` bit for bit, which is tested before the first use of a kernel.
+    Sums are float32. On tensor cores a float32 gradient is replaced by the sum of two bfloat16
+    numbers, with a relative error of at most 2^-18. Infinity and NaN give infinity or NaN.
 
     On one device the result does not depend on the blocks or the batch, bit for bit. Calls for
     chunks that end at multiples of 65536 give the same bits as a single call. Work is queued on
-    PyTorch's current stream. Memory beyond the arguments is below 256 MiB.
+    PyTorch's current stream. The function uses less than 256 MiB beyond its arguments.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype, float32, float16

@@ -44,10 +44,10 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to Philox's keys after each round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How gradients of a dtype are projected on a device.
+    """A method to project gradients of a dtype on a device.
 
     Attributes:
-        variant: Function that returns the kernel for a number of rows.
+        variant: A function that returns the kernel for a number of rows.
         n_planes: 2 if float32 gradients are split into high and low parts in bfloat16, else 1.
         alignment: A kernel can read a block in place if its first coordinate and its row stride are
             multiples of this number.
@@ -71,7 +71,7 @@ def round_keys(seed: int) -> tuple[int, ...]:
 def flat(matrix: torch.Tensor) -> torch.Tensor:
     """Return a one-dimensional view of the memory that a matrix spans, with bfloat16 as int16.
 
-    With one layout for all matrices, compiled kernels depend on the dtype alone.
+    All matrices then have one layout, so that compiled kernels depend on the dtype alone.
     """
     spanned = 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
     memory = matrix.as_strided((spanned,), (1,))
@@ -93,7 +93,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch. They are read from ``block``, or copied if it is None."""
+    """Consecutive slices for one launch, read from ``block``, or from a copy if it is None."""
 
     first_slice: int
     last_slice: int
@@ -198,7 +198,7 @@ def _project_rows(
     out: torch.Tensor,
     method: Method,
 ) -> None:
-    """Do ``project_slices`` for a number of rows that memory allows at once."""
+    """Compute ``project_slices`` for rows that fit into memory together."""
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
     n_rows = n_planes * n_samples
     variant = method.variant(n_rows)
@@ -232,7 +232,8 @@ def _project_rows(
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
         n_slices = run.last_slice - run.first_slice
         if run.block is None:
-            # Multiples of every kernel's step, so that rows are aligned. No step crosses a slice.
+            # Both are multiples of every kernel's step, so that rows are aligned. No step crosses
+            # a slice.
             start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
             width = stop - start
             buffer = memory[: n_rows * width].view(n_planes, n_samples, width)

@@ -1,14 +1,14 @@
 """Block-Hadamard projection on a GPU with fast Walsh-Hadamard transforms.
 
 Y = sum over blocks b of E_b H D_b x_b. A block of threads computes one transform of n =
-min(proj_dim, 8192) numbers of a row at a time. Each thread holds 16 numbers, does the butterflies
-of four bits of their index in registers, exchanges them with other threads through shared memory,
-and continues with the next bits. The sums over a slice stay in registers. If blocks are short, a
-slice has many of them, and their sums are added in two stages.
+min(proj_dim, 8192) numbers of a row at a time. Each thread has 16 numbers in registers. It computes
+the butterflies of four bits of their index, exchanges the numbers with other threads through shared
+memory, and continues with the next bits. The sums over a slice stay in registers. If blocks are
+short, a slice has many of them, and their sums are added in two stages.
 
-For k > 8192 let u be the upper bits of an index. The transform is linear, so the outputs with upper
-bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u. For each z, another block
-of threads adds these k / n inputs while it reads them.
+For k > 8192 let u be the upper bits of an index. The transform is linear, so that the outputs with
+upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u. Each z has a block
+of threads, which adds these k / n inputs while it reads them.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Do the butterflies of a thread's values for the lowest ``n_bits`` bits of their index."""
+        """Compute a thread's butterflies for the lowest ``n_bits`` bits of the index."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -52,7 +52,7 @@ def _butterflies(held, n_bits):
 
 
 def _rounds(n_bits, held):
-    """Return for each round, from the top bits down, its lowest held bit and its new bits."""
+    """Return the lowest bit of a thread's values and the number of new bits in each round."""
     low = n_bits - held
     rounds = [(low, held)]
     while low > 0:
@@ -65,8 +65,8 @@ def _rounds(n_bits, held):
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
     """Return the kernel for one proj_dim.
 
-    ``inner`` is the length of a transform, ``n_rows_held`` the number of rows in a block of
-    threads. Sums are added to totals after ``flush`` blocks, a power of two.
+    ``inner`` is the length of a transform, ``n_rows_held`` the number of rows of a block of
+    threads. After ``flush`` blocks, a power of two, sums are added to totals.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
@@ -89,14 +89,14 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def position_of(thread, low):
-        """Return the position of a thread's value 0 if threads hold the bits from ``low`` on."""
+        """Return the position of value 0 of a thread. Its values differ in bits from ``low`` on."""
         upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
         i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
         return uint32(i + uint32(i >> uint32(4)))  # gaps after every 16 avoid bank conflicts
 
     @device_function
     def swap(exchange, base, thread, x, before, after):
-        """Exchange values, so that threads hold the bits from ``after`` on."""
+        """Exchange values, so that a thread's values differ in the bits from ``after`` on."""
         at = uint32(base + position_of(thread, before))
         for v in range(n_values):
             # The bits of v and of the thread are disjoint, so their gaps add.
@@ -109,7 +109,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def sign_in(signs, first, v, thread):
-        """Return word and bit of the sign of input first + v * n_threads + thread.
+        """Return the word and the bit of the sign of input first + v * n_threads + thread.
 
         ``first`` is a multiple of 32.
         """

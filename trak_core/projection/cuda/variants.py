@@ -31,7 +31,7 @@ class Variant:
 
 
 THREADS = 128  # threads of a block of the portable kernel
-SAMPLES = (8, 16)  # rows of a block; the first number that is enough for all rows, else the last
+SAMPLES = (8, 16)  # rows of a block: the first number that is enough for all rows, else the last
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
@@ -51,10 +51,10 @@ class Tile:
     """The size of a block of threads of the tensor-core kernel.
 
     Attributes:
-        sample_tiles: Tiles of 8 rows.
-        column_tiles: Tiles of 16 columns for each warp, an even number.
-        n_warps: Warps, which process different columns.
-        n_blocks: Blocks that a multiprocessor should hold.
+        sample_tiles: Number of tiles of 8 rows.
+        column_tiles: Number of tiles of 16 columns for each warp. It is even.
+        n_warps: Number of warps, which process different columns.
+        n_blocks: Number of blocks that should fit on a multiprocessor.
     """
 
     sample_tiles: int
@@ -64,7 +64,7 @@ class Tile:
 
     @property
     def n_columns(self) -> int:
-        """Number of columns of a block of threads."""
+        """The number of columns of a block of threads."""
         return 16 * self.column_tiles * self.n_warps
 
 
@@ -84,7 +84,7 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
 
 
 HADAMARD_INNER = 8192  # the longest transform of a block of threads: 34 KiB of shared memory
-HADAMARD_THREADS = 128  # least number of threads of a block; it takes several rows if needed
+HADAMARD_THREADS = 128  # least number of threads of a block, which may process several rows
 HADAMARD_FLUSH = 256  # blocks after which sums are added to totals, if proj_dim is less than this
 
 
