@@ -1,8 +1,8 @@
-"""Offer the Python interface of TRAK (the package ``trak``, version 0.3.2) over this library.
+"""Provide the Python interface of the package ``trak``, version 0.3.2.
 
-``import trak_core.compat as trak`` moves a notebook here. ``docs/how-to/from-trak.md`` says what
-differs. Names, arguments, files and formulas are those of the original. Its scale differs from the
-pipeline's: projections are unscaled, and features are gradients over sqrt(p).
+A notebook that uses ``trak`` runs with ``import trak_core.compat as trak``. Names, arguments, files
+and formulas are those of ``trak``; ``docs/how-to/from-trak.md`` lists the differences. Unlike in
+the pipeline, projections are not scaled, and projected gradients are divided by sqrt(p).
 """
 
 from trak_core.compat import (

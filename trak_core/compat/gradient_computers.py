@@ -1,7 +1,7 @@
-"""Compute per-sample gradients with TRAK's two classes: all samples at once, or one by one.
+"""Compute per-sample gradients with TRAK's two classes: for all samples at once, or one by one.
 
-Both use the methods of ``trak_core.gradients`` and agree to rounding. Parameters are in the order
-of ``named_parameters``.
+Both classes use the methods of ``trak_core.gradients``, and their results agree up to rounding.
+Parameters are in the order of ``named_parameters``.
 """
 
 from abc import ABC, abstractmethod
@@ -30,23 +30,23 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.settings import ProjectionSpec
 
-# The first arguments of every method of trak_core.gradients.
+# The first arguments of each method of trak_core.gradients.
 _Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """Return the parameters to differentiate, frozen or not, in the model's order."""
+    """Return the named parameters, also frozen ones, in the model's order. None selects all."""
     names = dict(model.named_parameters()) if grad_wrt is None else grad_wrt
     return select_parameters(model, list(names))
 
 
 class _ModelWithTask(nn.Module):
-    """Return f of each sample of a batch, shape (B,), computed by a task's ``get_output``."""
+    """A module that returns f of each sample of a batch, shape (B,), by a task's ``get_output``."""
 
     def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
         super().__init__()
         self.model = model
-        # In a tuple, because the parameters of a task that is a module are not differentiated.
+        # A task may be a module. The tuple keeps it from becoming a submodule with parameters.
         self._task, self._functional = (task,), functional
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _ModelWithTask(nn.Module):
             return task.get_output(self.model, *state, *sample)
 
         if len(batch[0]) > 1:
-            # Fused attention has no vmap rule. The unfused formula computes the same function.
+            # Fused attention has no vmap rule. The math backend computes the same function.
             with sdpa_kernel(SDPBackend.MATH):
                 return torch.vmap(f)(*batch)
         if self._functional or getattr(task, "per_sample", False):
@@ -70,7 +70,7 @@ _VALUE = ModelOutput(value=lambda f, _: f, has_labels=False)
 
 
 class AbstractGradientComputer(ABC):
-    """Compute the per-sample gradients of a task's model output, and its loss weights."""
+    """Base class of computers of the per-sample gradients and loss weights of a task."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
-        """Use the parameters that the model has now."""
+        """Read the model's current parameters."""
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return df/dtheta of each sample: a dict of (B, *shape), or a tensor (B, grad_dim)."""
+        """Return df/dtheta of each sample: a dict of tensors (B, *shape), or one (B, grad_dim)."""
 
     @abstractmethod
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
@@ -99,10 +99,10 @@ class AbstractGradientComputer(ABC):
 class FunctionalGradientComputer(AbstractGradientComputer):
     """Compute the gradients of all samples in one backward pass, as a dict of (B, *shape).
 
-    This differs from ``torch.func.vmap(grad(...))`` of the original in: 1. Only a user-defined task
-    needs ``torch.vmap``, and only over its ``get_output``. 2. Only the parameters of ``grad_wrt``
-    are differentiated. 3. If the model or task does not support one backward pass, samples are
-    differentiated one by one, and a notice is printed.
+    ``trak`` calls ``torch.func.vmap(grad(...))`` instead. Here only a user-defined task needs
+    ``torch.vmap``, over its ``get_output``. Only the parameters in ``grad_wrt`` are differentiated.
+    If the model or task does not support one backward pass, samples are differentiated one by one,
+    and a notice is printed.
     """
 
     _functional: ClassVar[bool] = True
@@ -118,14 +118,14 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        # Chosen at the first batch of several samples. All checkpoints of a model use the same.
+        # The first batch of several samples determines the method for all checkpoints.
         self._method = None if self._functional else gradients_one_by_one
         self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
         self.model, self.parameters = model, chosen_parameters(model, self.grad_wrt)
         self.model_params = list(self.parameters.values())
-        # Arguments of functional calls; None where a task calls the model itself.
+        # Arguments of functional calls. They are None if the task calls the model itself.
         self.func_weights = dict(model.named_parameters()) if self._functional else None
         self.func_buffers = dict(model.named_buffers()) if self._functional else None
 
@@ -159,14 +159,14 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     ) -> tuple[np.ndarray, Tensor | None]:
         """Return projected gradients (B, k), and Q (B, 1), or None if Q needs another pass.
 
-        Gradients are projected without being formed as a whole. Messages name samples by ``ids``.
+        The whole gradients are never stored in memory. ``ids`` names the samples in messages.
         """
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()
         rows, columns = batch_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
         )
-        # CLASSIFICATION has Q at temperature 1.
+        # The Q of CLASSIFICATION is that of temperature 1.
         is_classification = arguments[2] is CLASSIFICATION
         if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:
             return rows, columns[3].unsqueeze(1)
@@ -176,8 +176,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 class IterativeGradientComputer(FunctionalGradientComputer):
     """Compute gradients by autograd in a loop over samples, shape (B, grad_dim).
 
-    ``get_output`` of the task is called once for each sample, with weights and buffers None. Its
-    argument is a batch of one sample, or the sample without batch dimension if ``task.per_sample``.
+    The task's ``get_output`` is called once for each sample, with None for weights and buffers. It
+    takes a batch of one sample, or the sample without batch dimension if ``task.per_sample``.
     """
 
     _functional = False

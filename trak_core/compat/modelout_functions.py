@@ -1,7 +1,7 @@
-"""Compute TRAK's model outputs f(z; theta) and their loss weights Q, with one class for each task.
+"""Compute TRAK's model outputs f(z; theta) and loss weights Q, with one class for each task.
 
-The formulas are implemented in ``trak_core.model_outputs``. A user-defined task implements the two
-methods of ``AbstractModelOutput``.
+``trak_core.model_outputs`` implements the formulas. A user-defined task is a subclass of
+``AbstractModelOutput`` with its two methods.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,9 @@ Weights = Mapping[str, Tensor] | None
 
 
 def is_unmodified(instance: object) -> bool:
-    """Return whether ``instance`` has a class of this package and none of its methods replaced.
+    """Return whether the class of ``instance`` is in this package, with no method replaced.
 
-    If so, this package may compute its result by a faster method.
+    Only then may a faster method compute the same result.
     """
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
@@ -34,23 +34,23 @@ def is_unmodified(instance: object) -> bool:
 def _call(
     model: nn.Module, weights: Weights, buffers: Weights, /, *args: Tensor, **kwargs: Tensor
 ) -> Any:
-    """Call a model with the given weights and buffers, or with those it has if they are None."""
+    """Call a model with the given weights and buffers, or with its own if ``weights`` is None."""
     if weights is None:
         return model(*args, **kwargs)
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
 
 
 class AbstractModelOutput(ABC):
-    """A model output f, and its loss weight Q."""
+    """Base class of model outputs f with their loss weights Q."""
 
-    # If weights are None: whether get_output takes a sample without batch dimension.
+    # Whether get_output, if weights is None, takes a sample without batch dimension.
     per_sample: ClassVar[bool] = False
 
     @abstractmethod
     def get_output(
         self, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
     ) -> Tensor:
-        """Return f of one sample, a scalar, for the model with these weights and buffers."""
+        """Return f of one sample as a scalar, for the model with these weights and buffers."""
 
     @abstractmethod
     def get_out_to_loss_grad(
@@ -62,11 +62,12 @@ class AbstractModelOutput(ABC):
 class ImageClassificationModelOutput(AbstractModelOutput):
     """The log-odds of the label, f = log(p_y / (1 - p_y)), for a model that returns logits.
 
-    The label is the last part of a sample. The temperature of the training loss is used in Q only.
+    The label is the last entry of a sample. ``temperature`` is that of the training loss. It
+    changes Q, but not f.
     """
 
     per_sample = True
-    # Keyword arguments of the model, in the order of the batch; none if they are positional.
+    # Names of the model's inputs, in the order of the batch. Empty for positional inputs.
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -94,14 +95,14 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q = 1 - p_y, shape (B, 1), without cancellation if p_y is close to 1."""
+        """Return Q = 1 - p_y, shape (B, 1), computed without cancellation for p_y close to 1."""
         *inputs, labels = batch
         logits = self._logits(model, weights, buffers, inputs)
         return probability_weight(margin(logits / self.loss_temperature, labels)).unsqueeze(-1)
 
 
 class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
-    """The same margins, computed for a whole batch, for ``IterativeGradientComputer``."""
+    """The log-odds of all labels of a batch, for ``IterativeGradientComputer``."""
 
     per_sample = False
 
@@ -115,13 +116,13 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
 
 
 class TextClassificationModelOutput(ImageClassificationModelOutput):
-    """The margin for a model with arguments input_ids, token_type_ids and attention_mask."""
+    """The log-odds for a model that takes input_ids, token_type_ids and attention_mask."""
 
     names = ("input_ids", "token_type_ids", "attention_mask")
 
 
 def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> Batch | None:
-    """Return a batch for ``CLASSIFICATION``, or None if the task may compute another f."""
+    """Return the batch for ``CLASSIFICATION``, or None if the task may compute another f."""
     if not (isinstance(task, ImageClassificationModelOutput) and is_unmodified(task)):
         return None
     named = dict(zip((*task.names, "labels"), batch, strict=True)) if task.names else None
@@ -131,10 +132,10 @@ def classification_batch(task: AbstractModelOutput, batch: Sequence[Tensor]) -> 
 class CLIPModelOutput(AbstractModelOutput):
     """The contrastive margin of an image and its text against a simulated batch.
 
-    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. The simulated batch has
-    ``sim_batch_size`` pairs, drawn uniformly by ``get_embeddings`` with a fixed seed. The model is
-    called as open_clip's models are, with keywords ``image`` and ``text``. It returns image
-    embeddings, text embeddings and the logit scale, which ``temperature`` replaces if given.
+    f is the sum of ``trak_core.model_outputs.clip.pair_margins``. ``get_embeddings`` draws the
+    ``sim_batch_size`` pairs of the simulated batch uniformly, with a fixed seed. The model takes
+    ``image`` and ``text`` and returns image embeddings, text embeddings and the logit scale, as
+    open_clip's models do. ``temperature``, if given, replaces the logit scale.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1.
     """
@@ -161,7 +162,7 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Tensor] | None = None,
         preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Embed the first ``size`` pairs of a loader that yields batches (images, texts).
+        """Compute embeddings of the first ``size`` pairs of a loader of batches (images, texts).
 
         ``batch_size`` and ``embedding_dim`` are ignored.
         """
@@ -180,7 +181,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch. Inside vmap, random numbers would differ between samples."""
+        """Draw the simulated batch, once for all samples: vmap could draw one for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 
@@ -196,7 +197,7 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
         model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
     ) -> Tensor:
-        """Return f of one image and its text ``label``, a scalar."""
+        """Return f of one image and its text ``label`` as a scalar."""
         returned = _call(model, weights, buffers, image=image[None], text=label[None])
         return CLIPModelOutput._contrast(1.0).value(read_embeddings(returned)[0], label)
 
@@ -204,7 +205,7 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q, shape (B, 1): the mean of 1 - p among the texts and among the images."""
+        """Return Q, shape (B, 1): the mean of 1 - p(text | image) and 1 - p(image | text)."""
         images, texts = batch
         returned = _call(model, weights, buffers, image=images, text=texts)
         scale = self.temperature

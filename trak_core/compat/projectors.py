@@ -1,8 +1,8 @@
 """Project gradients with TRAK's projector classes, which all apply the same matrix.
 
-An entry of the matrix depends only on the seed, the model id (the stream of the projection), its
-row and its column, and not on class, block size, chunks, dtype or device. Entries are not scaled.
-Results are float32 for gradients of any dtype, because sums in float16 could overflow.
+An entry of the matrix depends only on the seed, the model id, its row and its column. It does not
+depend on the class, block size, chunks, dtype or device, and it is not scaled. Results are float32
+for gradients of any dtype, because sums in float16 could overflow.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class ProjectionType(StrEnum):
 def vectorize(
     g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients (B, *shape), flattened and concatenated, shape (B, p).
+    """Return gradients of shape (B, *shape) as one tensor of shape (B, p), in the dict's order.
 
     The result is written to ``arr`` if given, otherwise to a new tensor on ``device``.
     """
@@ -43,7 +43,7 @@ def vectorize(
 
 
 class AbstractProjector(ABC):
-    """A projection of gradients (B, grad_dim) to features (B, proj_dim)."""
+    """Base class of projections of gradients (B, grad_dim) to features (B, proj_dim)."""
 
     def __init__(
         self, grad_dim: int, proj_dim: int, seed: int, proj_type: str, device: Device
@@ -53,18 +53,18 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features (B, proj_dim), with the matrix of ``model_id``.
+        """Return features (B, proj_dim), computed with the matrix of ``model_id``.
 
-        ``grads`` has shape (B, grad_dim), or is a dict of tensors (B, *shape) that are flattened
-        and concatenated in its order.
+        ``grads`` is a tensor of shape (B, grad_dim), or a dict of tensors of shape (B, *shape),
+        which are flattened and concatenated in the order of the dict.
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
-        """Free memory that can be recomputed."""
+        """Delete tensors that can be recomputed."""
 
 
 class NoOpProjector(AbstractProjector):
-    """No projection: ``project`` returns the gradients, flattened."""
+    """A projector that returns the flattened gradients without projecting them."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class NoOpProjector(AbstractProjector):
 
 
 class BasicProjector(AbstractProjector):
-    """A projection on any device that never holds the whole matrix in memory.
+    """A projector for any device that never stores the whole matrix in memory.
 
-    ``seed`` is an unsigned 64-bit integer. ``block_size`` is used by ``generate_sketch_matrix``
-    only. ``dtype`` and ``max_batch_size`` are ignored.
+    ``seed`` is an unsigned 64-bit integer. Only ``generate_sketch_matrix`` uses ``block_size``.
+    ``dtype`` and ``max_batch_size`` are ignored.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class BasicProjector(AbstractProjector):
         self.get_generator_states()
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:
-        """Return the projection of a model id; ``n_params`` must be ``grad_dim``."""
+        """Return the projection of a model id. ``n_params`` must equal ``grad_dim``."""
         if n_params != self.grad_dim:
             message = f"Gradients must have {self.grad_dim} entries (grad_dim). Found {n_params}."
             raise InputError(message, code="compat.grad_dim")
@@ -139,7 +139,7 @@ class BasicProjector(AbstractProjector):
         vars(self).pop("proj_matrix", None)
 
     def get_generator_states(self) -> None:
-        """Set ``generator_states`` to the first column of each block."""
+        """Set ``generator_states`` to the number of the first column of each block."""
         self.generator_states = list(range(0, self.proj_dim, self.block_size))
         self.num_blocks = len(self.generator_states)
 
@@ -151,7 +151,7 @@ class BasicProjector(AbstractProjector):
 
 
 class BasicSingleBlockProjector(BasicProjector):
-    """The same projection. ``proj_matrix`` (grad_dim, proj_dim) is set at construction."""
+    """A ``BasicProjector`` that computes ``proj_matrix`` (grad_dim, proj_dim) at construction."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class BasicSingleBlockProjector(BasicProjector):
 
 
 class CudaProjector(BasicProjector):
-    """The same projection by a CUDA kernel, for batches of any size."""
+    """A ``BasicProjector`` on a CUDA device, where a kernel projects batches of any size."""
 
     def __init__(
         self,
@@ -190,9 +190,9 @@ class CudaProjector(BasicProjector):
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """The projection of a dict of gradients (B, *shape) for groups of parameters.
+    """A projector with the arguments of TRAK's projector for groups of parameters.
 
-    One matrix, with the seed of the first projector, projects all groups.
+    One matrix projects the gradients of all groups. Its seed is that of the first projector.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Keep TRAK's arrays in a folder of memory maps and JSON files, safely with several processes.
+"""Store TRAK's arrays in a folder of memory maps and JSON files that processes can share.
 
     metadata.json            JL dimension, JL matrix type, train set size; matrix, parameters, dtype
     experiments.json         name -> num_targets, scores_path, scores_finalized
@@ -8,10 +8,9 @@
     {m}/{exp}_grads.mmap     targets (m, k), NaN if not scored yet
     scores/{exp}.mmap        (n, m)
 
-Each ``.mmap`` file has the format ``.npy``. Files are created and JSON files are replaced
-atomically, and a lock guards the files that processes share. So a killed process leaves no partial
-file, processes with different model ids do not overwrite each other, and nothing that is finished
-is emptied.
+Each ``.mmap`` file has the format ``.npy``. Files are created atomically, JSON files are replaced
+atomically, and processes lock the files that they share. Therefore a killed process leaves no
+partial file, and processes with different model ids do not overwrite each other's results.
 """
 
 import contextlib
@@ -31,11 +30,11 @@ from trak_core.runtime.files import NO_LOCKS, atomic_write
 
 
 class ModelIDException(InputError):
-    """A model id is not in the state that a call needs."""
+    """The error for a model id that is not in the state that a call needs."""
 
 
 class AssertedError(InputError, AssertionError):
-    """An error for which the original raises ``AssertionError``, which scripts may catch."""
+    """An error that is also an ``AssertionError``, as ``trak`` raises it and scripts catch it."""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -54,7 +53,7 @@ def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> N
 def _open_map(
     path: Path, shape: tuple[int, ...], dtype: Any, mode: str, fill: float = 0
 ) -> np.memmap | None:
-    """Open a ``.npy`` file. If it is missing, create it in mode ``w+``, else return None."""
+    """Open a ``.npy`` file. Create a missing file in mode ``w+``, else return None for it."""
     if not path.exists():
         if mode != "w+":
             return None
@@ -63,12 +62,13 @@ def _open_map(
 
 
 class AbstractSaver(ABC):
-    """The arrays of a TRAKer and their state.
+    """Base class of stores of the arrays of a TRAKer and their state.
 
     Attributes:
-        model_ids: Model id -> is_featurized, is_finalized, and lambda_reg and checkpoint once set.
-        experiments: Name -> num_targets, scores_path, scores_finalized.
-        current_model_id: The model id of the arrays in ``current_store``; None before the first.
+        model_ids: The state of each model id: is_featurized, is_finalized, and lambda_reg and
+            checkpoint once they are set.
+        experiments: The num_targets, scores_path and scores_finalized of each experiment, by name.
+        current_model_id: The model id of the arrays in ``current_store``; None if none was opened.
     """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class AbstractSaver(ABC):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """Create or open the folder. A folder with other ``metadata`` raises an error."""
+        """Create or open the folder. Raise an error if its ``metadata`` differ."""
         self.save_dir = Path(save_dir).resolve()
         self.metadata, self.load_from_save_dir = dict(metadata), load_from_save_dir
         self.use_half_precision = use_half_precision
@@ -110,7 +110,7 @@ class AbstractSaver(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the states that other processes have written, if ``load_from_save_dir``."""
+        """Read the states that other processes wrote, if ``load_from_save_dir`` is set."""
         if self.load_from_save_dir:
             for path in self.save_dir.glob("id_*.json"):
                 self._read_id(path)
@@ -134,7 +134,7 @@ class AbstractSaver(ABC):
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Hold the lock of the folder. Warn once if its file system has no locks."""
+        """Lock the folder within the context. Warn once if its file system has no locks."""
         with (self.save_dir / ".lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -151,7 +151,7 @@ class AbstractSaver(ABC):
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Create the store of a new model id. With the flag, open one that exists."""
+        """Create the arrays of a new model id. With the flag, open those of a known one."""
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
@@ -181,7 +181,7 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def del_grads(self, model_id: int, target: bool = False) -> None:
-        """Delete the training gradients of a model id, or its targets' gradients."""
+        """Delete the gradients of the training samples of a model id, or those of its targets."""
 
 
 class MmapSaver(AbstractSaver):
@@ -231,7 +231,7 @@ class MmapSaver(AbstractSaver):
 
     def init_store(self, model_id: int) -> None:
         (self.save_dir / str(model_id)).mkdir(exist_ok=True)
-        # The lock prevents that two processes create the same arrays.
+        # With the lock, two processes cannot both create the same arrays.
         with self.locked():
             self.load_current_store(model_id, mode="w+")
 
@@ -250,7 +250,10 @@ class MmapSaver(AbstractSaver):
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Return an experiment's state: ``new`` if it had none, with changes. Needs the lock."""
+        """Return an experiment's state, or ``new`` if it has none, after writing ``changes`` to it.
+
+        The caller must have locked the folder.
+        """
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)
@@ -277,14 +280,14 @@ class MmapSaver(AbstractSaver):
             store["is_featurized"] = _open_map(path, (n, 1), np.int32, mode)
         else:
             self.current_experiment_name, path = exp_name, folder / f"{exp_name}_grads.mmap"
-            # NaN marks targets without gradients. Zeros would look like a result.
+            # NaN marks targets without gradients. Zeros could be the gradients of a target.
             store[path.stem] = _open_map(path, (exp_num_targets, k), dtype, mode, np.nan)
-            # Scores are float32 in any case, and are only replaced as a whole.
+            # Scores are always float32, and write_scores replaces the whole file.
             shape, path = (n, exp_num_targets), self._scores_path(exp_name)
             store[f"{exp_name}_scores"] = _open_map(path, shape, np.float32, "r")
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Write the scores, and return them as an array; changes of it are not saved."""
+        """Write the scores, and return them as an array. Changes of the array are not saved."""
         path = self._scores_path(exp_name)
         _write_map(path, scores.shape, np.float32, scores)
         self.save_scores(exp_name)

@@ -4,7 +4,8 @@
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
 with checkpoints c, projected training gradients G_c (n, k), target gradients T_c (m, k) and loss
-weights Q_c (n, 1). Sums and solves are float64. A singular matrix has its pseudo-inverse for inv.
+weights Q_c (n, 1). G_c^T G_c and its inverse are computed in float64. For a singular matrix, inv is
+the pseudo-inverse.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """
@@ -25,19 +26,19 @@ from trak_core.attribution.solve import (
 
 
 def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
-    """Return the bytes of ``features @ target_grads.T``."""
+    """Return the size of ``features @ target_grads.T`` in bytes."""
     return len(features) * len(target_grads) * target_dtype.itemsize
 
 
 def get_free_memory(device: torch.device) -> int:
-    """Return the bytes that torch has reserved on a CUDA device and not used."""
+    """Return the number of bytes that torch has reserved on a CUDA device but does not use."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def get_matrix_mult_standard(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype
 ) -> Tensor:
-    """Return ``features @ target_grads.T`` in ``target_dtype``, summed in float32 at least."""
+    """Return ``features @ target_grads.T`` in ``target_dtype``, with sums in at least float32."""
     wide = torch.promote_types(features.dtype, torch.float32)
     return (features.to(wide) @ target_grads.to(wide).T).to(target_dtype)
 
@@ -45,7 +46,7 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return the product on the CPU, computed ``bs`` rows at a time, on a GPU if there is one."""
+    """Return the product on the CPU. It is computed in blocks of ``bs`` rows, on a GPU if any."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([
@@ -62,8 +63,8 @@ def get_matrix_mult(
 ) -> Tensor:
     """Return ``features @ target_grads.T``, shape (n, m), for shapes (n, k) and (m, k).
 
-    With ``use_blockwise``, or if the GPU cannot hold the product, ``batch_size`` rows at a time are
-    computed and the result is on the CPU. The default dtype is that of the features.
+    With ``use_blockwise``, or if the product does not fit on the GPU, it is computed in blocks of
+    ``batch_size`` rows and returned on the CPU. The default dtype is that of the features.
     """
     dtype, device = target_dtype or features.dtype, features.device
     needed = get_output_memory(features, target_grads, dtype)
@@ -73,13 +74,13 @@ def get_matrix_mult(
 
 
 class AbstractScoreComputer(ABC):
-    """Compute the matrix G^T G, the features G K, and the scores (G K) T^T.
+    """Base class of computations of G^T G, the features G K, and the scores (G K) T^T.
 
     ``dtype`` is the dtype of stored arrays. It does not change the dtype of sums.
 
     Attributes:
-        max_rank: The highest possible rank of G, which TRAKer sets to the smaller of the numbers of
-            samples and of parameters. Rounding to float16 would otherwise raise the rank.
+        max_rank: The highest possible rank of G, min(n, p), which TRAKer sets. The rounding of G to
+            float16 could otherwise raise its numerical rank.
     """
 
     max_rank: int | None = None
@@ -94,15 +95,15 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Return G K with K = inv(G^T G + lambda I) / mean |.|, shape (n, k), float32."""
+        """Return G K, shape (n, k), float32, for K = inv(G^T G + lambda I) over its mean |K|."""
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
-        """Add features (n, k) @ target_grads (m, k)^T to the accumulator (n, m), float32."""
+        """Add ``features @ target_grads.T`` to ``accumulator`` (n, m), float32."""
 
 
 class BasicScoreComputer(AbstractScoreComputer):
-    """Process ``CUDA_MAX_DIM_SIZE`` rows at a time."""
+    """A score computer that processes blocks of ``CUDA_MAX_DIM_SIZE`` rows."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class BasicScoreComputer(AbstractScoreComputer):
                 stacklevel=3,
             )
         inverse /= np.abs(inverse).mean() or 1
-        # The pseudo-inverse of a nearly singular matrix needs more digits than float32 has.
+        # The pseudo-inverse of a nearly singular matrix needs the precision of float64.
         weights = torch.from_numpy(inverse).to(torch.float32 if rank == k else torch.float64)
         weights = weights.to(self.device)
         blocks = grads.split(self.CUDA_MAX_DIM_SIZE)
@@ -150,4 +151,4 @@ class BasicScoreComputer(AbstractScoreComputer):
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
-    """The same computer. The original processes all rows at once, which changes no score."""
+    """The same as ``BasicScoreComputer``, because the size of blocks does not change scores."""

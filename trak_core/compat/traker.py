@@ -1,4 +1,4 @@
-"""Attribute model outputs to training samples with TRAKer, the main class of TRAK."""
+"""Compute TRAK scores with ``TRAKer``, the main class of the package ``trak``."""
 
 import logging
 import math
@@ -35,13 +35,13 @@ from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# Samples for one backward pass on a CPU. With more, all but small networks are slower
-# (benchmarks/batches.py).
+# The samples of one backward pass on a CPU. Larger batches make all but small networks slower, as
+# benchmarks/batches.py measures.
 _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the rows of a batch's n samples: ``inds``, or ``num_samples`` rows from ``start``."""
+    """Return the positions of a batch's n samples: ``inds``, or those that follow ``start``."""
     if (inds is None) == (num_samples is None):
         count = "both" if num_samples else "neither"
         message = f"Give exactly one of `num_samples` and `inds`. Found {count}."
@@ -58,7 +58,7 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
 
 
 def _cast(values: Tensor, dtype: torch.dtype, ids: Sequence[int], name: str) -> np.ndarray:
-    """Return values, one row for each sample, in the store's dtype. They must stay finite."""
+    """Convert values, one row for each sample, to the store's dtype. They must stay finite."""
     narrow = values.detach().cpu().to(dtype)
     lost = ~narrow.isfinite().all(dim=1)
     if lost.any():
@@ -88,12 +88,12 @@ class TRAKer:
 
     1. For each checkpoint, call ``load_checkpoint`` and ``featurize``. 2. Call
     ``finalize_features``. 3. For each checkpoint, call ``start_scoring_checkpoint`` and ``score``.
-    4. Call ``finalize_scores``. All results are stored in ``save_dir``, and ``saver.current_store``
-    gives access to them. A restarted process continues where it stopped. Several processes may work
-    on different model ids at the same time.
+    4. Call ``finalize_scores``. Results are stored in ``save_dir``, and ``saver.current_store``
+    contains the open arrays. A restarted process continues where it stopped. Several processes may
+    work on different model ids at the same time.
 
-    Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023. Conventions are
-    those of the package ``trak``, version 0.3.2.
+    Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, with the
+    conventions of the package ``trak``, version 0.3.2.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class TRAKer:
 
         ``task`` is a key of ``TASK_TO_MODELOUT`` or a model output. The model and the batches must
         be on ``device``. ``gradient_computer``, ``saver`` and ``score_computer`` are classes.
-        ``projector`` is an instance with its own ``proj_dim``. None means a rademacher projection
+        ``projector`` is an instance with its own ``proj_dim``. None selects a rademacher projection
         to ``proj_dim``, which should be well below ``train_set_size`` and the number of parameters.
-        ``grad_wrt`` names the parameters to differentiate; None means all. With
-        ``load_from_save_dir``, model ids and experiments of other processes are used. With
-        ``use_half_precision``, features are stored as float16; sums are float32 or better.
+        ``grad_wrt`` names the parameters to differentiate; None selects all. With
+        ``load_from_save_dir``, model ids and experiments of other processes are read. With
+        ``use_half_precision``, arrays are stored as float16, and sums are in float32 or float64.
         ``proj_max_batch_size`` is ignored.
         """
         if not 0 <= lambda_reg < math.inf:
@@ -162,7 +162,7 @@ class TRAKer:
                 "JL dimension": self.proj_dim,
                 "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
                 "train set size": train_set_size,
-                # Folders of the original lack this key. Their matrices cannot be recomputed.
+                # Folders that trak wrote lack this key. Its matrices cannot be recomputed here.
                 "matrix": {key: value for key, value in matrix.items() if key != "stream"},
                 "parameters": list(parameters),
                 "dtype": str(self.dtype),
@@ -181,14 +181,14 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
-        """Set ``projector`` to the given one or to a rademacher projection, and ``proj_dim``."""
+        """Set ``projector``, a rademacher projection unless one is given, and ``proj_dim``."""
         chosen: Any = projector
         if chosen is None:
-            device = torch.empty(0, device=self.device).device  # fails early
+            device = torch.empty(0, device=self.device).device  # raises for a missing device
             kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
             sizes = self.num_params_for_grad, proj_dim, self.proj_seed
             chosen = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
-        # 0 means no projection.
+        # A proj_dim of 0 means that gradients are not projected.
         self.proj_dim: int = chosen.proj_dim or self.num_params_for_grad
         self.projector: AbstractProjector = chosen
 
@@ -223,9 +223,8 @@ class TRAKer:
     ) -> None:
         """Load a state dict into the model, and create or open the store of ``model_id``.
 
-        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. It has one checkpoint:
-        other weights for a featurized model id raise an error. Features in the store are kept. The
-        flag is ignored.
+        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. Other weights than those
+        with which it was featurized raise an error. Stored features are kept. The flag is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
         digest = self._load_weights(checkpoint, model_id)
@@ -236,7 +235,7 @@ class TRAKer:
         if saver.current_store["is_featurized"].any():
             self._check_weights(model_id, digest)
         saver.model_ids[model_id]["checkpoint"] = digest
-        # A process may have been killed after its last samples, before it wrote this state.
+        # A process may have been killed after it stored its last samples, but not this state.
         saver.serialize_current_model_id_metadata(already_exists=False)
         self._last_ind, self.ckpt_loaded = 0, model_id
 
@@ -245,16 +244,16 @@ class TRAKer:
     ) -> tuple[np.ndarray, Tensor | None]:
         """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed.
 
-        For the tasks of this package, a model that mixes the samples of a batch and labels out of
-        range raise errors. User-defined tasks are not checked.
+        Raise an error for labels out of range, and for a model whose output for a sample depends on
+        the other samples of its batch. User-defined tasks are not checked.
         """
-        # User code may have switched to training mode since load_checkpoint.
+        # User code may have put the model into training mode since load_checkpoint.
         self.model.eval()
         samples = classification_batch(self.task, batch)
         if samples is not None:
             labels, given = samples.labels, (self.model, CLASSIFICATION)
             if self._n_classes is None:
-                # With labels 0, because labels out of range are only found by check_labels.
+                # These checks use the label 0, because check_labels checks labels only afterwards.
                 check_samples_apart(*given, replace(samples, labels=torch.zeros_like(labels)))
                 self._n_classes = count_classes(*given, samples, labels.device)
             check_labels(labels, CLASSIFICATION, self._n_classes, ids)
@@ -269,8 +268,8 @@ class TRAKer:
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 
-        # in_chunks halves the number of samples if memory runs out. On a GPU batch_features chooses
-        # its own number.
+        # in_chunks halves the number of samples if memory is exhausted. On a GPU, batch_features
+        # chooses the number.
         is_small = projection is not None and batch[0].device.type == "cpu"
         most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
         parts = [part for *_, part in in_chunks(compute, len(ids), most)]
@@ -283,11 +282,11 @@ class TRAKer:
     def featurize(
         self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute features and loss weights of the training samples that have none yet.
+        """Compute the gradients and loss weights of training samples that are not stored yet.
 
-        The batch has the tensors that the task takes, stacked along the first dimension. Give
-        either ``inds``, their positions in the training set, or ``num_samples``, which continues
-        the positions of the last call.
+        ``batch`` contains the tensors that the task takes, stacked along the first dimension. Give
+        either ``inds``, the positions of the samples in the training set, or ``num_samples``, which
+        continues from the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
             message = "Load a checkpoint using traker.load_checkpoint before featurizing."
@@ -307,13 +306,13 @@ class TRAKer:
             weights = weights.reshape(len(written), 1)
             store["out_to_loss"][written] = _cast(weights, self.dtype, written, "loss weights")
             store["grads"][written] = gradients
-            # Written last, so that a process killed earlier computes these samples again.
+            # This is written last, so that these samples are repeated if the process is killed.
             store["is_featurized"][written] = 1
             self.saver.serialize_current_model_id_metadata()
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return the given model ids, which must be in the store, or all in the store."""
+        """Return the given model ids, which must be in the store, or for None all of the store."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]
@@ -331,14 +330,14 @@ class TRAKer:
     ) -> None:
         """Compute the features G K of each checkpoint that has none for this ``lambda_reg``.
 
-        ``model_ids`` None means all in ``save_dir``. ``del_grads`` deletes gradients afterwards,
-        which another ``lambda_reg`` would need.
+        ``model_ids`` None selects all in ``save_dir``. ``del_grads`` then deletes the gradients.
+        Without them, features for another ``lambda_reg`` cannot be computed.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
         for model_id in self._registered(model_ids):
             saver.load_current_store(model_id)
-            # A process may have been killed after its last samples, before it wrote this state.
+            # A process may have been killed after it stored its last samples, but not this state.
             saver.serialize_current_model_id_metadata()
             state, store = saver.model_ids[model_id], saver.current_store
             missing = np.flatnonzero(np.asarray(store["is_featurized"]) == 0).tolist()
@@ -355,7 +354,7 @@ class TRAKer:
                         f"Found them deleted. Use lambda_reg {state.get('lambda_reg')} as before.",
                         code="compat.no_gradients",
                     )
-                # If the process is killed from here on, the features are not marked as finished.
+                # A process that is killed while it writes features leaves this 0.
                 state["is_finalized"] = 0
                 saver.serialize_current_model_id_metadata()
                 _check_not_zero(np.asarray(store["grads"]))
@@ -374,8 +373,8 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is used in file names. Other
-        weights or another number of targets raise an error.
+        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Other
+        weights than those featurized, and another number of targets, raise an error.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -386,7 +385,7 @@ class TRAKer:
     def score(
         self, batch: Iterable[Tensor], inds: Positions = None, num_samples: int | None = None
     ) -> None:
-        """Compute the gradients of targets. Arguments are those of ``featurize``."""
+        """Compute the gradients of targets. See ``featurize`` for the arguments."""
         if self._scoring is None:
             message = "Load a checkpoint using traker.start_scoring_checkpoint first."
             raise AssertedError(message, code="compat.no_scoring")
@@ -410,7 +409,7 @@ class TRAKer:
         return self.saver.current_store
 
     def _why_unusable(self, model_id: int, exp_name: str) -> str | None:
-        """Return the reason why a model id has no scores to average, or None if it has."""
+        """Return why a model id has no scores to average, or None if it has some."""
         state = self.saver.model_ids[model_id]
         if not state["is_finalized"]:
             return "its features are not finalized: call `finalize_features`"
@@ -427,7 +426,7 @@ class TRAKer:
         """Yield G K T^T (n, m), Q (n,) and the weight 1 for each checkpoint."""
         for model_id in used:
             store = self._open(model_id, exp_name)
-            # Copied: torch has no read-only tensors.
+            # torch.tensor copies the arrays, because torch has no read-only tensors.
             arrays = (np.asarray(store[name]) for name in ("features", f"{exp_name}_grads"))
             features, targets = (torch.tensor(array, device=self.device) for array in arrays)
             scores = torch.zeros(len(features), len(targets))
@@ -439,9 +438,9 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        ``model_ids`` None means all in ``save_dir`` with finalized features. A warning names those
-        that are left out. With ``allow_skip``, every checkpoint without scores is left out, with a
-        warning instead of an error.
+        ``model_ids`` None selects all in ``save_dir`` with finalized features, and a warning names
+        the others. A selected checkpoint without scores raises an error. With ``allow_skip``, it is
+        left out with a warning instead.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the

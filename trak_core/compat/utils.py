@@ -1,4 +1,4 @@
-"""Offer the small functions of ``trak.utils``; nothing inside imports this module."""
+"""Provide the functions of ``trak.utils``, which this package does not use itself."""
 
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -22,26 +22,25 @@ __all__ += ["is_not_buffer", "parameters_to_vector", "test_install", "vectorize"
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """Return tensors flattened, one after the other, shape (p,)."""
+    """Flatten and concatenate tensors, shape (p,)."""
     return torch.cat([parameter.reshape(-1) for parameter in parameters])
 
 
 def get_num_params(model: nn.Module) -> int:
-    """Return the number of entries of all of a model's parameters."""
+    """Return the total number of entries of a model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
-    """Return whether name ``ind`` is not one of BatchNorm's running statistics."""
+    """Return whether the name at index ``ind`` is not a running statistic of BatchNorm."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return not any(name in params_dict[ind] for name in statistics)
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Return TRAK's largest chunk for a batch size, and the entries of each chunk of parameters.
+    """Return TRAK's maximum number of entries in a chunk of parameters, and the size of each chunk.
 
-    The original needs chunks because its kernel counts entries of a batch with 32 bits. Nothing
-    here needs them.
+    The kernel of ``trak`` counts the entries of a batch with 32 bits. This package needs no chunks.
     """
     largest = (2**32 - 1) // batch_size
     chunks = [0]
@@ -53,7 +52,7 @@ def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, l
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-parameter-with-default-argument]
-    """Featurize a tiny model, on the GPU if there is one and ``use_fast_jl``; print what works.
+    """Test ``TRAKer`` with a tiny model, on a GPU if there is one and ``use_fast_jl`` is set.
 
     Example:
         >>> test_install(use_fast_jl=False)

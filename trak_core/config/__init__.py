@@ -1,1 +1,1 @@
-"""Read and check configs, estimate memory, and derive the settings of each job, without torch."""
+"""Read and check configs, estimate memory, and derive the settings of jobs, without torch."""

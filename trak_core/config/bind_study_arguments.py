@@ -1,4 +1,4 @@
-"""Write the Python file that binds a ready-made study to its arguments; standard library only."""
+"""Write the Python file that binds a ready-made study to its arguments."""
 
 import ast
 import glob
@@ -42,13 +42,13 @@ own = Study.load(Path({path!r})).module
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A ready-made study.
+    """Properties of a ready-made study.
 
     Attributes:
         model_output: The default model output; None if the config must name one.
         files: The arguments that name data files.
         takes_weights: Whether the model is built from a checkpoint's folder.
-        names_images: Whether data files may be tables of image paths.
+        names_images: Whether data files can be tables of image paths.
     """
 
     model_output: str | None
@@ -63,7 +63,7 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# The type of an argument and its name in messages, by annotation.
+# The type of an argument, and the type's name in messages, by annotation.
 _TYPES = {
     "str": (str, "a text: put it into quotes"),
     "int": (int, "an integer"),
@@ -77,25 +77,25 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# Positional arguments that the pipeline passes, how many by function, and keyword arguments.
-# Functions in _WITHOUT_OTHERS are called with no arguments of the pipeline.
+# The number of positional arguments that the pipeline passes to a function, and the keyword
+# arguments. It passes no arguments to the functions in _WITHOUT_OTHERS.
 _BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _GIVEN = {"train": ("seed", "data")}
 _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
-    """Return a config whose ``study`` is a Python file without ``study_arguments`` to pass.
+    """Return a config in which ``study`` names a Python file with all ``study_arguments`` bound.
 
-    If the config has ``study_arguments``, a file that binds them is written to the results folder,
-    unless ``writes`` is false. For a ready-made study, it calls the study with them. For a Python
-    file, it passes them to those functions of the study that have keywords of these names. The
+    If the config has ``study_arguments``, this file is written to the results folder, unless
+    ``writes`` is false. It calls a ready-made study with the arguments. If ``study`` is a Python
+    file, it passes them to the functions of the study that have keywords with these names. The
     files and modules that the study reads are added to ``data_files``. The default model output
     and the weights of the first checkpoint are filled in.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
-        return dict(config)  # It needs no file, or the schema will refuse it.
+        return dict(config)  # It needs no file, or the check of the schema will raise an error.
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
             "study must be a Python file, or a ready-made study with a mapping `study_arguments`: "
@@ -105,7 +105,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     arguments = {key: value for key, value in arguments.items() if value is not None}
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
-        return dict(config)  # The schema will refuse it.
+        return dict(config)  # The check of the schema will raise an error.
     if name.endswith(".py"):
         text = _own_source(Path(name), arguments)
         code = [str(path) for path in study_modules(Path(name)).values()]
@@ -136,7 +136,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return the part of a completed config that builds the model, for error messages."""
+    """Return the setting or function that builds the model, for error messages."""
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
@@ -147,14 +147,14 @@ def builder_of(config: Mapping[str, Any]) -> str:
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     """Return the source of a file that passes arguments to the functions of a user's study."""
-    study_modules(study)  # refuses a missing file
+    study_modules(study)  # raises an error for a missing file
     nodes = ast.parse(study.read_bytes(), filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
     bound_otherwise = {name for node in nodes for name in _bound_by(node)}
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # The name is imported, assigned or a class. Its arguments are unknown, so it gets none.
+            # The arguments of a name that is imported, assigned or a class are not known here.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]
@@ -204,7 +204,7 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
     names = [argument.arg for argument in function.args.args]
     required = names[: len(names) - len(function.args.defaults)]
     if about.takes_weights:
-        required.remove("weights")  # the default is a checkpoint
+        required.remove("weights")  # The default is a checkpoint.
     problems = [f"unknown key {key}" for key in arguments if key not in names]
     problems += [f"no {key}" for key in required if key not in arguments]
     types = {
@@ -260,13 +260,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _images_of(table: Path) -> list[str]:
-    """Return patterns of the images that a table names, one for each folder and ending."""
+    """Return a glob pattern of the images in a table for each of their folders and endings."""
     if not table.is_file():
-        return []  # It is a folder. All files in it are data files anyway.
+        return []  # It is a folder. All files in a folder are data files already.
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
-        return []  # The study will refuse the table.
+        return []  # The study will raise an error for the table.
     patterns: dict[str, Path] = {}
     for path in images:
         patterns.setdefault(f"{glob.escape(str(path.parent))}/*{path.suffix}", path)
@@ -281,7 +281,7 @@ def _images_of(table: Path) -> list[str]:
 
 
 def _model_files(weights: Path) -> list[str]:
-    """Return the files next to weights that specify the model and its tokenizer."""
+    """Return the files in the folder of weights that specify the model and its tokenizer."""
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
     folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
@@ -299,7 +299,7 @@ def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
 
 
 def _code_of(argument: Any) -> list[str]:
-    """Return the file of a function that an argument names, and the modules that it imports."""
+    """Return the file in an argument ``file.py:function``, and the modules that it imports."""
     file = Path(argument.rpartition(":")[0]) if isinstance(argument, str) else Path()
     if file.suffix != ".py" or not file.is_file():
         return []
@@ -307,8 +307,8 @@ def _code_of(argument: Any) -> list[str]:
 
 
 def _written(name: str, text: str, results: str, *, writes: bool) -> str:
-    """Return the path of a generated study file, which is written if it does not exist."""
-    # The name has a digest, because configs that share a results folder need different files.
+    """Return the path of a generated study file. Write the file if it does not exist."""
+    # The name contains a digest, because configs with one results folder need different files.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
     if not writes or (file.is_file() and file.read_text() == text):

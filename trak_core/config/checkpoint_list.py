@@ -1,6 +1,6 @@
-"""List the checkpoints that a config or its table names, with their paths, runs and times.
+"""List the checkpoints of a config or of its table, with their paths, runs and times.
 
-A run is one training. Its checkpoints are ordered by their times, ``at``. The last is its end.
+A run is one training. Its checkpoints are ordered by their times, ``at``.
 """
 
 import json
@@ -26,11 +26,12 @@ class Checkpoint:
     """One checkpoint of a run.
 
     Attributes:
+        run: The name of the run.
         at: The time in the run, in any unit; None if the config does not specify it.
         path: The file or folder; None if the pipeline trains the checkpoint.
         arguments: Arguments of the study's ``train`` for this run only.
         is_listed: Whether it was found in a folder of a Trainer's checkpoints.
-        state_dict: The state dict in the file to load; None for the default one.
+        state_dict: The keys of the state dict in the file; None for the default one.
     """
 
     run: str
@@ -60,7 +61,7 @@ def checkpoint_table(
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
-    # An entry may expand to several checkpoints. Check its name first.
+    # An entry can stand for several checkpoints. Check its name first.
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
@@ -80,7 +81,7 @@ def checkpoint_table(
 
 
 def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
-    """Return the runs, sorted, each with the ids of its checkpoints in the order of time."""
+    """Return the ids of each run's checkpoints in the order of time, by run, sorted."""
     runs: dict[str, list[str]] = {}
     for name in sorted(checkpoints, key=lambda name: (checkpoints[name].at or 0, name)):
         runs.setdefault(checkpoints[name].run, []).append(name)
@@ -90,7 +91,7 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether checkpoints are from several times of training.
 
-    A trained checkpoint without ``at`` is the end of its run, which is one time for all runs.
+    Checkpoints that the pipeline trains without ``at`` are all from the end of a run.
     """
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
@@ -121,7 +122,7 @@ def _check_streams(names: list[str]) -> None:
 
 
 def _number(text: str, name: str) -> float | None:
-    """Return a cell of a table as an integer or a float; None if it is empty."""
+    """Return a cell of a table as an integer or a float, or None if it is empty."""
     if not text:
         return None
     try:
@@ -142,7 +143,7 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoints of one training: one for each time, or one at the end."""
+    """Yield a checkpoint for each time of one training, or a checkpoint at its end."""
     if not isinstance(value, Mapping):
         raise InputError(
             "In a config with `training`, a checkpoint must be a mapping of training arguments. "
@@ -168,7 +169,7 @@ def _trained(
 
 
 def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoint at a path, or all that a Trainer saved in that folder."""
+    """Yield the checkpoint at a path, or all checkpoints that a Trainer saved in this folder."""
     given = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
     if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
@@ -198,7 +199,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:
-    """Return the numbered folders that a Trainer saved in a folder; none for any other path."""
+    """Return the folders checkpoint-<step> of a Trainer, with their numbers, in a folder."""
     if not path.is_dir():
         return []
     folders = [inner for inner in path.iterdir() if inner.is_dir()]
@@ -207,7 +208,7 @@ def _of_trainer(path: Path) -> list[tuple[int, Path]]:
 
 
 def _step(folder: Path, number: int) -> float:
-    """Return the step in a Trainer's state file, or the number in the folder's name without one."""
+    """Return the step in a Trainer's state file, or without a file the number of the folder."""
     state = folder / "trainer_state.json"
     if not state.is_file():
         return number
@@ -226,7 +227,7 @@ def shared_training(
 ) -> dict[str, Any]:
     """Return the ``arguments`` of ``train`` that the first ``count`` runs share, and ``run_seeds``.
 
-    ``checkpoints`` and ``training`` are those of the config. Each of ``checkpoints`` is a run.
+    ``checkpoints`` and ``training`` are from the config. Each entry of ``checkpoints`` is a run.
     """
     runs = {str(run): ordered({**training, **given}) for run, given in checkpoints.items()}
     runs = dict([*runs.items()][:count])

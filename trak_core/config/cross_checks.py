@@ -1,6 +1,6 @@
 """Check conditions between the keys of a config, which its JSON Schema cannot express.
 
-All functions take a config that the schema accepts, with its defaults. Standard library only.
+All functions take a config that the schema accepts, with the schema's defaults.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from trak_core.settings.target_filter import MOST_TARGETS, Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise an error for the first broken rule: (is it broken, requirement, offending value)."""
+    """Raise an error for the first broken rule. Rules are (is broken, requirement, found value)."""
     for is_broken, requirement, value in rules:
         if is_broken:
             raise InputError(f"With `{setting}`, {requirement}. Found {value}. {remedy}", code=code)
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``exact`` or ``gauss_newton`` is set with keys that need features."""
+    """Raise an error if ``exact`` or ``gauss_newton`` is set with incompatible keys."""
     if not isinstance(projection := config["projection"], str):
         return
     scoring, dtype = config["scoring"], config["features_dtype"]
@@ -92,10 +92,10 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of ``evaluation.removals`` by the name of each result file.
 
-    ``by`` lists how the removed samples are chosen. For an experiment this is ``top`` (by score),
-    ``random`` and the baselines. For a list it is the list, and ``fractions`` are the parts of the
-    training samples that are left out (or kept, for ``select``). ``experiment`` has the measured
-    targets; it defaults to the experiment of the list.
+    ``by`` lists the methods of choosing removed samples. For an experiment, they are ``top`` (by
+    score), ``random`` and the baselines. For a list, the list is the only method, and ``fractions``
+    of the training samples are removed (or kept, for ``select``). ``experiment`` defines the
+    measured targets. It defaults to the experiment of the list.
     """
     given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
     removals = {}
@@ -187,7 +187,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
 
 
 def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Return those of the keys that an experiment has, and ``shards`` if it is not 1."""
+    """Return the keys among ``keys`` that an experiment has, and ``shards`` if it is not 1."""
     return [key for key in keys if key in experiment] + ["shards"] * (experiment["shards"] != 1)
 
 
@@ -237,7 +237,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             code="config.two_truths",
         )
     for key in ("experiments", "sweep"):
-        if evaluation.get(key, []) != [] and not lds:  # an empty sweep has default values
+        if evaluation.get(key, []) != [] and not lds:  # An empty sweep has default values.
             raise InputError(
                 f"evaluation.{key} needs retrained models: add `subsets: {{}}` or `ground_truth`.",
                 code="config.no_truth",
@@ -346,7 +346,7 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
 
 
 # Snakemake quotes paths on the command lines of jobs, and executors for clusters quote these lines
-# once more. A shell interprets the following characters even inside quotes.
+# again. Shells interpret these characters even inside quotes.
 _SIGNS = "'\"`$\\\n\r"
 
 

@@ -1,7 +1,7 @@
-"""Formulas for the memory of the arrays of each kind of job.
+"""Compute the memory that the arrays of each kind of job need.
 
-Jobs use them to choose the rows of a block, and every start of a run uses them to refuse a budget
-(``compute.memory_mb``) that is too small. Standard library only.
+Jobs use these formulas to choose the number of rows of a block. Each start of a run uses them to
+raise an error if ``compute.memory_mb`` is too small.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,17 @@ from pathlib import Path
 from trak_core.errors import InputError
 from trak_core.settings import Setting
 
-# A model of at least this size in bytes adds to the memory that a job requests.
+# The size in bytes from which the weights of a model add to the memory that a job requests.
 LARGE_BYTES = 2**28
-# Copies of the weights while transformers renames them. 3.3 were measured for mixtures of experts.
+# The copies of the weights while transformers renames them. For mixtures of experts, the measured
+# memory was 3.3 times the weights.
 _COPIES_OF_RENAMED = 4
-# With smaller blocks, reading from disk takes longer than computing.
+# With fewer rows in a block, reading from disk takes longer than computing.
 _LEAST_ROWS = 64
-# Rows of a chunk in a scores file. Blocks of whole chunks read and write each chunk once.
+# The rows of a chunk in a scores file. Blocks of whole chunks read and write each chunk once.
 CHUNK_ROWS = 1024
 _FEWER = "use a projection in place of `projection: exact`, or split the experiment"
-# Bootstrap draws for the intervals of groups' scores.
+# The number of bootstrap draws for the intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
 
@@ -34,7 +35,7 @@ class Need:
     remedy: str = "lower projection.proj_dim, or split the experiment"
 
     def check(self, memory_mb: int) -> None:
-        """Raise an error if a budget is less than the fixed part and two blocks of minimal size."""
+        """Raise an error if the fixed part and two blocks of minimal size need more memory."""
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
@@ -44,23 +45,24 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the rows of a block, which may use half of what the fixed part leaves."""
+        """Return the rows of a block, which may use half of the memory beyond the fixed part."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 
 
 def _whole_chunks(rows: int) -> int:
-    """Round rows down to whole chunks, or to a power of 2 if they are less than a chunk."""
+    """Return rows rounded down to whole chunks, or to a power of 2 if there is no whole chunk."""
     return rows // CHUNK_ROWS * CHUNK_ROWS or 2 ** (max(1, rows).bit_length() - 1)
 
 
 def weights_mb(
     model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool, is_renamed: bool = False
 ) -> int:
-    """Return the MiB that a job requests for the weights of a large model; 0 for a small one.
+    """Return the MiB that a job requests for the weights of a large model, or 0 for a small one.
 
-    Weights in safetensors are read into the model, others take a second copy. Adam's state adds two
-    tensors for each parameter. ``checkpoint`` is None if the pipeline trains it.
+    Weights in safetensors are read into the model. Other files need a second copy of the weights.
+    Adam's state adds two tensors for each parameter. ``checkpoint`` is None if the pipeline trains
+    it.
     """
     if model_bytes < LARGE_BYTES:
         return 0
@@ -72,16 +74,16 @@ def weights_mb(
 
 
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
-    """Return the memory of summing a normal matrix: the sum, a block's share, LAPACK's copy.
+    """Return the memory of summing a normal matrix: the sum, the term of a block, LAPACK's copy.
 
-    ``divides`` adds two more sums and the eigenvectors, which ``unit_average`` needs.
+    ``divides`` adds two sums and the eigenvectors, which ``unit_average`` needs.
     """
     job = f"the normal matrix of proj_dim {proj_dim}"
     return Need(job, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
-    """Return the memory of one checkpoint's scores: matrix, factor, targets, and rows of both."""
+    """Return the memory of one checkpoint's scores: matrix, factor, targets, and blocks of rows."""
     job = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
     return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
@@ -93,7 +95,7 @@ def gramian_need(n_train: int, n_columns: int) -> Need:
 
 
 def exact_need(n_train: int, n_targets: int) -> Need:
-    """Return the memory of exact scores: Gramian, damped Gramian, LAPACK's copy, targets' rows."""
+    """Return the memory of exact scores: Gramian, damped Gramian, LAPACK's copy, and targets."""
     job = (
         f"exact scores of {n_train} training samples, three times {n_train} x {n_train} numbers, "
         f"and {n_targets} targets"
@@ -101,12 +103,13 @@ def exact_need(n_train: int, n_targets: int) -> Need:
     return Need(job, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
 
 
-# Vectors of all parameters for each target of conjugate gradients: one a step, and temporaries.
+# The vectors of all parameters for each target of conjugate gradients: one for each step, and
+# temporary ones.
 _NEWTON_VECTORS = 18
 
 
 def newton_need(n_params: int, n_train: int, n_targets: int) -> Need:
-    """Return the least memory of `gauss_newton`: scores twice, and one target's vectors."""
+    """Return the minimal memory of `gauss_newton`: two copies of scores, and a target's vectors."""
     job = f"{n_train} x {n_targets} scores, and {_NEWTON_VECTORS} vectors of {n_params} parameters"
     remedy = "name fewer `parameters`, or cut the experiment in two"
     fixed = 16 * n_train * n_targets + 4 * _NEWTON_VECTORS * n_params
@@ -114,7 +117,7 @@ def newton_need(n_params: int, n_train: int, n_targets: int) -> Need:
 
 
 def newton_targets(n_params: int, n_train: int, n_targets: int, memory_mb: int) -> tuple[int, int]:
-    """Return how many targets `gauss_newton` solves for together, and their bytes.
+    """Return the number of targets that `gauss_newton` solves for at once, and the memory in bytes.
 
     The vectors of several targets may use half of the memory.
     """
@@ -129,9 +132,10 @@ def average_need(
 ) -> Need:
     """Return the memory of averaging an experiment's scores.
 
-    The job holds the ids, labels and mean outputs of all samples, ``top`` influences of either
+    The job stores the ids, labels and mean outputs of all samples, ``top`` influences of either
     sign, and for a block of rows the scores and the predictions of all checkpoints. ``solved_dim``
-    is proj_dim where ``keep`` is ``top_k``: solved targets of one checkpoint are held at a time.
+    is the ``proj_dim`` of the solved targets for ``keep: top_k``, or None. At least those of one
+    checkpoint are in memory.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
@@ -141,9 +145,9 @@ def average_need(
 
 
 def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """Return start and stop of the training samples in one shard of an average.
+    """Return the first and the last (exclusive) training sample in one shard of an average.
 
-    Shards are whole chunks. They do not depend on the memory budget.
+    Shards consist of whole chunks, and do not depend on ``memory_mb``.
     """
     n_chunks = -(-n_train // CHUNK_ROWS)
     start, stop = (CHUNK_ROWS * (n_chunks * i // n_shards) for i in (shard - 1, shard))
@@ -151,26 +155,26 @@ def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
 
 
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
-    """Return whether solved targets of ``size`` numbers of all checkpoints fit in memory."""
+    """Return whether the solved targets of all checkpoints fit in memory, ``size`` numbers each."""
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
     return 8 * size * (n_checkpoints - 1) <= spare
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsNeed:
-    """The memory of summing scores by groups: sums of every draw, and rows of all checkpoints."""
+    """The memory of summing scores by groups: sums of each draw, and rows of all checkpoints."""
 
     n_groups: int
     n_targets: int
     n_checkpoints: int
 
     def targets(self, memory_mb: int) -> int:
-        """Return the targets of a block, whose sums may use a third of the budget."""
+        """Return the number of targets in a block. Their sums may use a third of the memory."""
         of_target = 2 * 8 * _GROUP_DRAWS * self.n_groups
         return min(self.n_targets, max(1, memory_mb * 2**20 // 3 // of_target))
 
     def rows(self, memory_mb: int) -> int:
-        """Return the rows of a block, whose scores may use another third."""
+        """Return the number of rows in a block. Their scores may use a third of the memory."""
         of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
         return _whole_chunks(memory_mb * 2**20 // 3 // of_row)
 
@@ -184,17 +188,17 @@ def evaluation_need(
     n_checkpoints: int,
     settings: Sequence[Setting],
 ) -> Need:
-    """Return the memory of an evaluation: masks, subset sums, eigenvectors of one checkpoint.
+    """Return the memory of an evaluation: masks, subset sums, and one checkpoint's eigenvectors.
 
     ``proj_dim`` is 0 if no features are read. ``settings`` are those of a sweep.
     """
-    # Two more weightings are for gradient products and the ends of runs. Some forty sums are for
-    # the scores by number of checkpoints, the baselines and the bootstrap.
+    # Gradient products and the ends of runs need two more weightings. The scores by number of
+    # checkpoints, the baselines and the bootstrap need some forty sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2
     sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # Weighted products of the normal matrix and of its norm for each power; eigenvectors with
-    # LAPACK's copy and workspace; rotated sums twice; rotated targets.
+    # These arrays are: for each power, the products for the normal matrix and its norm; the
+    # eigenvectors with LAPACK's copy and workspace; two copies of rotated sums; rotated targets.
     n_powers = len({setting.loss_weight_power for setting in settings}) or 1
     solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim
@@ -216,10 +220,10 @@ def check_memory(
     top: int,
     divides: bool,
 ) -> None:
-    """Raise an error for a budget in MiB that is too small for a later job.
+    """Raise an error if a job needs more memory than ``memory_mb``.
 
     ``proj_dim`` is None without a projection. ``newton_params`` is the number of differentiated
-    parameters with `gauss_newton`.
+    parameters for `gauss_newton`, or else None.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)

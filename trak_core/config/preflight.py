@@ -1,7 +1,7 @@
-"""Check files, the study, its checkpoints and the memory limit before any job starts.
+"""Check files, the study, its checkpoints and the memory limit before the first job starts.
 
-A separate process reads the study and its checkpoints. The results folder keeps its answer with
-digests of everything that it read, so that the next start does not repeat unchanged checks.
+A separate process reads the study and its checkpoints. Its results are stored in the results folder
+with digests of all that it read, so that the next start does not repeat checks of unchanged files.
 """
 
 import json
@@ -29,11 +29,11 @@ from trak_core.settings.target_filter import MOST_TARGETS
 _RECORD, _DIGESTS = "study.json", "checkpoints.json"
 _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
-# The clocks of this machine and of a file server may differ by this much.
+# The tolerated difference between the clocks of this machine and of a file server.
 _SKEW_SECONDS = 2
-# Files that were added to Snakemake's list of config files, by all modules of a workflow.
+# The files that all modules of a workflow added to Snakemake's list of config files.
 brought_along = list[str]()
-_MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
+_MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only prints a warning.
 
 
 def run_preflight(
@@ -43,12 +43,12 @@ def run_preflight(
 
     Args:
         specs: The config's specs.
-        results: The results folder, which keeps what was read.
+        results: The results folder, in which results of checks are stored.
         config_files: Further paths to check for characters that a shell interprets.
-        is_stored: Whether Snakemake reads files from a store, so that none are on this disk.
+        is_stored: Whether Snakemake reads files from remote storage, not from this disk.
 
     Returns:
-        Hashes of the content of the user's checkpoints and retrained models on this disk, by path.
+        Hashes of the contents of the user's checkpoints and retrained models on this disk, by path.
     """
     listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
     check_paths(specs.config, [*config_files, *filter(None, listed)])
@@ -61,9 +61,9 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for a checkpoint's weights; for None, the largest one's.
+    """Return the MiB that a job needs for a checkpoint's weights, or for None the largest need.
 
-    The sizes come from the preflight's record in ``results``. Without a record the result is 0.
+    The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -114,14 +114,14 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
 
 
 def stored_signature(path: str, store: Any, results: Path) -> str:
-    """Return a text that changes when a user's file in a store changes.
+    """Return a text that changes if a user's file in a storage changes.
 
-    It is a hash of the content if the store is a folder of this machine, else the size and time.
+    It is a hash of the content if the storage is a folder of this machine, else the size and time.
 
     Args:
         path: The file's path in the config, for the error message.
         store: Snakemake's storage object of the file.
-        results: The results folder, which has the record of hashes.
+        results: The results folder, which contains the record of hashes.
     """
     local_path = Path(store.query)
     if local_path.exists():
@@ -134,13 +134,13 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 
 def _own_truth(specs: Specs) -> list[str]:
-    """Return the path of ``evaluation.ground_truth``, or nothing if it is not on this disk."""
+    """Return a list with the path of ``evaluation.ground_truth`` if it is on this disk."""
     truth = specs.evaluation.get("ground_truth")
     return [truth] if truth is not None and "://" not in truth else []
 
 
 def refuse_future(files: Iterable[str]) -> None:
-    """Raise an error for files from the future, because Snakemake would delete their results."""
+    """Raise an error for files with times in the future. Snakemake would delete their results."""
     now = time.time()
     ahead = {file: Path(file).stat().st_mtime - now for file in files if Path(file).exists()}
     late = [file for file, seconds in ahead.items() if seconds > _SKEW_SECONDS]
@@ -154,7 +154,7 @@ def refuse_future(files: Iterable[str]) -> None:
 
 
 def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
-    """Return the checkpoints that the user has on this disk: the state dicts to read, by path."""
+    """Return the state dicts to read from the user's checkpoints on this disk, by path."""
     own = defaultdict[str, list[str | None]](list)
     for checkpoint in specs.checkpoints.values():
         if checkpoint.path is not None and "://" not in checkpoint.path:
@@ -163,7 +163,7 @@ def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's file names show that it has no optimizer state."""
+    """Return whether the file names of a checkpoint show that it has no optimizer state."""
     if checkpoint.is_dir():
         return not (checkpoint / OPTIMIZER_FILE).is_file()
     return checkpoint.suffix == ".safetensors"
@@ -210,9 +210,9 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes, and read only splits and checkpoints that changed since.
+    """Return the study's sizes. Read only splits and checkpoints that changed since the last start.
 
-    So an experiment can be added after the training data have been deleted.
+    Therefore an experiment can be added after the training data were deleted.
     """
     request, shards, known = _request(specs), specs.shards, read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
@@ -240,7 +240,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large. An adapter's base model always may be."""
+    """Return whether a checkpoint's model may be large, as an adapter's base model always may."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -251,9 +251,9 @@ def _is_large(checkpoint: Path) -> bool:
 def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
     """Return the result of ``preflight_study``, which runs in a separate process.
 
-    Its error messages name ``builder`` instead of ``make_model()``.
+    Error messages name ``builder`` instead of ``make_model()``.
     """
-    # Files and not pipes, because a process that the study leaves running would keep pipes open.
+    # Files are used because processes that the study leaves running would keep pipes open.
     with tempfile.TemporaryDirectory() as folder:
         request_file, answer_file, log_file = (
             Path(folder, name) for name in ("request", "answer", "log")
@@ -278,7 +278,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
             f"{status} and without a message. It ran out of memory or crashed.",
             code="config.preflight",
         )
-    print(log, end="", file=sys.stderr)  # for example, notices from transformers
+    print(log, end="", file=sys.stderr)  # The log can contain notices, such as from transformers.
     reply = json.loads(answer)
     if "refused" in reply:
         refused = reply["refused"].replace("make_model()", builder)
@@ -287,7 +287,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
 
 def _wait_for(fork: Fork) -> int:
-    """Return the exit status of a process. While it runs, print a line every minute."""
+    """Wait for a process, print a line every minute, and return the exit status."""
     minutes = 0
     while (status := fork.wait(60)) is None:
         minutes += 1
@@ -296,7 +296,7 @@ def _wait_for(fork: Fork) -> int:
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Raise an error for settings that need more samples or memory than there is."""
+    """Raise an error for settings that need more samples or memory than there are."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:
@@ -306,7 +306,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_targets = {split: facts["n_samples"][split] for split in specs.shards}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
-    n_targets.pop(POOL, None)  # a pool's scores are never in memory together
+    n_targets.pop(POOL, None)  # The scores of a pool are never in memory as a whole.
     check_memory(
         memory_mb,
         proj_dim=proj_dim,
@@ -321,7 +321,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train, n_targets)
-    # The number of models that were retrained elsewhere is not yet known.
+    # For models that were retrained elsewhere, the number of subsets is not known here.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,

@@ -1,4 +1,4 @@
-"""Read a config and the tables that it names, and validate the config by its JSON Schema."""
+"""Read a config and the tables that it names, and validate it with its JSON Schema."""
 
 import csv
 import math
@@ -20,7 +20,7 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import function_location, output_name
 from trak_core.runtime.files import CONFIG_RECORD, read_record, write_record
 
-# The value of `targets` that selects every sample of target_data().
+# The value of `targets` that selects all samples of target_data().
 ALL_TARGETS = "all"
 
 
@@ -29,7 +29,7 @@ def read_table(
 ) -> list[tuple[str, ...]]:
     """Return the stripped cells of some columns of a tab-separated table with a header.
 
-    Every row must fill ``columns``. The ``optional`` columns may be missing or empty.
+    ``columns`` must have a value in each row. ``optional`` columns can be missing or empty.
     """
     if not path.is_file():
         raise InputError(
@@ -77,10 +77,10 @@ def _read_rows(
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
-    """Return an experiment's target ids, from a list or a table's column ``id``; None for ``all``.
+    """Return target ids from a list or from the column ``id`` of a table; None for ``all``.
 
-    Ids from a table are integers if all are plain decimal integers. With an id such as 0007, all
-    ids are texts.
+    Ids from a table are integers if all of them are written as decimal integers. If there is an id
+    such as 0007, all ids are texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -92,10 +92,10 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 
 
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
-    """Return a config with its schema's defaults, as the last run had it. Writes nothing.
+    """Return a config with the defaults of its schema, as the last run used it.
 
-    If the last run with this file had values from ``--config``, the results folder has a record of
-    them, and they are applied again.
+    If the last run with this file had values from ``--config``, they are read from the results
+    folder and applied again. No file is written.
     """
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -> dict[str, Any]:
-    """Validate a config and return it with its schema's defaults and the path of its study file."""
+    """Return a config with the defaults of its schema and its study's file, after validation."""
     config, keys = with_ready_study(config, writes=writes), read_schema(schema)
     check_config(config, keys)
     config = with_defaults(config, keys)
@@ -116,7 +116,7 @@ def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -
     return config | {"results": str(Path(config["results"]))}
 
 
-# libyaml's loader is ten times as fast as the one in Python.
+# The loader of libyaml is ten times as fast as the one in Python.
 _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -126,7 +126,7 @@ def read_schema(path: Path) -> dict[str, Any]:
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``--config`` values of the last run, if this was its only config file."""
+    """Return the ``--config`` values of the last run, if ``path`` was its only config file."""
     results = config.get("results", "results")
     known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
@@ -143,11 +143,11 @@ def record_config(
     *,
     must: bool = True,
 ) -> None:
-    """Write a run's config into its results folder, so that ``trak ask`` needs only that folder.
+    """Write a run's config into its results folder, so that the folder can be opened alone.
 
-    The record also has the working folder, to which paths are relative, the path of the results
-    folder, the ``config_files`` and the values ``given`` by ``--config``, whose ``entries`` are
-    those of the command line. Without ``must`` a read-only folder is left unchanged.
+    The record also contains the working folder, to which paths are relative, the path of the
+    results folder, the ``config_files``, and the values ``given`` by ``--config``. ``entries`` are
+    the same values as ``key=value`` words. If ``must`` is false, a read-only folder is no error.
     """
     known = {
         "config": dict(config),
@@ -161,12 +161,12 @@ def record_config(
 
 
 def has_record(results: Path) -> bool:
-    """Return whether a results folder has the record of a run."""
+    """Return whether a results folder contains the record of a run."""
     return bool(read_record(results / CONFIG_RECORD))
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config of the last run of a results folder, and the folder it ran in."""
+    """Return the config of the last run of a results folder, and its working folder."""
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
@@ -179,7 +179,7 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders with modules that the study and a Python file of targets import."""
+    """Return the folders in which a Python file of targets and the study find modules."""
     return [question.parent, study.parent]
 
 
@@ -187,10 +187,10 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     """Return the Python files of a study and its questions, with the local modules they import.
 
     Raises:
-        InputError: If two files would be modules of the same name in one process.
+        InputError: If two of the files would be modules with the same name.
     """
     named = study_modules(study)
-    # A question's folder comes first in sys.path, also for the modules that the study imports.
+    # A question's folder is first in sys.path, also when the study imports modules.
     pairs = [(code, module_folders(path, study)) for path in questions for code in (study, path)]
     for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
         other = named.setdefault(name, file)
@@ -203,7 +203,7 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
 
 
 def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file of a user-defined model output; None if it is the study's file."""
+    """Return the file of a user-defined model output, or None if it is the study's file."""
     place = function_location(output_name(model_output))
     if place is None or Path(place[0]).resolve() == study.resolve():
         return None
@@ -217,7 +217,7 @@ def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | No
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which PyYAML silently keeps the last."""
+    """A YAML loader that raises an error for duplicate keys, unlike PyYAML's loaders."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -243,7 +243,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Raise an error for a file that is not YAML, or in which a mapping has the same key twice."""
+    """Raise an error if a file is not YAML, or if a mapping in it has the same key twice."""
     try:
         loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         loader.name = str(path)
@@ -275,9 +275,9 @@ def merged(value: Any, given: Any) -> Any:
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Return a config whose nested values from ``--config`` are parsed as YAML.
+    """Return a config in which nested values from ``--config`` are parsed as YAML.
 
-    Snakemake parses ``top=3`` but leaves the values inside ``projection={proj_dim: 256}`` as text.
+    Snakemake parses ``top=3``, but keeps the values inside ``projection={proj_dim: 256}`` as texts.
     ``entries`` are the ``key=value`` words of the command line.
     """
     read = dict(config)
@@ -292,7 +292,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Raise an error for dates, sets, bytes, and numeric keys other than ids of checkpoints."""
+    """Raise an error for dates, sets and bytes, and for keys that are not texts or checkpoints."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
@@ -314,7 +314,7 @@ def _check_plain(value: Any, where: str = "") -> None:
         _check_plain(inner, f"{where}.{key}".removeprefix("."))
 
 
-# JSON Schema accepts 16.0 as an integer, which fails in NumPy later, and NaN within any bounds.
+# JSON Schema accepts 16.0 as an integer, which NumPy does not, and accepts NaN within any bounds.
 _Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
     type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
@@ -337,7 +337,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    # The first paragraph of a description is for errors, the others are for the documentation.
+    # Error messages use the first paragraph of a description. The others are for documentation.
     meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
@@ -382,11 +382,11 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield the errors of the alternative of an ``anyOf`` that the value's type selects."""
+    """Yield the errors of those alternatives of an ``anyOf`` that fit the type of the value."""
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
-    # If an enumeration is among the alternatives, its error lists the valid words.
+    # If an alternative is an enumeration, its error lists the valid words.
     meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
     if meant and not all(e.validator == "required" and not e.path for e in meant):
         for inner in meant:
@@ -396,7 +396,7 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Validate a config by its JSON Schema, draft 2020-12. The error lists all violations."""
+    """Validate a config with its JSON Schema, draft 2020-12. The error lists all violations."""
     _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
@@ -407,7 +407,7 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 def _filling(
     validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
 ) -> Iterator[jsonschema.ValidationError]:
-    """Set the defaults of missing properties, then validate as usual."""
+    """Set the defaults of missing properties, and then validate them."""
     if isinstance(value, dict):
         for key, about in properties.items():
             if "default" in about:

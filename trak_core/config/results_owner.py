@@ -1,4 +1,4 @@
-"""Check whether another config or study made a results folder, or whether it is a copy."""
+"""Check whether a results folder was made by another config or study, or is a copy."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def begin_run(
         config: The config with its defaults.
         results: The results folder.
         config_files: The files of the config.
-        given: The values that ``--config`` gave.
+        given: The values of ``--config``.
         entries: The same values as ``key=value`` words of the command line.
 
     Returns:
@@ -49,7 +49,7 @@ def begin_run(
 def result_lines(
     files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
 ) -> tuple[list[str], list[str]]:
-    """Return lines that list a run's existing files by kind, and the warnings of its report."""
+    """Return lines that list a run's existing files by kind, and warnings of its report."""
     lines = []
     for kind, paths in files.items():
         existing = sorted(file for file in paths if is_stored or Path(file).exists())
@@ -68,11 +68,10 @@ def earlier_configs(
 ) -> list[str]:
     """Return the config files of the last run in a results folder if this run uses none of them.
 
-    For a copy of a results folder, nothing is returned, because the run does not change the
-    original.
+    For a copy of a results folder, the list is empty, because the original does not change.
 
     Raises:
-        InputError: If the files still exist and are for another study than ``config``.
+        InputError: If the files still exist and name another study than ``config``.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
@@ -95,7 +94,7 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     """Return a warning if a copied results folder was made with other settings than ``config``.
 
     Snakemake has no record of the settings of copied files, and treats them as finished. Keys that
-    do not change numbers are ignored.
+    do not change results are ignored.
     """
     known = read_record(results / CONFIG_RECORD)
     if not known or not _is_copy(known, results):
@@ -113,7 +112,7 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
-    """Return whether a folder's record names another results folder."""
+    """Return whether the record in a results folder names another folder."""
     made = Path(results, known["folder"], known.get("results", ""))
     return "results" in known and os.path.relpath(made) != os.path.relpath(results)
 

@@ -15,7 +15,7 @@ from trak_core.settings import (
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. ``along``: whether runs have several checkpoints."""
+    """Return the default ``combine``, for checkpoints from several times of training or not."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
@@ -68,7 +68,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the spec of features, or Gramians, that all checkpoints and splits share."""
+    """Return the settings of features, or Gramians, that all checkpoints and splits share."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(

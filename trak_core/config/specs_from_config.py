@@ -1,4 +1,4 @@
-"""Build the specs of all jobs from a config. A spec holds every setting that changes numbers."""
+"""Build the specs of all jobs from a config. A spec contains all settings that change results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,23 +51,23 @@ from trak_core.settings import (
     settings_of,
 )
 
-# One retraining job trains models for at most this many subsets, or removals for this many targets.
+# The largest numbers of subsets, and of targets of removals, in one retraining job.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
-# Random removals for each number of samples, trainings for each removal, and the seed of both.
+# The random removals for each number of samples, the trainings for each removal, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
-# Functions by which a study adds columns to tables.
+# Functions with which a study adds columns to tables.
 _COLUMNS = ("train_columns", "target_columns")
 
 
 def targets_digest(
     ids: Sequence[int | str] | None, question: Path | None = None, study: Path = Path()
 ) -> str:
-    """Return a hash of target ids, in order, and of the file that has the targets.
+    """Return a hash of target ids, in order, and of the file that contains the targets.
 
     Args:
-        ids: None for all targets of the file.
-        question: The file of targets; None if the study has them.
-        study: The study's file, needed with ``question``.
+        ids: The ids; None for all targets.
+        question: The file of targets; None if they are in the study.
+        study: The study's file, which is needed with ``question``.
     """
     digests = [] if question is None else [_question_digest(question, study)]
     return content_digest(ids and [str(i) for i in ids], *digests)
@@ -75,7 +75,7 @@ def targets_digest(
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Hash a file of targets, once in a process, so that all jobs are planned for one version."""
+    """Hash a file of targets, once in a process, so that all jobs use the same version."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be a file. Found nothing at {path}.",
@@ -88,15 +88,14 @@ def _question_digest(path: Path, study: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """A config with its defaults, and the settings of jobs that follow from it.
+    """A config with its defaults, and the settings of jobs that are derived from it.
 
     Attributes:
-        experiments: The ids of each experiment's targets, None for all. Experiments in ``means``
-            are not in it.
+        experiments: The ids of each experiment's targets, or None for all, without ``means``.
         study_digest: A hash of the study's code and of all data files.
         files: The study's source and data files, and the tables and files that the config names.
         defaults: A text that lists the scoring settings that were filled in, with reasons.
-        output_digest: A hash of the file of a user-defined model output; None for other outputs.
+        output_digest: A hash of the file of a user-defined model output, or None.
     """
 
     config: Mapping[str, Any]
@@ -109,7 +108,7 @@ class Specs:
 
     @property
     def columns(self) -> str:
-        """A description of the columns that tables have for samples."""
+        """The description of the columns of samples in tables."""
         return self.output.columns
 
     @property
@@ -119,7 +118,7 @@ class Specs:
 
     @property
     def output_words(self) -> dict[str, Any] | None:
-        """The config's settings of a user-defined model output; None for a built-in one."""
+        """The config's settings of a user-defined model output, or None for a built-in one."""
         if not self.output.is_own:
             return None
         return {} if isinstance(given := self.config["model_output"], str) else ordered(given)
@@ -155,7 +154,7 @@ class Specs:
 
     @property
     def reported(self) -> dict[str, Any]:
-        """The config without ``compute`` and ``answers``, which do not change numbers."""
+        """The config without ``compute`` and ``answers``, which do not change results."""
         return ordered({k: v for k, v in self.config.items() if k not in ("compute", "answers")})
 
     @property
@@ -166,7 +165,7 @@ class Specs:
 
     @property
     def runs(self) -> dict[str, list[str]]:
-        """Runs, sorted, each with its checkpoints in the order of time."""
+        """The checkpoints of each run in the order of time, by run, sorted."""
         return runs_of(self.checkpoints)
 
     @property
@@ -179,13 +178,13 @@ class Specs:
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
-        """Return the times at which a run leaves checkpoints, in order; None for its end only."""
+        """Return the ascending times of a run's checkpoints, or None for one at the end."""
         times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Groups of runs whose checkpoints have equal suffixes: (suffixes, runs) of each group."""
+        """Pairs (suffixes, runs) for groups of runs with equal suffixes of checkpoint ids."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -193,14 +192,14 @@ class Specs:
 
     @property
     def questions(self) -> dict[str, str]:
-        """The files that have an experiment's targets or the pool, by experiment or ``POOL``."""
+        """The files of experiments' targets and of the pool, by experiment or ``POOL``."""
         experiments = self.config["experiments"].items()
         files = {name: about["data"] for name, about in experiments if "data" in about}
         return files if self.pool is None else files | {POOL: self.pool}
 
     @property
     def pool(self) -> str | None:
-        """The file of samples that ``lists.select`` ranks; None for the training samples."""
+        """The file of samples that ``lists.select`` ranks, or None for the training samples."""
         return self.lists.get("select", {}).get("pool")
 
     @property
@@ -211,7 +210,7 @@ class Specs:
 
     @property
     def means(self) -> dict[str, list[str]]:
-        """The experiments whose target is a mean: the names under ``mean`` and ``minus``."""
+        """The names under ``mean`` and ``minus``, by the experiment that has them."""
         means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
         return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
 
@@ -221,22 +220,22 @@ class Specs:
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
-        """Return the name of a mean, such as ``a - b``; None if the experiment is not a mean."""
+        """Return the name of a mean, such as ``a - b``, or None if it is not a mean."""
         return LESS.join(self.means.get(experiment, ())) or None
 
     @property
     def has_columns(self) -> bool:
-        """Whether the study, or a Python file of targets, may add columns to tables."""
+        """Whether the study, or a Python file of targets, can add columns to tables."""
         files = [self.config["study"], *self.questions.values()]
         return any(mentions(Path(path), *_COLUMNS) for path in files if path.endswith(".py"))
 
     @property
     def lists(self) -> dict[str, dict[str, Any]]:
-        """The config's lists, by name, each with its experiment."""
+        """The settings of the config's lists, by name, with the experiment of each list."""
         return lists_of(self.config)
 
     def targets_digest(self, split: str) -> str | None:
-        """Return a hash of an experiment's targets; None for the training samples."""
+        """Return a hash of an experiment's targets, or None for the training samples."""
         if split in self.means:
             named = [(name, self.targets_digest(name)) for name in self.means[split]]
             return content_digest("mean", *named)
@@ -250,7 +249,7 @@ class Specs:
 
     @property
     def all_features(self) -> FeaturesSpec:
-        """The spec of features, or Gramians, that all checkpoints and splits share."""
+        """The settings of features, or Gramians, that all checkpoints and splits share."""
         parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
         return features_spec(self.config, self.made_of, parts)
 
@@ -260,7 +259,7 @@ class Specs:
 
     @property
     def embeddings(self) -> FeaturesSpec:
-        """The spec of all checkpoints' embeddings."""
+        """The settings of embeddings that all checkpoints share."""
         return replace(
             self.all_features,
             projection={"kind": "embedding"},
@@ -272,7 +271,7 @@ class Specs:
 
     @property
     def outputs(self) -> FeaturesSpec:
-        """The spec of the model outputs of all possible targets and checkpoints."""
+        """The settings of the outputs of ``target_data()`` that all checkpoints share."""
         return replace(
             self.all_features,
             parameter_patterns=None,
@@ -296,18 +295,18 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the spec of the scores that a list is computed from, which may be a pool's."""
+        """Return the spec of the scores from which a list is computed, also those of a pool."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
     @property
     def self_influence(self) -> ScoresSpec:
-        """The spec of self-influences, and the part of all scores' specs that they share."""
+        """The spec of self-influences, which the specs of all scores extend."""
         return scores_spec(self.config, self.all_features, self.runs)
 
     @property
     def measured(self) -> list[str]:
-        """Experiments whose scores are compared with retrained models."""
+        """The experiments with scores that are compared with retrained models."""
         if not {"subsets", "ground_truth"} & set(self.evaluation):
             return []
         own = [name for name in self.experiments if name not in self.questions]
@@ -315,7 +314,7 @@ class Specs:
 
     @property
     def measures_features(self) -> bool:
-        """Whether the evaluation needs features and not only scores."""
+        """Whether the evaluation needs features in addition to scores."""
         if not self.measured:
             return False
         several = len(self.runs) < len(self.checkpoints) and self.is_projected
@@ -328,12 +327,12 @@ class Specs:
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        """The values of scoring settings to sweep over; None for no sweep."""
+        """The values of scoring settings in a sweep, or None without a sweep."""
         return ordered(self.evaluation.get("sweep"))
 
     @property
     def settings(self) -> list[Setting]:
-        """All settings of the sweep, the config's own included; empty for no sweep."""
+        """All settings of the sweep and those of the config, or an empty list."""
         scoring, sweep = self.config["scoring"], self.sweep
         if sweep is None:
             return []
@@ -361,11 +360,11 @@ class Specs:
 
     @property
     def removals(self) -> dict[str, dict[str, Any]]:
-        """The removals to measure, by the name of their file (see ``removals_of``)."""
+        """The removals to measure, by the name of their file. See ``removals_of``."""
         return removals_of(self.config)
 
     def removals_spec(self, by: str) -> RetrainedSpec:
-        """Return the spec of models retrained for one way ``by`` to choose samples."""
+        """Return the spec of models retrained without samples that were chosen ``by`` a method."""
         if by in self.lists:
             return self._retrained("list", 1, _SEED)
         spec = self._retrained(f"without {by}", _REMOVAL_SEEDS, _SEED)
@@ -373,7 +372,7 @@ class Specs:
 
     @property
     def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
-        """The argument ``naming`` of each retraining job, by the way to choose samples."""
+        """The argument ``naming`` of each retraining job, by the method of choosing samples."""
         jobs: dict[str, list[dict[str, Any]]] = {}
         for about in self.removals.values():
             if by := about.get("list"):
@@ -407,10 +406,10 @@ class Specs:
 
 
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
-    """Return the specs of a valid config. Check conditions that its schema cannot express.
+    """Return the specs of a valid config, after checks that its schema cannot express.
 
-    Scoring settings that the config leaves out are filled in. A record in the folder ``results``
-    saves reading unchanged data files again. It is not updated if ``writes`` is false.
+    Missing scoring settings are filled in. Digests of data files are stored in the folder
+    ``results``, unless ``writes`` is false, so that unchanged files are not read again.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))

@@ -1,1 +1,1 @@
-"""Offer ready-made studies, which a config names and a user-defined study may call."""
+"""Provide ready-made studies, which a config can name and a user-defined study can call."""

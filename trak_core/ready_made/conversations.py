@@ -1,4 +1,4 @@
-"""Convert conversations, lists of messages, to texts by the chat template of a tokenizer."""
+"""Convert conversations (lists of messages) to texts with the chat template of a tokenizer."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 from trak_core.data.rows import parsed_json
 from trak_core.errors import InputError
 
-# Fields of a row that are passed to the chat template, and their types. The names are those of
-# transformers and TRL.
+# Fields of a row that are passed to the chat template, with their types. Their names are the same
+# in transformers and TRL.
 ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
-# transformers gives this function to templates, and does not accept a replacement.
+# transformers defines this function for templates, and does not accept a replacement.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
     "study_arguments: date must be a day, because the tokenizer's chat template writes today's "
@@ -26,10 +26,10 @@ _NO_FORM = (
 
 
 def messages_in(value: Any) -> list[dict[str, Any]] | None:
-    """Return the messages in a value, a list of objects with a `role` or the JSON of one.
+    """Return the messages in a list of objects with a `role`, or in the JSON of such a list.
 
-    Returns None for any other value. Keys with the value None are left out, except for `content`,
-    because Parquet adds them at all depths if other rows have them (TRL leaves them out too).
+    Return None for any other value. Keys with the value None are removed, except for `content`,
+    because Parquet adds the keys of other rows with the value None. TRL removes them too.
     """
     value = _parsed(value)
     if not (isinstance(value, list) and value):
@@ -49,7 +49,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Return a list or an object for a text with its JSON, as in a cell of a table."""
+    """Return the list or object if ``value`` is its JSON, as in a cell of a table."""
     if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
         with suppress(ValueError):
             return parsed_json(value)
@@ -64,19 +64,19 @@ def chat_texts(
     date: str | None,
     notify: Callable[[str], None],
 ) -> tuple[str, str]:
-    """Return a conversation up to the answer, and with the answer, as the model reads them.
+    """Return the text of a conversation before the answer, and its text with the answer.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
         prompt: The messages before the answer, at least one.
-        answer: The messages with the tokens of the model output. The last role is `assistant`.
-        row: The row, whose fields ``ROW_ARGUMENTS`` are passed to the template.
-        date: The day, as in 2024-07-26, that a template writes instead of today's date.
-        notify: It is called with a sentence if the template leaves a message out.
+        answer: The messages to explain. The last one has the role `assistant`.
+        row: The row. Its fields ``ROW_ARGUMENTS`` are passed to the template.
+        date: A date such as 2024-07-26, which a template writes instead of today's date.
+        notify: A function that is called with a sentence if the template omits a message.
 
     Raises:
-        InputError: If the template can't write this conversation, would write a value of Python in
-            place of a message's text, or writes the prompt differently if an answer follows.
+        InputError: If the template raises an error, writes a message's text as a Python literal, or
+            writes the prompt differently if an answer follows.
     """
     if not tokenizer.chat_template:
         raise InputError(
@@ -107,7 +107,7 @@ def chat_texts(
         _refuse_python(messages, whole, written)
     except (MemoryError, InputError):
         raise
-    except Exception as error:  # a template is code of the model, and may raise any error
+    except Exception as error:  # A template is code, and can raise any error.
         is_dated = str(error) in {_NO_DATE, _NO_FORM}
         fails = "" if is_dated else "The tokenizer's chat template must write the row's messages: "
         code = "studies.chat_date" if is_dated else "studies.chat_template"
@@ -121,7 +121,7 @@ def chat_texts(
         )
     for message in messages:
         text = message.get("content")
-        # Templates of reasoning models leave out the thoughts of assistants.
+        # Templates of reasoning models omit the reasoning in assistants' messages.
         if isinstance(text, str) and message["role"] != "assistant" and text.strip() not in whole:
             notify(
                 f"the chat template does not write the content of a message of the role "
@@ -131,7 +131,7 @@ def chat_texts(
 
 
 def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error for a message without text. Most templates write nothing, or None."""
+    """Raise an error for a message without text, for which templates write nothing or "None"."""
     for message in messages:
         has_calls = bool(message.get("tool_calls"))
         if message.get("content") is None and not has_calls:
@@ -172,7 +172,11 @@ def _refuse_python(
 
 
 def _dated(template: str, date: str | None) -> str:
-    """Return a template that writes ``date`` in place of today's date, or fails without one."""
+    """Change a template so that it writes ``date`` for today's date, or raises an error for None.
+
+    Returns:
+        The template with a macro in front.
+    """
     try:
         day = None if date is None else Date.fromisoformat(date)
     except ValueError as error:
@@ -182,7 +186,7 @@ def _dated(template: str, date: str | None) -> str:
         ) from error
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-    # A macro overrides the function of transformers in all other calls.
+    # The macro replaces the function of transformers in all other calls.
     fails = _NO_DATE if day is None else _NO_FORM
     macro = (
         f"{{% macro strftime_now(format) %}}{{{{ raise_exception({fails!r}) }}}}{{% endmacro %}}"

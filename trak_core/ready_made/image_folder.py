@@ -1,4 +1,4 @@
-"""Define the study of an image classifier: a folder for each class, or a table of images."""
+"""Define the study of an image classifier, with images in folders by class or in a table."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,20 +36,20 @@ def image_folder(
     classes: Sequence[Any] | None = None,
     transform: str | None = None,
 ) -> ReadyStudy:
-    """Return the study of images that trained a classifier.
+    """Return the study of a classifier that was trained on images.
 
     Args:
-        images: The training images: a folder with a folder for each class, where ids are relative
-            paths; or a table with the columns ``path`` (relative to the table's folder), ``label``
-            and optionally ``id``. Images have 8 bits a channel.
-        model: The name of a network of timm or torchvision: ``resnet18``, ``timm/resnet18`` or
-            ``torchvision/resnet18``. Without a library, timm is tried first. Or
-            ``file.py:function`` of a function that takes the number of classes and returns the
-            module, weights unset.
-        targets: Images to explain, in the same form; the training images if not given.
-        classes: Names of the classes in the order of the model's logits; sorted if not given.
+        images: The training images, with 8 bits per channel. Either a folder with a folder for each
+            class, where ids are relative paths, or a table with the columns ``path`` (relative to
+            the table's folder), ``label`` and optionally ``id``.
+        model: The name of a network of timm or torchvision, such as ``resnet18`` (timm is tried
+            first), ``timm/resnet18`` or ``torchvision/resnet18``. Or ``file.py:function`` of a
+            function that takes the number of classes and builds the module. Its weights are
+            replaced.
+        targets: Images to explain, in the same form. The default is the training images.
+        classes: Names of the classes in the order of the model's logits. The default is sorted.
         transform: ``file.py:function`` of a function that converts a PIL image in RGB to a tensor,
-            as in evaluation; if not given, RGB from 0 to 1 in the image's size.
+            as in evaluation. The default keeps the size and scales RGB to the range 0 to 1.
     """
     needed("PIL", "vision")
     from PIL import Image
@@ -89,7 +89,7 @@ def image_folder(
     def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         try:
             return sample(row)
-        except OSError as error:  # of a missing file too, and of one that PIL can't read
+        except OSError as error:  # also raised for files that are missing or that PIL cannot read
             raise InputError(
                 f"The image of a line must be a file that PIL can read. Reading {row['path']} from "
                 f"{Path.cwd()} failed: {error}.",
@@ -124,7 +124,7 @@ def image_folder(
 
 
 def _network(model: str, n_classes: int) -> nn.Module:
-    """Return the network with a name, or from a function, before its weights are loaded."""
+    """Return the named network, or the network that a function builds, with random weights."""
     if ":" in model or model.endswith(".py"):
         return function_at(model, "model")(n_classes)
     library, _, name = model.rpartition("/")
@@ -155,7 +155,7 @@ def _network(model: str, n_classes: int) -> nn.Module:
 
 
 def _class_names(rows: RowFile) -> list[str]:
-    """Return the classes, by number if all labels are numbers, else in alphabetical order."""
+    """Return the names of the classes: "0", "1", ... if labels are numbers, else sorted labels."""
     labels = [row.get("label") for row in rows]
     for index, label in enumerate(labels):
         if label == "" or not isinstance(label, str | int | float):
@@ -163,7 +163,7 @@ def _class_names(rows: RowFile) -> list[str]:
                 f"{rows.place(index)}: a label must be a text or a number. Found {label!r}.",
                 code="studies.label",
             )
-    if rows.numbers:  # a table; names of folders are texts
+    if rows.numbers:  # The rows are from a table. Names of folders are always texts.
         numbers = [as_number(label) for label in labels]
         known = [number for number in map(class_number, labels) if number is not None]
         if len(known) == len(labels):
@@ -178,9 +178,9 @@ def _class_names(rows: RowFile) -> list[str]:
 
 
 def _rows(images: Path) -> RowFile:
-    """Return path, label and id of every image in a folder or a table.
+    """Return the path, label and id of each image in a folder or a table.
 
-    Hidden files are left out, as in ``data_files``. A notice names other files that are left out.
+    Hidden files are skipped, as in ``data_files``. A notice is printed if other files are skipped.
     """
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]

@@ -1,4 +1,4 @@
-"""Define the study of a causal language model: a folder of weights and a file of texts."""
+"""Define the study of a causal language model, from a folder of weights and a file of texts."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ from trak_core.ready_made.ready_study import (
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.weight_files import refuse_quantized
 
-# The similarity of "Prompt", "promt" and "prompts" to "prompt" is larger, that of "prompt_id" less.
+# "Prompt", "promt" and "prompts" are more similar to "prompt" than this, and "prompt_id" is less.
 _NEAR = 0.83
 
 
@@ -43,24 +43,24 @@ def language_model(
     max_tokens: int | None = None,
     date: str | None = None,
 ) -> ReadyStudy:
-    """Return the study of texts that trained a language model.
+    """Return the study of a language model that was trained on texts.
 
     Args:
         texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
-        weights: A folder with ``config.json`` and tokenizer: of the model, of a LoRA adapter, or
-            one with the checkpoints of a Trainer.
-        targets: Rows to explain, by id; not needed if experiments have ``data``.
-        text: The text whose tokens are in the model output, a template with fields of a row such
-            as ``"{completion}"``. If not given, the last message in the field ``messages``, or the
+        weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
+            config and tokenizer.
+        targets: Rows to explain, by id. Experiments with ``data`` do not need them.
+        text: The text in the model output, as a template with a row's fields, such as
+            ``"{completion}"``. The default is the last message in the field ``messages``, or the
             field ``text``, or ``completion`` if no row has a ``text``.
-        prompt: A template of the text before it, which is not scored. If not given, the field
+        prompt: A template of the text before it, which is not scored. The default is the field
             ``prompt`` of the rows that have one. If the fields of both are lists of messages, as in
             TRL, the tokenizer's chat template joins them.
-        max_tokens: The length to which texts are cut; if not given, they are not cut.
-        date: The day, such as ``"2024-07-26"``, for a chat template that writes today's date.
+        max_tokens: The length to which texts are cut. By default they are not cut.
+        date: A date such as ``"2024-07-26"``, for a chat template that writes today's date.
 
     Raises:
-        InputError: If a row has two texts or two prompts, so that one would not be read.
+        InputError: If a row has two texts or two prompts, because one would be ignored.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoTokenizer
@@ -177,7 +177,7 @@ def language_model(
     def train_data() -> Rows:
         samples = Rows(rows, sample)
         if max_tokens is None:
-            # The longest text is read at once, because it is the likeliest to exceed the context.
+            # The longest text is checked now, because it is the likeliest to exceed the context.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
             samples[lengths.index(max(lengths))]
         return samples
@@ -218,20 +218,20 @@ def language_model(
 
 
 def _default_text(rows: RowFile) -> str:
-    """Return the template of the default text: the field ``text``, or TRL's ``completion``."""
+    """Return the default template of texts: ``"{text}"``, or TRL's ``"{completion}"``."""
     fields = {name for row in rows for name in row}
     return "{completion}" if "completion" in fields and "text" not in fields else "{text}"
 
 
 def _only_field(template: str) -> str:
-    """Return the only field of a template such as ``"{text}"``; empty for a longer template."""
+    """Return the field of a template such as ``"{text}"``, or "" for a longer template."""
     return next((name for name in used_by(template) if template == f"{{{name}}}"), "")
 
 
 def _refuse_unread(
     row: Mapping[str, Any], names: Iterable[str], messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise an error if a row has messages and also a prompt or text that they lack."""
+    """Raise an error if a row has messages and also a prompt or text that is not among them."""
     contents = ["", *(str(message.get("content")).strip() for message in messages)]
     for name in sorted(names):
         given = messages_in(row.get(name)) or [{"content": row.get(name)}]
@@ -245,7 +245,7 @@ def _refuse_unread(
 
 
 def _refuse_near_prompt(names: Sequence[str]) -> None:
-    """Raise an error for a field with a name like ``prompt``, which would not be read."""
+    """Raise an error for a field with a name similar to ``prompt``, which would be ignored."""
     for name in names:
         if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
             raise InputError(
@@ -257,13 +257,13 @@ def _refuse_near_prompt(names: Sequence[str]) -> None:
 
 
 def _runs_on(before: str, after: str) -> bool:
-    """Return whether two words would be joined to one, in scripts with capitals and spaces."""
+    """Return whether two texts would be joined in a word, in a script that has capitals."""
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
 
 
 def _config_folder(weights: Path) -> Path:
-    """Return the folder itself if it has a config, else a Trainer's last checkpoint in it."""
+    """Return the folder if it has a config, else the last checkpoint of a Trainer in it."""
     saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     for folder in (weights, *reversed(saved)):
         if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
@@ -276,10 +276,10 @@ def _config_folder(weights: Path) -> Path:
 
 
 def _base(folder: Path) -> str | None:
-    """Return the folder of an adapter's base model; None if ``folder`` has no adapter.
+    """Return the folder of an adapter's base model, or None if ``folder`` has no adapter.
 
-    A relative path is looked up in the adapter's folder and then in the working folder. A name on
-    the hub is looked up in the hub's cache only, because jobs may have no network.
+    Relative paths start from the adapter's folder, or else from the working folder. A model of the
+    hub must be in the hub's cache, because jobs may have no network.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
@@ -304,7 +304,7 @@ def _base(folder: Path) -> str | None:
 
 
 def _tokenizer_source(folder: Path) -> str:
-    """Return the folder of the tokenizer: that of the weights, its parent, or the base's."""
+    """Return the folder of the tokenizer: ``folder``, its parent, or that of the base model."""
     for path in (folder, folder.parent):
         if (path / "tokenizer_config.json").is_file():
             return str(path)
@@ -319,7 +319,7 @@ def _tokenizer_source(folder: Path) -> str:
 
 
 def _model(folder: Path) -> nn.Module:
-    """Return the model with weights unset, or the base with an adapter's layers."""
+    """Build the model with random weights, or load the base model and add an adapter's layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     base = _base(folder)
@@ -332,6 +332,6 @@ def _model(folder: Path) -> nn.Module:
     refuse_quantized(Path(base))
     model: Any = from_folder(AutoModelForCausalLM.from_pretrained, base)
     config: Any = PeftConfig.from_pretrained(str(folder))
-    config.base_model_name_or_path = base  # else peft warns of a name that changed
-    config.inference_mode = False  # else peft freezes the adapter
+    config.base_model_name_or_path = base  # Otherwise peft warns that the name differs.
+    config.inference_mode = False  # Otherwise peft freezes the adapter.
     return get_peft_model(model, config)

@@ -1,4 +1,4 @@
-"""Load configs, tokenizers and models of transformers without running code in their folders."""
+"""Load configs, tokenizers and models of transformers, without running code from their folders."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,13 @@ from trak_core.errors import InputError
 
 
 def from_folder(read: Callable[..., Any], folder: str | Path, source: Any = None) -> Any:
-    """Return what a method of an Auto class loads from a folder, or from its config ``source``.
+    """Call ``read``, a method of an Auto class, with a folder or with its config ``source``.
+
+    Returns:
+        The config, tokenizer or model.
 
     Raises:
-        InputError: If the model's class is not in transformers but in code in the folder.
+        InputError: If the model's class is defined by code in the folder, not by transformers.
     """
     try:
         return read(folder if source is None else source, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Define the parts of a ready-made study, read its rows, and import functions that it names."""
+"""Define the functions of a ready-made study, and helpers to read its rows and its arguments."""
 
 import importlib.util
 import re
@@ -20,10 +20,10 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class ReadyStudy:
-    """The functions of a study, which ``trak_core.study.study`` documents.
+    """The functions of a study, as ``trak_core.study.study`` documents them.
 
-    ``to_change_samples`` is a sentence that names the arguments on which samples depend.
-    ``as_read`` returns the model's input, for the user to compare with the training.
+    ``to_change_samples`` is a sentence that names the arguments on which samples depend. Users
+    compare the model's input, which ``as_read`` returns, with the input in training.
     """
 
     to_change_samples: str
@@ -42,7 +42,7 @@ class ReadyStudy:
 
 
 class Rows:
-    """Samples that are converted from rows on access; errors name the row's line."""
+    """Samples that are converted from rows on access. Errors name the line of the row."""
 
     def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
         self._rows, self._sample = rows, sample
@@ -63,8 +63,8 @@ def encoder(
 ) -> Callable[..., Any]:
     """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
 
-    If it is one field, the field ``text`` is taken in its place, which plain text becomes in
-    ``trak ask``. ``row`` is an example for messages.
+    If ``names`` has one name, a line may have the field ``text`` instead, because ``trak ask`` puts
+    plain text into this field. ``row`` is an example for error messages.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -83,19 +83,19 @@ def encoder(
     return encode
 
 
-_MAX_PIECES = 4  # tokens in a character: it has at most four bytes in UTF-8
+_MAX_PIECES = 4  # The largest number of tokens in a character, which has up to 4 bytes in UTF-8.
 
 
 def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the part of the decoded text that each token adds.
 
-    The parts joined are the text of all tokens, with spaces that ``decode`` of a single token
-    lacks. A token that ends within a character adds "", and the token that completes it the
-    character. The cost is linear, because each token is decoded after a few before it.
+    Joined, the parts are the text of all tokens, with the spaces that ``decode`` of a single token
+    omits. The last token of a character adds the character, and the others add "". The cost is
+    linear in the number of tokens, because each is decoded together with only a few tokens before.
     """
 
     def decoded(first: int, end: int) -> str:
-        # Cleaning would remove spaces before a later token.
+        # The option would remove spaces, depending on the token that follows.
         return tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
 
     texts, first, whole = list[str](), 0, 0
@@ -111,7 +111,7 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def needed(package: str, extra: str) -> None:
-    """Raise an InputError if a package is missing, with the extra that installs it."""
+    """Raise an InputError that names the extra to install if a package is missing."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"This study needs the package {package}. Found none. Call "
@@ -121,7 +121,7 @@ def needed(package: str, extra: str) -> None:
 
 
 def function_at(place: str, argument: str) -> Callable[..., Any]:
-    """Return the function that ``file.py:function`` names."""
+    """Import and return the function that ``place``, as ``file.py:function``, names."""
     file, _, name = place.rpartition(":")
     path, function = Path(file), None
     if path.suffix == ".py" and path.is_file():
@@ -136,7 +136,7 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return the rows' short fields that are not ``used`` by the model, as columns."""
+    """Return the fields that the model does not use as columns, without long texts and lists."""
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     return short_columns({name: rows.column(name) for name in names})
 
@@ -159,7 +159,7 @@ def field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
-    """Return the number of each class by its label as a text; YAML may have parsed it."""
+    """Map each label to its class number. Labels become texts, because YAML may parse them."""
     numbers = {str(name): number for number, name in enumerate(classes)}
     if len(numbers) < len(classes):
         raise InputError(
@@ -172,7 +172,7 @@ def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
 
 
 class _Template(Formatter):
-    """A template that refuses fields other than texts and numbers."""
+    """A formatter that raises an error for fields other than texts and numbers."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
@@ -182,9 +182,9 @@ class _Template(Formatter):
 
 
 def filled_in(template: str, row: Mapping[str, Any]) -> str:
-    """Return a template such as ``"{prompt} {completion}"`` with a row's fields.
+    """Return a template such as ``"{prompt} {completion}"`` with a row's fields filled in.
 
-    Numbers are written as in the file. Missing fields and values of other types are refused.
+    Numbers are written as in the file. Missing fields and other types of values raise an error.
     """
     row = {key: value for key, value in row.items() if value is not None and value == value}
     try:

@@ -1,4 +1,4 @@
-"""Define the study of a model of tables: columns of numbers, and a class or number to predict."""
+"""Define the study of a model that predicts a class or a number from numeric columns of a table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,20 +28,20 @@ def tabular(
     classes: Sequence[Any] | None = None,
     scale: str | None = None,
 ) -> ReadyStudy:
-    """Return the study of a table's rows that trained a model.
+    """Return the study of a model that was trained on the rows of a table.
 
     Args:
         table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
         label: The column to predict.
-        model: ``file.py:function`` of a function that returns the module, weights unset.
-        targets: Rows to explain; the training rows if not given.
-        columns: The model's inputs, in its order; if not given, all columns except ``label`` and
-            ``id``. They must be numbers, as the model was trained on them.
+        model: ``file.py:function`` of a function that builds the module. Its weights are replaced.
+        targets: A table of the rows to explain. The default is the training rows.
+        columns: The model's inputs, in its order. The default is all columns except ``label`` and
+            ``id``. They must contain the numbers on which the model was trained.
         classes: Labels in the order of the model's logits, if labels are names. If not given,
-            labels are numbers: integers if all training labels are, else floats.
-        scale: ``standard`` subtracts from each input the mean of the training rows and divides by
-            their standard deviation (by n, as scikit-learn's ``StandardScaler``) unless it is 0.
-            Pages show unscaled inputs.
+            labels are numbers: integers if all training labels are integers, else floats.
+        scale: ``standard`` standardizes each input by the mean and the standard deviation of the
+            training rows (divided by n, as in scikit-learn's ``StandardScaler``). A deviation of 0
+            is replaced by 1. Pages show the inputs before scaling.
     """
     if scale not in {None, "standard"}:
         raise InputError(
@@ -86,7 +86,7 @@ def tabular(
     if scale:
         inputs = torch.stack([values for values, _ in Rows(rows, measured)])
         deviations, means = torch.std_mean(inputs, dim=0, correction=0)
-        # The deviation of equal numbers is 0 up to the rounding of their mean.
+        # Equal numbers can have a deviation above 0, because their mean is rounded.
         is_constant = deviations <= len(rows) * torch.finfo(torch.float64).eps * means.abs()
         deviations.masked_fill_(is_constant, 1.0)
 

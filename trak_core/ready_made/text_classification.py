@@ -1,4 +1,4 @@
-"""Define the study of a text classifier: a folder of weights and a file of labelled texts."""
+"""Define the study of a text classifier, from a folder of weights and a file of labelled texts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from trak_core.ready_made.ready_study import (
     used_by,
 )
 
-_LENGTH = 128  # tokens to which texts are padded by default
+_LENGTH = 128  # The default number of tokens to which texts are padded.
 
 
 def text_classification(
@@ -35,23 +35,22 @@ def text_classification(
     max_tokens: int | None = None,
     classes: Sequence[Any] | None = None,
 ) -> ReadyStudy:
-    """Return the study of labelled texts that trained a classifier.
+    """Return the study of a classifier that was trained on labelled texts.
 
     Args:
         texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
         weights: A folder with the model's ``config.json`` and tokenizer.
-        targets: Rows to explain, by id; ``texts`` if not given.
-        text: The text, a template with fields of a row.
+        targets: Rows to explain, by id. The default is ``texts``.
+        text: The text, as a template with a row's fields.
         label: The field with the label: a class's number, or its name in the model's config.
-        max_tokens: All texts are cut or padded to this length. If not given, they are padded to 128
-            tokens, or to the model's context if that is less, and longer ones are refused.
-        classes: The labels of the rows in the order of the model's logits, one for each. They are
-            needed if labels are neither numbers nor names of classes, or could be both: ``[0, 1,
-            2]`` for the numbers of classes that are called "1" to "3".
+        max_tokens: The length to which texts are cut or padded. By default they are padded to 128
+            tokens, or to the model's context if that is less, and longer texts raise an error.
+        classes: The label in the rows of each of the model's logits, in order. It is needed if
+            labels are neither numbers nor names of classes, or could be both: ``[0, 1, 2]`` selects
+            numbers if the classes have the names "1" to "3".
 
     Raises:
-        InputError: If a name of the model's classes is the number of another class, and ``classes``
-            is not given.
+        InputError: If ``classes`` is not given and a class has the number of another as its name.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -70,10 +69,10 @@ def text_classification(
             code="studies.pad_token",
         )
     config: Any = from_folder(AutoConfig.from_pretrained, weights)
-    # If the numbers do not start from 0, the names are not those of the logits.
+    # The names are those of the logits only if they are numbered 0, 1, 2, ...
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
-    # These are the default names of transformers.
+    # Names such as LABEL_0 are defaults of transformers.
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
     inverse: dict[str, int] = config.label2id or {}
     numbers = {name: number for number, name in enumerate(given)} or inverse

@@ -1,4 +1,4 @@
-"""Read and write data that several stages use: similarities, embeddings, blocks of rows."""
+"""Read and write similarities, embeddings and blocks of rows for several stages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ PER_SAMPLE = ("labels", "outputs", "predictions")
 def stored_similarities(
     part: Artifact, features: Artifact | None, *, normalize: bool, in_memory: bool = False
 ) -> ReadRows:
-    """Return a reader of rows of one checkpoint's A_c.
+    """Return a function that reads rows of one checkpoint's A_c.
 
-    Without ``features`` the rows are stored in ``part``. Otherwise they are computed from these
-    features and the solved targets in ``part``, which are read again for each block of rows unless
-    they are kept ``in_memory``.
+    If ``features`` is None, ``part`` contains A_c. Otherwise rows are computed from the features
+    and the solved targets in ``part``. Those are read again for each block of rows, unless they are
+    kept ``in_memory``.
     """
     if features is None:
         return read_rows(part.matrix("similarities"))
@@ -40,9 +40,10 @@ def read_embeddings(
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """Yield for each checkpoint a reader of the training samples' embeddings, and the targets'.
+    """Yield the embeddings of training samples (a function) and of targets for each checkpoint.
 
-    Shapes are (rows, width) and (m, width). ``paths`` has a file for each checkpoint.
+    The function reads rows, shape (rows, width). The embeddings of targets have shape (m, width).
+    ``paths`` contains a file for each checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
@@ -65,7 +66,7 @@ def embeddings_hashes(paths: Sequence[Path]) -> list[str]:
 
 
 def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: int) -> None:
-    """Write the rows of a matrix in several files below each other, ``block`` rows at a time."""
+    """Concatenate the rows of a matrix from several files, ``block`` rows at a time."""
     first = 0
     for part in parts:
         rows = part.matrix(key)
@@ -75,7 +76,7 @@ def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: 
 
 
 def naming_in_file(naming: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a retraining job's ``naming`` that its file stores.
+    """Return the settings in a retraining job's ``naming`` that its file stores.
 
     Specs of input files are left out, because the file stores the content hashes of these files.
     """

@@ -1,4 +1,4 @@
-"""Average the checkpoints of an experiment into its scores, all at once or in shards of rows."""
+"""Average the scores of all checkpoints of an experiment, in one job or in shards of rows."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ def _study_columns(
     """Return columns from the study, or from a file of samples, for the samples of a table."""
     if (question is None or question.suffix == ".py") and study_file is None:
         return pd.DataFrame(index=range(len(stored_ids)))
-    # Imported here, because it imports torch.
+    # These modules import torch, so they are imported only if they are needed.
     from trak_core.study.sample_columns import columns_of
     from trak_core.study.study import Study
 
@@ -105,19 +105,19 @@ def average_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Combine A_c and loss weights of all checkpoints, block of rows by block of rows.
+    """Combine A_c and loss weights of all checkpoints, in blocks of rows.
 
-    With ``n_shards`` above 1 the file holds the scores of one ``shard`` of the training samples,
-    from 1 on. The stage then joins the files of all ``shards``, in order. The joined file is equal
-    to the file computed at once, to the last bit.
+    With ``n_shards`` above 1, the file contains the scores of one ``shard`` of the training
+    samples, from 1 to ``n_shards``. A later call joins the files ``shards``, in order. The joined
+    file and a file computed in one job have identical bits.
 
-    ``features`` has a file for each checkpoint if only solved targets were kept (``top_k``), and
-    scores are computed from both. ``top`` is the number of largest scores of either sign that are
-    kept for each target. ``question`` has the experiment's targets, and ``pool`` the scored samples
-    if they are not the training samples. Their columns, and those of the study, are added to the
-    tables. Texts for the file's attributes are ``columns`` (the meaning of labels and predictions),
-    ``defaults`` (the settings that the config left open), ``output_words`` (the description of a
-    user-defined model output) and ``mean_of`` (the targets that the only target is the mean of).
+    ``features`` contains a file for each checkpoint if only solved targets were kept (``top_k``).
+    ``top`` is the number of largest scores of either sign to keep for each target. ``question`` is
+    the file of the experiment's targets, and ``pool`` the file of the scored samples if they are
+    not the training samples. Their columns, and those of the study, are added to the tables. Texts
+    for the file's attributes are ``columns`` (the meaning of labels and predictions), ``defaults``
+    (the settings that the config leaves out), ``output_words`` (the description of a user-defined
+    model output) and ``mean_of`` (the targets over which scores were averaged).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def average_scores(
         shard_need = average_need(n_train=stop - start, **sizes)
         solved_size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(shard_need, block, memory_mb, len(parts), solved_size)
-        if not in_memory:  # Each block reads the solved targets again, so blocks are large.
+        if not in_memory:  # Each block reads the solved targets again. Larger blocks read less.
             block = largest_block
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
@@ -157,7 +157,7 @@ def average_scores(
         improves = targets.get("improves")
 
         def blocks() -> Iterator[tuple[int, np.ndarray]]:
-            """Yield blocks of scores from all checkpoints, each with its first row."""
+            """Yield the first row and the scores of each block, combined over all checkpoints."""
             rows = [
                 stored_similarities(part, phi, normalize=spec.normalize, in_memory=in_memory)
                 for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
@@ -228,7 +228,7 @@ def average_scores(
 def _written(
     values: MatrixWriter, first: int, blocks: Iterable[tuple[int, np.ndarray]]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Write blocks of scores to a file whose first row is ``first``, and yield them."""
+    """Write blocks of scores to a file that begins with the row ``first``, and yield them."""
     for start, block in blocks:
         values[start - first : start - first + len(block)] = block
         yield start, block

@@ -1,8 +1,8 @@
 """Compare models retrained without chosen samples, or only on them, with random choices.
 
 There are two kinds of choices. 1. For each target, the samples that help it most are left out, and
-the change of this target's output is measured. 2. The samples of a list are left out, or only they
-are kept, for all targets, and accuracy and loss are measured.
+the change of this target's output is measured. 2. The samples of a list are left out, or only these
+samples are kept, and accuracy and loss of all targets are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file
 
-# The name of the subset of all training samples, and the separator in the name of a difference.
+# The name of the whole training set as a subset, and the separator in names of differences.
 EVERYTHING, LESS = "everything", " less "
-# The range of each measure. The range of a difference is from minus the largest to the largest.
+# The range of each measure. A difference is between minus the upper bound and the upper bound.
 _BOUNDS = {"accuracy": (0.0, 1.0), "flips": (0.0, 1.0), "target_loss": (0.0, np.inf)}
 
 
@@ -50,11 +50,11 @@ def compare_removals(
 
     ``docs/reference/evaluation-files.md`` describes the tables.
 
-    ``naming`` has the ``naming`` of each retraining job, by how its samples were chosen: the kind
-    of a list, or ``top`` (the scores), ``random`` and baselines. ``retrained`` are the files of
+    ``naming`` maps each choice of samples (the kind of a list, or ``top`` for scores, ``random``
+    and baselines) to the ``naming`` of its retraining jobs. ``retrained`` contains the files of
     these jobs in this order, made for ``spec`` except for ``subsets``. ``named_by`` is the list, or
-    the embeddings of the baseline ``embedding_cosine``. ``scores`` are those of the experiment with
-    the targets to measure.
+    the embeddings of the baseline ``embedding_cosine``. ``scores`` is the scores file of the
+    experiment that defines the targets.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
@@ -106,7 +106,7 @@ def compare_removals(
 def _read(
     path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, naming: Mapping[str, Any]
 ) -> tuple[Artifact, np.ndarray, np.ndarray]:
-    """Return a file of retrained models, with outputs and predictions of shape (models, m)."""
+    """Return a file of retrained models, and outputs and predictions of shape (models, m)."""
     with open_artifact(path, replace(RETRAINED, rule="retrain_removals")) as file:
         check_retrained(file, spec, **naming)
         position = {target: i for i, target in enumerate(file.columns("outputs"))}
@@ -120,9 +120,9 @@ def _read(
 def _by_subset(
     by: str, parts: Sequence[np.ndarray], spec: RetrainedSpec, n_sizes: int
 ) -> dict[str, np.ndarray]:
-    """Return values of models by subset, with shape (sizes, draws, trainings, m).
+    """Return the values of models by subset, with shape (sizes, draws, trainings, m).
 
-    ``parts`` has an array of shape (models, m) for each job. Models are in the order in which
+    ``parts`` contains an array of shape (models, m) for each job. Models are in the order in which
     ``retrain`` trains them.
     """
     if spec.subsets == "list":
@@ -134,7 +134,7 @@ def _by_subset(
         values = part.reshape(-1, spec.seeds, part.shape[1])
         random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
         return {EVERYTHING: values[:1, None], "random": random}
-    # A job trains models for each of its targets. Only the target's own models are measured.
+    # A job trains models for each of its targets. A target is measured on its own models only.
     of_jobs = []
     for part in parts:
         m = part.shape[1]
@@ -145,12 +145,12 @@ def _by_subset(
 def measures(
     about: About, outputs: np.ndarray, predictions: np.ndarray, labels: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return measures of models, each of the shape of ``outputs``, float64.
+    """Return measures of models, float64, with the shape of ``outputs``.
 
-    ``output`` is f. For classes, ``accuracy`` is 1 where the prediction is the label, and
+    ``output`` is f. For classes, ``accuracy`` is 1 if the prediction equals the label, else 0, and
     ``target_loss`` is -log p(label) = log(1 + exp(-f)). For a regression, ``target_loss`` is half
-    the squared error. For other model outputs the loss cannot be computed from f. Outputs and
-    predictions have shape (..., m), the targets' labels (m,).
+    the squared error. For other model outputs, the loss cannot be computed from f. Outputs and
+    predictions have shape (..., m), and the targets' labels have shape (m,).
     """
     f = outputs.astype(np.float64)
     if about.labels_are_classes:
@@ -164,10 +164,10 @@ def measures(
 def effects(
     outputs: np.ndarray, predictions: np.ndarray, before: np.ndarray, predicted_before: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return differences from the models of the same seeds trained on everything, float64.
+    """Return differences from the models with the same seeds trained on all samples, float64.
 
-    ``change`` is the change of f. If predictions are classes, ``flips`` is 1 where they differ. The
-    models trained on everything have the measure ``output``, which is f.
+    ``change`` is the change of f. If predictions are classes, ``flips`` is 1 if they differ, else
+    0. For the models trained on all samples, the only measure is ``output``, which is f.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}
@@ -182,13 +182,13 @@ def removal_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return ``summary``, means over trainings and targets, and ``targets``, means over trainings.
 
-    ``values`` has for each subset and measure an array of shape (sizes, draws, trainings, m).
+    ``values`` contains an array of shape (sizes, draws, trainings, m) for each subset and measure.
     ``everything`` has one size, 0. The first of the other subsets is compared with the others.
-    Differences are between models of the same seed, so that effects of the seed cancel.
+    Differences are between models with the same seed, so that effects of the seed cancel.
     """
     summary, targets = [], []
     for measure in dict.fromkeys(name for of_subset in values.values() for name in of_subset):
-        # The mean over draws of random samples is one number for each training.
+        # For each training, values are averaged over the draws of random samples.
         means = {
             subset: of_subset[measure].mean(axis=1)
             for subset, of_subset in values.items()

@@ -1,4 +1,4 @@
-"""Project the per-sample gradients of one split with one checkpoint."""
+"""Compute and project the per-sample gradients of one split with one checkpoint."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,9 +33,9 @@ def compute_features(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write the features of one split, or of one ``shard`` of it, from 1 to ``n_shards``.
+    """Write the features of a split, or of its shard number ``shard``, from 1 to ``n_shards``.
 
-    The number of shards does not change the numbers, except for float32 rounding.
+    The number of shards does not change the features, except for float32 rounding.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -35,9 +35,8 @@ def compute_gramian(
 ) -> None:
     """Write K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
 
-    The rows of J are gradients of the model output. J is never formed as a whole. At most two
-    blocks of ``batch_size`` samples are in the model at once. The Gramian must fit in
-    ``memory_mb``.
+    The rows of J are gradients of the model output. J is never stored as a whole: K is computed in
+    blocks, from at most two batches of ``batch_size`` samples at once. K must fit in ``memory_mb``.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -70,7 +69,7 @@ def compute_newton_scores(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write A_c from ``newton_scores``, in the same kind of file as scores from a projection."""
+    """Write A_c of ``newton_scores``, in the same kind of file as scores from a projection."""
     torch.set_num_threads(threads)
     features = spec.features
     study = Study.load(study_file)

@@ -38,10 +38,10 @@ def compute_outputs(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write label, model output and prediction of every sample of the study's ``target_data()``.
+    """Write label, model output and prediction of each sample of the study's ``target_data()``.
 
-    They are equal to those in a file of features, except for rounding. No gradients are computed.
-    Batches have the size that they would have with gradients.
+    They are equal to those in a file of features, except for rounding. No gradients are computed,
+    so the memory of gradients does not limit the size of batches.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -96,7 +96,7 @@ def compute_embeddings(
 ) -> None:
     """Write the input of the model's last linear layer for all training samples and targets.
 
-    The frames ``train`` and ``targets`` have shape (samples, width).
+    The frames ``train`` and ``targets`` have the shape (samples, width of the layer's input).
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -1,4 +1,4 @@
-"""Compute scores of one checkpoint: from features, from a Gramian, or as means of other scores."""
+"""Compute the scores of one checkpoint from features, from a Gramian, or as means over targets."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,7 +42,7 @@ from trak_core.stages._shared import PER_SAMPLE
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Write the normal matrix of training features; see ``write_normal_matrix``."""
+    """Write the normal matrix of training features. See ``write_normal_matrix``."""
     with open_artifact(features, FEATURES) as train:
         write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
@@ -61,15 +61,15 @@ def compute_scores(
 ) -> None:
     """Write A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of one checkpoint.
 
-    ridge_c = damping * mean_i w_i |phi_i|^2. With ``spec.normalize`` every phi_i is divided by its
+    ridge_c = damping * mean_i w_i |phi_i|^2. With ``spec.normalize``, each phi_i is divided by its
     length. An ``InputError`` is raised if the damped matrix is singular.
 
-    With ``keep="full"`` the n x m matrix A_c is written. With ``keep="top_k"`` only the solved
-    targets are written, and ``average_scores`` computes A_c from them, block by block.
+    With ``keep="full"``, the n x m matrix A_c is written. With ``keep="top_k"``, only the solved
+    targets (...)^-1 T_c^T are written, and ``average_scores`` computes A_c from them in blocks.
 
-    ``pool`` is a file of features of samples that the models were not trained on. Then A_c has the
-    rows of these samples, and the matrix is still that of the training samples. ``keep`` must be
-    ``top_k``.
+    ``pool`` is a file of features of samples on which the models were not trained. Then the rows of
+    A_c belong to these samples, the inverse is still that of the training samples, and ``keep``
+    must be ``top_k``.
     """
     with ExitStack() as stack:
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))
@@ -119,12 +119,12 @@ def compute_exact_scores(
 ) -> None:
     """Write A_c = (K_c W_c + ridge_c I)^-1 K_c,t of one checkpoint, without a projection.
 
-    ridge_c = damping * mean_i w_i K_c[i, i]. Scores from a projection converge to this as
-    ``proj_dim`` grows. With ``spec.normalize`` training gradients have length 1 in K_c and K_c,t.
+    ridge_c = damping * mean_i w_i K_c[i, i]. Scores from a projection converge to these as
+    ``proj_dim`` grows. With ``spec.normalize``, training gradients have length 1 in K_c and K_c,t.
     An ``InputError`` is raised if the damped Gramian is singular.
 
-    ``train_path`` is the Gramian K_c of the training samples. ``targets_path`` is K_c,t, between
-    training samples and targets.
+    ``train_path`` contains K_c, the inner products of training gradients. ``targets_path`` contains
+    K_c,t, those between training samples and targets.
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,
@@ -169,11 +169,12 @@ def average_targets(
 
     A_c is linear in the targets' gradients, and the other factors of a score depend only on the
     training samples. So the mean over targets has the scores of a single target with the mean
-    model output. If only solved targets were kept, these are averaged.
+    model output. If only solved targets are stored, they are averaged.
 
-    ``members`` are the checkpoint's scores of the experiment, and those of an experiment whose mean
-    is subtracted, if there is one. The target's id is ``spec.experiment``. Its model output is the
-    mean. So are its label and prediction if they are floats. Integers are replaced by -1.
+    ``members`` are the checkpoint's scores of the experiment, and optionally those of a second
+    experiment, which are averaged and subtracted. The target has the id ``spec.experiment``. Its
+    model output is the mean, and so are its label and prediction if they are floats. Integers are
+    replaced by -1.
 
     Source: docs/explanation/scores.md, "Scores of several targets".
     """
@@ -192,7 +193,7 @@ def average_targets(
                 check_same(key.replace("_", " "), first.spec.get(key), part.spec.get(key), part)
 
         def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            """Return the mean over targets, minus that of the second experiment's targets."""
+            """Return the mean over targets, minus the mean over the second experiment's targets."""
             means = [
                 np.atleast_2d(part.vector(key, start, stop)).mean(axis=1, dtype=np.float64)
                 for part in parts

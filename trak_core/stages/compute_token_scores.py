@@ -1,4 +1,4 @@
-"""Split an experiment's largest scores by tokens and by layers of the model."""
+"""Split an experiment's largest scores into terms of tokens and of the model's layers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,7 +33,7 @@ from trak_core.settings import TRAIN, Combine, ScoresSpec
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# The number of targets, and of training samples of either sign for each target.
+# The number of targets, and for each target the number of training samples of either sign.
 _TARGETS, _EACH = 100, 10
 
 
@@ -54,17 +54,17 @@ def compute_token_scores(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Split the largest scores into the terms of tokens, of both texts, and of the model's layers.
+    """Split the largest scores into terms of tokens, in both texts, and of the model's layers.
 
-    With each checkpoint a score is <x_i, g_j>. x_i is the gradient of the training sample. g_j is
-    the solved target, projected back to the parameters. The score of a token of the training text
-    is the term of x_i from the token's position. The score of a layer is the term from its
-    parameters. The target's tokens are scored in the same way, with the training sample's features
-    projected back.
+    With each checkpoint, a score is <x_i, g_j>. x_i is the gradient of the training sample, and g_j
+    is the solved target, projected back to the parameters. x_i is a sum over the positions of the
+    text. The score of a token is <x, g_j> for the term x of its position, and the score of a layer
+    is the inner product over its parameters. The target's tokens are scored in the same way, with
+    the training sample's features projected back.
 
-    There are scores for the ten training samples of either sign of each of the first 100 targets.
-    Targets with scores of 0 alone are skipped. ``checkpoints``, features and normal matrices are in
-    the order of the spec's checkpoints.
+    For each of the first 100 targets, the ten training samples of either sign are scored. Targets
+    with only scores of 0 are skipped. ``checkpoints``, features and normal matrices are in the
+    order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
     with open_artifact(scores, SCORES) as file:
@@ -129,7 +129,7 @@ def compute_token_scores(
 
 
 def _positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
-    """Return the position among ``ids`` of each id in ``of``."""
+    """Return the positions in ``ids`` of the ids in ``of``."""
     position = {sample_id: i for i, sample_id in enumerate(ids)}
     return [position[sample_id] for sample_id in of]
 
@@ -141,7 +141,7 @@ def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
 
 
 def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
-    """Print how closely the rows of each table add up to the scores."""
+    """Print the largest difference between scores and the sums of their rows in each table."""
     names = ["target_id", "train_id", "score"]
     scores = {(target, train): score for target, train, score in top[names].to_numpy().tolist()}
     error = 0.0

@@ -1,4 +1,4 @@
-"""Show samples on pages: targets with their most influential training samples, or a list."""
+"""Write pages that show targets with their most influential training samples, or a list."""
 
 import re
 import warnings
@@ -46,15 +46,15 @@ from trak_core.study.study import Study
 # The largest number of targets on a page. Pages are also limited by their size in bytes.
 _MAX_TARGETS = 20_000
 
-# The numbers of rows of a list, and of characters of a text, on its page.
+# The number of rows of a list on its page, and the number of characters of a text.
 _N_ROWS, _CHARACTERS = 100, 600
 _NUMBERS = frozenset({
     *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 })
-# Longer decimal numbers are shown with four digits.
+# Decimal numbers longer than _LONG characters are shown with four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
-# Columns that are shown in another form, or only in the CSV.
+# Columns that the page shows in another form, or that only the CSV contains.
 _SHOWN_ELSEWHERE = frozenset({
     *("id", "rank", "other_id", "among", "worth_a_look", "output_sd", "loss_weight")
 })
@@ -66,21 +66,21 @@ def _draw(figure: Path, examples: Examples) -> None:
         warnings.catch_warnings(),
         atomic_write(figure) as partial,
     ):
-        # The figure has boxes for characters that its font lacks. The pages show the characters.
+        # The figure shows boxes for characters that its font lacks. Pages show the characters.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        # The version of Matplotlib is left out, so that the file is the same on all machines.
+        # Without the version of Matplotlib, the file is the same on all machines.
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
-    """Return the beginnings of samples' texts, each on one line."""
+    """Return a table of ids and of the beginnings of samples' texts, each in one line."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
 
 
 def _in_figure(scores: File) -> File:
-    """Return the targets and influences that the figure shows."""
+    """Return the scores file with only the targets and influences that the figure shows."""
     shown = scores.tables["targets"].head(TARGETS_IN_FIGURE)
     top = scores.tables["top_influences"]
     is_kept = top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH)
@@ -89,7 +89,7 @@ def _in_figure(scores: File) -> File:
 
 
 def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
-    """Return the self-influence of training samples by id, or None without a file."""
+    """Return the self-influence of training samples by id, or None if there is no file."""
     for path in files:
         with open_artifact(path, SELF_INFLUENCE) as file:
             table = file.table("train")
@@ -101,7 +101,7 @@ def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
 
 
 def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
-    """Return the table of scores of tokens, or None without a file."""
+    """Return the table of scores of tokens, or None if there is no file."""
     for path in files:
         with open_artifact(path, TOKEN_SCORES) as file:
             check_same("scores", scores.content_hash, file.spec["scores"], file)
@@ -150,7 +150,7 @@ def _write_texts(
 ) -> None:
     scores = answer.experiment
     influential = scores.attributes["influential"]
-    if not study.has("describe"):  # Then only the samples on the page are read.
+    if not study.has("describe"):  # In this case, only the samples on the page are read.
         shown = scores.tables["targets"]["id"].tolist()[: len(answer.targets)]
         targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
         influential = influential.unique().tolist()
@@ -173,16 +173,16 @@ def draw_influences(
     question: Path | None = None,
     code: str,
 ) -> None:
-    """Write a picture of some targets, a page with all of them, and a table of their texts.
+    """Write a picture of some targets, a page with all targets, and a table of texts.
 
-    The PNG ``figure`` has a row for each target, with its most helpful and most harmful samples.
-    The HTML page ``answer`` has all targets and longer texts. ``texts`` has the beginnings of the
-    texts of targets and of the training samples in ``top_influences``. For a study without
-    ``describe(sample)``, it has only the samples on the page, as they are printed there.
+    The PNG ``figure`` shows a row for each target, with its most helpful and most harmful samples.
+    The HTML page ``answer`` shows all targets and longer texts. ``texts`` contains the beginnings
+    of the texts of targets and of the training samples in ``top_influences``. For a study without
+    ``describe(sample)``, it contains only the samples on the page, as they are printed there.
 
-    ``self_influence`` and ``token_scores`` have at most one file each. Tokens are coloured by their
-    scores, with the texts from the study's ``token_texts(sample)`` or else their numbers. The
-    study's ``draw`` and ``describe`` show samples.
+    ``self_influence`` and ``token_scores`` contain at most one file each. Tokens are coloured by
+    their scores. Their texts are from the study's ``token_texts(sample)``, or else their numbers.
+    The study's ``draw`` and ``describe`` show samples.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -216,10 +216,10 @@ def show_list(
 ) -> None:
     """Write a page of a list's first 100 rows, with pictures or texts of the samples.
 
-    The samples are those in the file ``pool``, or else the training samples. Each duplicate is
-    shown with the other sample of its pair, which may be a target of ``experiment``, from the file
-    ``question`` if there is one. ``scores`` are those of a list of suspects. The study's ``draw``
-    and ``describe`` show samples.
+    The samples are from the file ``pool``, or else from the training samples. A duplicate is shown
+    with the other sample of its pair, which may be a target of ``experiment``, from the file
+    ``question`` if there is one. ``scores`` contains the scores file of a list of suspects. The
+    study's ``draw`` and ``describe`` show samples.
     """
     # Cells are read as texts, so that numbers are shown as in the CSV.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
@@ -284,7 +284,7 @@ def show_list(
 
 
 def _facts(row: Mapping[str, str], *, classes: bool) -> list[tuple[str, str]]:
-    """Return names and values of the columns to show, labels first."""
+    """Return the names and values of the columns to show, with labels first."""
     labels = [name for name in _CLASSES if name in row]
     others = [name for name in row if name not in _SHOWN_ELSEWHERE and name not in labels]
     facts = []

@@ -1,6 +1,6 @@
-"""Compare scores, and baselines, with retrained models.
+"""Compare scores and baselines with the outputs of retrained models.
 
-``docs/reference/evaluation-files.md`` describes the tables of the file that is written.
+``docs/reference/evaluation-files.md`` describes the tables in the file of results.
 """
 
 import hashlib
@@ -78,8 +78,8 @@ def _passes(
 ) -> list[FeaturePass]:
     """Return the passes over the features that the settings need.
 
-    If there are checkpoints along runs, the first pass has only the last checkpoint of each run,
-    with the default settings for such checkpoints.
+    If runs have several checkpoints, the first pass uses only the last one of each run, with the
+    default settings for such checkpoints.
     """
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
@@ -108,7 +108,7 @@ def _rows(
 ) -> CheckpointRows:
     """Return one checkpoint's features and weights.
 
-    ``weights`` has for each power of the loss weights the power of the curvature in W.
+    ``weights`` maps each power of the loss weights to the power of the curvature in W.
     """
     return CheckpointRows(
         loss_weights=train.vector("loss_weights"),
@@ -128,9 +128,9 @@ def _feature_sums(
     *,
     gradient_dot: bool,
 ) -> tuple[list[dict[Setting, np.ndarray]], np.ndarray | None]:
-    """Return the subset sums of each pass's settings, and those of the baseline ``gradient_dot``.
+    """Return subset sums for the settings of each pass, and for the baseline ``gradient_dot``.
 
-    ``files`` are training features, target features and scores of each checkpoint.
+    ``files`` contains the training features, target features and scores of each checkpoint.
     """
     is_probability = about_output(spec.features.model_output).weight_is_probability
     totals: list[dict[Setting, np.ndarray]] = [{} for _ in passes]
@@ -166,7 +166,7 @@ def _word_sums(
     masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], file: Artifact
 ) -> np.ndarray:
     """Return subset sums of BM25 between the texts of training samples and targets."""
-    from trak_core.study.study import Study  # Imported here, because it imports torch.
+    from trak_core.study.study import Study  # It imports torch, which other cases do not need.
 
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -194,13 +194,13 @@ def evaluate_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare subset sums of scores, and of baselines, with the outputs of retrained models.
+    """Compare subset sums of scores and of baselines with the outputs of retrained models.
 
     ``train_paths`` and ``targets_paths`` are features of each checkpoint, or empty if no setting
-    or baseline needs them. ``embeddings`` are from the last checkpoint of each run, for the
+    or baseline needs them. ``embeddings`` are those of the last checkpoint of each run, for the
     baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained`` is a user's file.
-    ``baselines`` are any of random, same_class, gradient_dot, embedding_cosine and bm25. ``sweep``
-    has values for each field of ``Setting`` except ``combine``.
+    ``baselines`` can be random, same_class, gradient_dot, embedding_cosine and bm25. ``sweep``
+    contains values for each field of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -303,9 +303,9 @@ def evaluate_scores(
 def read_ground_truth(
     paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
-    """Return subsets and outputs of all files, with samples in the order of the given ids.
+    """Return subsets and outputs from all files, with samples in the order of the given ids.
 
-    Files must be made for ``spec``. None means that the file is a user's.
+    Files must be made for ``spec``. It is None for a file that the user provides.
     """
     parts, source = [], []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Join the shards of a split, in order, into the split's features."""
+"""Join the shards of a split, in order, to the features of the split."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ def _without_shard(spec: dict) -> dict:
 
 
 def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
-    """Check that the shards are made for ``spec``, belong to the first one and are in order."""
+    """Check that shards are made for ``spec`` from the same samples, and that they are in order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
         check_same("settings of today's config", *made_for(part, spec), part)
@@ -35,7 +35,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
         check_same(f"specification of {first.path}", *specs, part)
         stop = first_row + len(part.vector("sample_ids"))
         expected = {"number": number, "of": len(parts), "rows": [first_row, stop]}
-        # The features of a whole split are in the same kind of file, without this key.
+        # A file with the features of a whole split has the same kind, but lacks this key.
         shard = part.spec.get("shard") or {}
         check_same("order of shards", expected, {key: shard.get(key) for key in expected}, part)
         samples = first.spec["shard"].get("made_of"), shard.get("made_of")
@@ -44,14 +44,14 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, code: str) -> None:
-    """Write the file that ``compute_features`` writes for a whole split, from its shards."""
+    """Write the same file that ``compute_features`` writes for a whole split, from its shards."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, FEATURE_SHARD)) for path in shards]
         _check(parts, spec)
         first = parts[0]
         ids = np.concatenate([part.vector("sample_ids") for part in parts])
         sources = [part.provenance for part in parts]
-        # Shards may be computed on different machines. All of them are listed.
+        # Shards may be computed on different machines. The provenance lists all of them.
         provenance = {
             key: ", ".join(sorted({str(source[key]) for source in sources if key in source}))
             for key in sorted(set().union(*sources))

@@ -1,7 +1,7 @@
-"""Check a study before any job: functions, model, ids, labels, targets and checkpoints.
+"""Check a study before the first job: its functions, model, ids, labels, targets and checkpoints.
 
-As a script, this module reads a request from a JSON file and writes its answer to another, which
-``config.preflight`` keeps. So Snakemake imports neither torch nor the study's code.
+As a script, this module reads a request from a JSON file and writes the answer to another file,
+which ``config.preflight`` reads. Therefore Snakemake does not import torch or the study's code.
 """
 
 import inspect
@@ -55,11 +55,11 @@ _LABEL_SECONDS = 10.0
 class StudyModel:
     """A study's model in evaluation mode on the CPU, for names, shapes and the number of classes.
 
-    With ``without_numbers`` the model is built under torch's ``FakeTensorMode``, where tensors have
-    shapes and dtypes but no storage, so a large model takes neither time nor memory. Fake tensors
-    do not support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches
-    on values. If anything fails with them, it is repeated with the real model. Errors are
-    therefore always those of the real model.
+    With ``without_numbers``, the model is built in torch's ``FakeTensorMode``. Fake tensors have
+    shapes and dtypes but no storage, so a large model takes little time and memory. They do not
+    support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches on
+    values. If a call fails with them, it is repeated with the real model. Therefore errors always
+    come from the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -77,7 +77,7 @@ class StudyModel:
         self.module, self._mode = self._study.make_model().eval(), None
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
-        """Return what ``trak_core.gradients.count_classes`` returns, or raise what it raises."""
+        """Call ``trak_core.gradients.count_classes`` with the model."""
         if self._mode is not None:
             with suppress(Exception), self._mode, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
@@ -87,7 +87,7 @@ class StudyModel:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Silence log messages and warnings about operations that fake tensors do not support."""
+    """Silence log messages and warnings, which fake tensors cause for unsupported operations."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -103,11 +103,11 @@ def _check_labels(
 ) -> list[int | float]:
     """Check the labels and shapes of as many random samples as can be read in ten seconds.
 
-    Jobs check every sample again. If texts differ in length, the longest of those that were read
-    passes through the model.
+    Jobs check all samples. If texts differ in length, the longest text that was read is passed
+    through the model.
 
     Returns:
-        The labels that were read, as the numbers that tables have.
+        The labels that were read, as numbers.
     """
     numbers: list[int | float] = []
     longest: tuple[object, Batch] | None = None
@@ -137,7 +137,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if ``label`` or ``prediction`` are to group by but not classes."""
+    """Raise an error if ``group_by`` has ``label`` or ``prediction`` and they are not classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -152,10 +152,10 @@ def _check_known_groups(
 
 
 def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
-    """Raise an error if a sample differs when it is read again, as with augmentation."""
+    """Raise an error if the first sample differs when it is read again, as with augmentation."""
     again = as_batch(split.batch(0, 1), output)
     for (name, before), (_, after) in zip(first.tensors(), again.tensors(), strict=True):
-        # NaN differs from itself.
+        # NaN is not equal to itself. Two NaN count as equal here.
         if before.shape != after.shape or not ((before == after) | (before != before)).all():
             raise InputError(
                 "A sample must be the same whenever it is read. Found two of "
@@ -178,7 +178,7 @@ def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: st
 def _check_training(
     study: Study, training: Mapping[str, Mapping[str, Any]], *, leaves_several: bool
 ) -> None:
-    """Compare every run's arguments with those that ``train`` takes."""
+    """Raise an error if ``train`` does not accept the arguments of each run."""
     train = study.function("train")
     if "at" in inspect.signature(train).parameters:
         raise InputError(
@@ -224,7 +224,7 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
 def _check_checkpoints(
     model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Return the checkpoints whose keys transformers must rename. All checkpoints must fit."""
+    """Check that all checkpoints fit. Return those with keys that transformers must rename."""
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
     for checkpoint, parts in checkpoints.items():
@@ -248,13 +248,13 @@ def _check_checkpoints(
 
 
 def _ready_made(study: Study) -> ReadyStudy | None:
-    """Return the parts of a ready-made study; None for a user-defined study."""
+    """Return the parts of a ready-made study, or None for a user-defined study."""
     parts = getattr(study.module, "study", None)
     return parts if isinstance(parts, ReadyStudy) else None
 
 
 def _with_advice(error: InputError, study: Study) -> str:
-    """Return an error's message. For a ready-made study it names the argument to change."""
+    """Return an error's message. For a ready-made study, it names the argument to change."""
     message, ready = str(error), _ready_made(study)
     if ready:
         for advice in (CHANGE_SAMPLES, ONE_SHAPE):
@@ -285,7 +285,7 @@ def preflight_study(
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with the config.
 
-    The first problem is raised, and for checkpoints all problems together.
+    The first problem raises an error. Problems of checkpoints are collected in one error.
 
     Args:
         study_file: The study's Python file.
@@ -294,16 +294,16 @@ def preflight_study(
         parameter_patterns: Names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
         leaves_several: Whether a training saves checkpoints before its end.
-        splits: The ids of an experiment's targets; None for all samples of a split.
-        shards: The number of jobs that share a split.
-        questions: Files of experiments that have targets of their own, by experiment.
+        splits: The ids of the samples to read of each split or experiment; None for all samples.
+        shards: The number of jobs that share each split.
+        questions: The files of targets of experiments that have one, by experiment.
         conditions: The ``where`` conditions of experiments, by experiment.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
         weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.
-        checkpoints: The state dicts that are read from each file, None for the default one. Only
-            keys and shapes are read.
-        without_numbers: Whether to build the model from fake tensors if it supports them.
+        checkpoints: The keys of the state dicts in each file; None for the default one. Only names
+            and shapes of weights are read.
+        without_numbers: Whether to build the model with fake tensors if it supports them.
         group_by: Columns of the training samples to group by.
 
     Returns:
@@ -348,7 +348,7 @@ def preflight_study(
                     first = f"The first training sample, {split.ids[0]}"
                     print(f"{first}, as the model reads it: {text}")
         except InputError as error:
-            # Errors of ready-made studies already name the user's file, not the generated study.
+            # Errors of ready-made studies already name the user's file.
             is_ready = str(error.code).startswith("studies.")
             prefix = "" if is_ready else f"{study.name}, {where}: "
             raise InputError(f"{prefix}{_with_advice(error, study)}", error.code) from error
@@ -369,7 +369,7 @@ def preflight_study(
 def _check_samples(
     split: Split, study: Study, model: StudyModel, output: ModelOutput
 ) -> list[int | float]:
-    """Check samples of a split, and pass the first one through the model. Return their labels."""
+    """Return the labels of a split after checks, with a forward pass of the first sample."""
     first = as_batch(split.batch(0, 1), output)
     _check_repeatable(split, output, first)
     is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
@@ -383,9 +383,9 @@ def _check_samples(
 
 
 def answer(request_file: str, answer_file: str, log_file: str) -> None:
-    """Answer the request of a JSON file with sizes, or with the message of a refusal.
+    """Write the result of ``preflight_study`` for the request in a JSON file, or its error.
 
-    Everything that is printed goes to ``log_file``.
+    Printed text is written to ``log_file``.
     """
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -403,4 +403,4 @@ if __name__ == "__main__":
     answer(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # do not wait for threads that the study has left running
+    os._exit(0)  # Do not wait for threads that the study has started.

@@ -2,13 +2,13 @@
 
 A file of retrained models has three frames:
 
-    masks         (subsets, n) uint8   Rows are numbers of subsets, columns training ids. 1 where
-                                       the subset has the sample.
-    outputs       (models, pool)       The model output f. Rows are named by the number of the
-                                       model's subset, columns are ids of ``target_data()``.
+    masks         (subsets, n) uint8   1 if the subset contains the sample. Rows have the numbers of
+                                       subsets, and columns have training ids.
+    outputs       (models, pool)       The model output f. Rows have the numbers of the models'
+                                       subsets, and columns have ids of ``target_data()``.
     predictions   (models, pool)       Predictions, with the same rows and columns.
 
-Models of one subset differ by the seed of their training.
+Models of one subset differ in the seed of their training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ from trak_core.study.retraining_draws import random_removal, random_subset, size
 from trak_core.study.study import Study, trained_model
 
 _POOL = "target_data"
-# The list of samples to train on. Samples of other lists are left out.
+# The kind of a list of samples to train on. Samples of lists of other kinds are left out.
 _SELECT = "select"
 
 
@@ -68,12 +68,12 @@ def retrain(
 ) -> None:
     """Train on each subset with each of its seeds, and write outputs and predictions.
 
-    The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds`` it is called
-    with ``sample_weights`` in place of ``data``, which repeats the trainings of the runs except for
-    the samples that are left out.
+    The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds``, it is
+    called with ``sample_weights`` instead of ``data``. This repeats the trainings of the runs
+    without some samples.
 
-    ``spec.subsets`` determines the subsets. ``named_by`` are files that name samples, and
-    ``naming`` has further settings:
+    ``spec.subsets`` selects one of these kinds of subsets. ``named_by`` contains files that name
+    samples, and ``naming`` contains further settings:
 
     - ``random``: random subsets with the numbers ``first`` to ``last``. A subset and its seeds
       depend only on its number and ``spec.seed``.
@@ -82,11 +82,11 @@ def retrain(
       largest scores for the target. ``named_by`` is a file of scores made for ``scores_spec``.
     - ``without bm25``: the same with BM25 of the study's texts as scores.
     - ``without embedding_cosine``: the same with mean cosines of embeddings as scores. ``named_by``
-      are files made for ``embeddings_spec`` with ``checkpoints``.
-    - ``list``: all samples, then removals of the first samples of the list in ``named_by``, one of
-      each size, then random removals of each size. Sizes are ``fractions`` of the training samples,
-      at most the length of the list. The list ``kind`` ``select`` is trained on, not removed. Each
-      ``draw`` has its own seed and its own random samples.
+      contains files made for ``embeddings_spec`` with ``checkpoints``.
+    - ``list``: all samples, then a removal of the first samples of the list in ``named_by`` for
+      each size, then a random removal of each size. Sizes are ``fractions`` of the training
+      samples, limited to the length of the list. For a list of the kind ``select``, models are
+      trained only on these samples. Each ``draw`` has its own seed and random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -120,12 +120,12 @@ def retrain(
         if spec.run_seeds:
             weights = torch.tensor(masks[i], dtype=torch.float32)
             results.append(evaluate(seed, None, weights))
-            # Every evaluation has the subset 0. Its first training is used for this check.
+            # All evaluations contain subset 0. Its first training is used for this check.
             if run == numbers[0] == 0:
                 ones = evaluate(seed, None, torch.ones_like(weights))[0]
                 _check_weights(study, results[0][0], ones, evaluate(seed, None, None)[0])
         else:
-            # Subset is annotated with Dataset, but a study's samples need only len() and [i].
+            # Subset is annotated for a Dataset, but it needs only len() and [i].
             data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
             results.append(evaluate(seed, data, None))
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
@@ -172,7 +172,7 @@ def _removals(
 def _target_scores(
     study: Study, train: Split, subsets: str, named_by: Sequence[Path], naming: Mapping[str, Any]
 ) -> tuple[Sequence[np.ndarray], list[str]]:
-    """Return the scores of all training samples for each target, shape (n,), and file hashes."""
+    """Return a vector of scores of the training samples for each target, and file hashes."""
     target_ids = naming["target_ids"]
     if subsets == "without bm25":
         index = Bm25.of(study.words(train))
@@ -202,7 +202,7 @@ def _without(n_train: int, rows: np.ndarray) -> np.ndarray:
 
 
 def helpful_rows(scores: np.ndarray) -> np.ndarray:
-    """Return the rows of a target's positive scores, the largest first."""
+    """Return the rows of a target's positive scores, in descending order of the scores."""
     rows = np.argsort(-scores, kind="stable")
     return rows[scores[rows] > 0]
 
@@ -210,9 +210,9 @@ def helpful_rows(scores: np.ndarray) -> np.ndarray:
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     """Return the rows of the training samples in a list, in its order, without repetitions.
 
-    A list may be empty, for example if there are no copies.
+    The list may be empty, for example if there are no copies.
     """
-    import pandas as pd  # Imported here, because only lists are tables.
+    import pandas as pd  # Only lists need pandas.
 
     cells = pd.read_csv(listed, usecols=["id"], dtype=str, keep_default_na=False)["id"]
     row_of = {str(safe_cell(sample_id)): row for row, sample_id in enumerate(train_ids)}
@@ -229,8 +229,9 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
 def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.ndarray) -> None:
     """Check that ``train`` ignores weights of 1, and that weights of 0 have an effect.
 
-    ``part`` are outputs with some weights of 0, ``ones`` with weights of 1, ``none`` without
-    weights. ``ones`` and ``none`` may differ by rounding, less than a tenth of the effect of 0.
+    ``part`` contains outputs with some weights of 0, ``ones`` with weights of 1, and ``none``
+    without weights. The difference between ``ones`` and ``none``, from rounding, must be less than
+    a tenth of the difference between ``ones`` and ``part``.
     """
     moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
     if moved < left_out / 10:

@@ -34,10 +34,10 @@ def select_targets(
     study_file: Path | None = None,
     code: str,
 ) -> None:
-    """Write the samples of ``target_data()`` that fulfil the condition ``where``, in their order.
+    """Write the samples of ``target_data()`` that satisfy the condition ``where``, in their order.
 
-    ``outputs`` are files of the last checkpoint of each run, made for ``spec``. The condition can
-    use the columns of the table ``targets`` of scores, and those of the study in ``study_file``.
+    ``outputs`` contains a file for the last checkpoint of each run, made for ``spec``. A condition
+    can use columns of the table ``targets`` of a scores file, and the study's ``target_columns()``.
     """
     ids: list[Any] = []
     parts, hashes = [], []
@@ -60,7 +60,7 @@ def select_targets(
         "output_sd": values.std(axis=0, dtype=np.float64).astype(np.float32),
     })
     if study_file is not None:
-        # Imported here, because it imports torch.
+        # These modules import torch, so they are imported only if they are needed.
         from trak_core.study.sample_columns import columns_of
         from trak_core.study.study import Study
 

@@ -1,4 +1,4 @@
-"""Sum an experiment's scores by groups of training samples, with intervals."""
+"""Sum an experiment's scores over groups of training samples, with confidence intervals."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -50,9 +50,9 @@ def sum_groups(
 ) -> None:
     """Write sums and means of scores for the groups of each column, and differences of means.
 
-    Scores are multiplied by ``improves``, the sign that improves their target, if the scores file
-    has it. The table ``train`` of the file ``scores`` has the columns ``group_by``. The sums are
-    computed from ``checkpoint_scores`` and, for ``keep: top_k``, ``features``.
+    Groups are defined by the columns ``group_by`` of the table ``train`` in the file ``scores``. If
+    its targets have ``improves``, the sign of scores that improve a target, scores are multiplied
+    by it. Sums are computed from ``checkpoint_scores``, with ``features`` for ``keep: top_k``.
     """
     with open_artifact(scores, SCORES) as file:
         check_made_for(file, spec)
@@ -105,8 +105,8 @@ def _sums(
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return sums, draws of means over all targets, and the intervals of each target's means.
 
-    Targets are processed in blocks that fit in memory. ``improves`` has the sign that improves each
-    target, shape (m,).
+    Targets are processed in blocks that fit in memory. ``improves`` contains the sign of scores
+    that improve each target, shape (m,).
     """
     n_targets = len(improves)
     assert spec.runs is not None

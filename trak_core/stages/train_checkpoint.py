@@ -1,4 +1,4 @@
-"""Train with the study's training function and save the checkpoints."""
+"""Train a model with the study's ``train``, and save its checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ def train_checkpoint(
     times: list[float] | None,
     threads: int,
 ) -> None:
-    """Call the study's ``train`` and save its final state dict, or one at each of ``times``.
+    """Call the study's ``train``, and save the final state dict, or one at each of ``times``.
 
     ``arguments`` are passed to ``train`` by name. ``times`` are ascending. ``train`` must return or
-    yield models with finite parameters. With 1 thread the result is the same in each run on one
-    machine, bit for bit.
+    yield models with finite parameters. With one thread, repeated calls on one machine give
+    identical bits.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -31,6 +31,6 @@ def train_checkpoint(
     else:
         models = (model for _, model in models_along(study, arguments, times))
     for checkpoint, model in zip(checkpoints, models, strict=True):
-        # Given a path, torch would store the name of the temporary file, which differs in each run.
+        # If torch got the path, it would store the name of the temporary file, which is random.
         with atomic_write(checkpoint) as partial, partial.open("wb") as file:
             torch.save(model.state_dict(), file)

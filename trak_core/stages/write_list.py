@@ -1,4 +1,4 @@
-"""Write lists of samples as CSV: suspects, samples to select or to drop, and duplicates."""
+"""Write lists of samples as CSV files: suspects, samples to select or drop, and duplicates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,8 +45,8 @@ def write_list(
     """Write the list ``kind`` (``suspects``, ``drop`` or ``select``) from an experiment's scores.
 
     ``fraction`` is the fraction of the training samples, or of the pool, that ``select`` takes.
-    ``self_influence`` has at most one file, which adds a column to ``suspects``. ``study_file`` is
-    given if the study may have names of classes.
+    ``self_influence`` contains at most one file, which adds a column to ``suspects``.
+    ``study_file`` is given if the study can have names of classes.
     """
     rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
     with open_artifact(scores, replace(SCORES, rule=rule)) as file:
@@ -91,7 +91,7 @@ def _write(
 ) -> None:
     """Write rows as CSV, with the study's names of classes in the columns ``labels``."""
     if study_file is not None:
-        # Imported here, because it imports torch.
+        # This module imports torch, so it is imported only if it is needed.
         from trak_core.study.sample_columns import with_class_names
 
         rows = with_class_names(rows, labels, study_file, model_output)
@@ -111,10 +111,10 @@ def find_duplicates(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare the features of all samples with one checkpoint, and write the pairs of copies.
+    """Compare the features of all samples, from one checkpoint, and write the pairs of copies.
 
     The time is proportional to the square of the number of training samples. ``spec`` is the spec
-    of the checkpoint's scores. ``study_file`` is given if the study may have names of classes.
+    of the checkpoint's scores. ``study_file`` is given if the study can have names of classes.
     """
     with open_artifact(train_path, FEATURES) as train, open_artifact(targets_path, FEATURES) as new:
         check_made_for(train, spec.of_train())
@@ -132,9 +132,9 @@ def find_duplicates(
 
 
 def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
-    """Return the pairs of a training sample and another sample that are copies, each once."""
+    """Return the pairs of a training sample and another sample that are copies, without repeats."""
     features, samples = train.matrix("features"), other.matrix("features")
-    # Memory for blocks of both in float64, and for their cosines.
+    # Blocks of both in float64, and their cosines, must fit in memory.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
     blocks: list[tuple[np.ndarray, ...]] = []
     for start, stop in blocks_with_progress(len(samples), 2 * block, f"samples of {among}"):

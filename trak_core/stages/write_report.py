@@ -1,4 +1,4 @@
-"""Write the report of a study, a page that needs no other files."""
+"""Write the report of a study as one HTML file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from trak_core.study.study import Study
 
 
 def _check_scores(results: Results) -> None:
-    """Check that all measurements belong to the scores in the report. Snakemake may miss this."""
+    """Check that all measurements belong to the scores in the report, if Snakemake missed it."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
     for file in (*results.evaluations.values(), *results.removals, *results.groups.values()):
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
@@ -41,7 +41,7 @@ def _check_scores(results: Results) -> None:
 
 
 def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
-    """Return the experiment's targets in the report, from the study or the experiment's file."""
+    """Return the targets that the report shows, from the study or the experiment's file."""
     means = targets_of_mean(scores)
     if means is not None:
         return means
@@ -64,18 +64,18 @@ def write_report(
 ) -> None:
     """Read the results of a study, and write the report. Equal files give equal pages.
 
-    ``scores``, ``evaluations`` and ``groups`` have a file for each experiment, ``removals`` for the
-    experiment and for each list, ``normal_matrices`` for each checkpoint. ``self_influence`` has at
-    most one file. An argument is empty if the config does not have its measurement. ``config`` is
-    the part of the config that determines the numbers.
+    ``scores``, ``evaluations`` and ``groups`` contain a file for each experiment, ``removals`` for
+    the experiment and for each list, and ``normal_matrices`` for each checkpoint.
+    ``self_influence`` contains at most one file. An argument is empty if the config does not
+    include its measurement. ``config`` is the part of the config that determines results.
 
-    ``report`` is an HTML file in the results folder. Times are read from ``benchmarks``, and memory
-    from ``logs``, in the same folder. The study's ``draw`` and ``describe`` show samples.
+    ``report`` is a file in the results folder. Times are read from ``benchmarks``, and memory from
+    ``logs``, in the same folder. The study's ``draw`` and ``describe`` show samples.
     """
     folder = report.parent
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    # All experiments have the same fit, so only the first one computes it.
+    # The fit is the same for all experiments, so it is computed for the first one only.
     experiments = [
         read_experiment(path, folder, n_shown, EACH, None if i else train)
         for i, (path, n_shown) in enumerate(zip(scores, targets_shown(len(scores)), strict=True))

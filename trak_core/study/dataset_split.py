@@ -37,7 +37,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Samples with their ids, all integers or all strings."""
+    """Samples with their ids. The ids are all integers or all strings."""
 
     samples: Samples
     ids: list[int] | list[str]
@@ -45,7 +45,7 @@ class Split:
     def take(self, ids: Sequence[int | str]) -> "Split":
         """Return the samples with these distinct ids, in this order."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
-        # True equals 1, and would select the sample 1.
+        # True equals 1, and would select the sample with the id 1.
         unknown = [i for i in ids if i not in position or isinstance(i, bool)]
         if unknown:
             raise InputError(
@@ -60,7 +60,7 @@ class Split:
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
     def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Return samples ``start`` to ``stop``, stacked, as a tuple or dict like each of them."""
+        """Stack samples ``start`` to ``stop`` into a tuple or dict of tensors, like the samples."""
         samples = []
         for i in range(start, stop):
             with users_code(f"reading sample {self.ids[i]}"):
@@ -93,7 +93,7 @@ def _entries(sample: Any) -> dict[str, Any]:
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     """Stack one entry of several samples: tensors, arrays, numbers or lists of numbers."""
     try:
-        # default_collate would transpose lists, and convert bytes and floats to one type.
+        # default_collate would transpose lists, and promote tensors of different types.
         tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
         dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
         if len(dtypes) > 1:
@@ -118,9 +118,9 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
 
 @contextmanager
 def users_code(call: str) -> Generator[None, None, None]:
-    """Convert an exception of the study's own code to an ``InputError`` with its traceback.
+    """Convert exceptions, and SystemExit, in the study's code to an ``InputError`` with traceback.
 
-    SystemExit is converted too. Errors of a full disk or memory, and the signal to stop, are not.
+    Exceptions of a full disk, of exhausted memory or of a stop signal are not converted.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def users_code(call: str) -> Generator[None, None, None]:
     except (Exception, SystemExit) as error:
         if caused_by_out_of_memory(error) or disk_full_reason(error):
             raise
-        # Without the frames of this function and of its caller.
+        # Leave out the frames of this function and of its caller.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
         raise InputError(
@@ -143,8 +143,8 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # NUL, which pads strings in HDF5, isn't printable. Lone surrogates have no UTF-8. pandas reads
-    # nan in an index as a missing value.
+    # Names must be printable, because HDF5 pads strings with NUL and lone surrogates cannot be
+    # encoded in UTF-8. pandas reads "nan" in an index as a missing value.
     return (
         type(sample_id) is str
         and sample_id != "nan"
@@ -154,12 +154,12 @@ def _is_name(sample_id: Any) -> bool:
 
 
 def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
-    """Return the ids as Python's integers or strings, after a check of their number and kind.
+    """Return ids as Python integers or strings, after checking them.
 
     Args:
-        ids: Ids of samples: distinct, all integers of 64 bits or all short printable strings.
+        ids: Distinct ids, which are all integers of 64 bits or all short printable strings.
         n_samples: The required number of ids.
-        function: The function that returned the ids, for messages.
+        function: The name of the function that returned the ids, for error messages.
     """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
@@ -189,7 +189,7 @@ def label_of(sample: Any) -> torch.Tensor:
 
 
 def with_label(sample: Any, label: int) -> Any:
-    """Return a sample with another label, of the type of the old one."""
+    """Return a sample with another label, which has the type of the old one."""
     if isinstance(sample, Mapping):
         return {**sample, "labels": _like(sample["labels"], label)}
     return (*sample[:-1], _like(sample[-1], label))

@@ -1,8 +1,8 @@
 """Match the weights of a checkpoint with those of a model, by their names.
 
-Wrappers and larger modules add parts to names: data parallelism ``module.``, torch.compile
-``_orig_mod.``, Lightning the name of an attribute. Weights fit if the names agree one to one
-without such parts. A file with further weights is refused.
+Wrappers add parts to names: data parallelism adds ``module.``, torch.compile adds ``_orig_mod.``,
+and Lightning adds the name of an attribute. Weights fit if the names match one to one without such
+parts. Additional weights in a file raise an error.
 """
 
 import os
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.study.hugging_face_weights import renamed
 
-# Parts that wrappers add within names, in the order in which they are removed: none; those of FSDP,
-# torch.compile and activation checkpointing; also that of data parallelism, which is last because a
-# model's own submodule may be called `module`.
+# Parts of names that are removed in three attempts: none; those of FSDP, torch.compile and
+# activation checkpointing; and also that of data parallelism. It is last, because a model can have
+# a submodule with the name `module`.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # The number of prefixes to try that only some keys have.
+_MAX_PREFIXES = 4  # The number of tried prefixes that not all keys have.
 
 
 def misfits_of(
@@ -32,7 +32,7 @@ def misfits_of(
 ) -> dict[str, list[str]]:
     """Return the differences between a checkpoint's weights and a model's ``own``, by kind.
 
-    The keys in ``unread`` may be missing in the checkpoint.
+    Keys in ``unread``, and tied weights, may be missing in the checkpoint.
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
@@ -61,10 +61,10 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether stored numbers can be a weight: quantized ones would be copied as floats."""
+    """Return whether a stored tensor can be copied to a weight without a loss of its meaning."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
-    # Floats of eight bits are quantized, and meaningless without their scales.
+    # Floats of 8 bits are quantized weights, which need their scales.
     if stored.is_floating_point() and stored.dtype.itemsize == 1:
         return False
     return stored.is_floating_point() or not own.is_floating_point()
@@ -77,13 +77,13 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
         >>> shared_prefixes(["module.net.weight", "module.net.bias"])
         ['', 'module.', 'module.net.']
     """
-    # ruff: ignore[os-path-commonprefix] -- letter by letter, cut at the dots
+    # ruff: ignore[os-path-commonprefix] -- the prefix is cut at the dots below
     common = os.path.commonprefix(list(names))
     return ["", *(common[: end + 1] for end, letter in enumerate(common) if letter == ".")]
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield the prefixes that all names share, then those before most of the model's names."""
+    """Yield the prefixes that all names share, then the most frequent ones before model names."""
     yield from shared_prefixes(names)
     before_own = Counter(
         name[: end + 1]
@@ -98,8 +98,8 @@ class Fit(NamedTuple):
     """Weights that fit a model."""
 
     weights: dict[str, Tensor]  # The keys are names in the model.
-    names: dict[str, str] | None  # Names in the file to names in the model; None if converted.
-    notices: Sequence[str]  # Sentences for the log.
+    names: dict[str, str] | None  # The model's name for each name in the file; None if converted.
+    notices: Sequence[str]  # Sentences to print.
 
 
 def fit_weights(
@@ -107,20 +107,20 @@ def fit_weights(
 ) -> Fit:
     """Return a checkpoint's weights under the names of a model.
 
-    These are tried in order: the names unchanged; without a prefix that all names share; without
-    the parts that FSDP, torch.compile, activation checkpointing and data parallelism add, in the
-    state's names and in the model's, if the names remain distinct; for a model of transformers, its
-    own conversion. ``source`` names the checkpoint in messages, and ``within`` are the keys that
+    These names are tried in order: the names as they are; names without a shared prefix; names, in
+    the state and in the model, without the parts that FSDP, torch.compile, activation checkpointing
+    and data parallelism add, if they remain distinct; and the names after a conversion by
+    transformers. ``source`` names the checkpoint in messages. ``within`` contains the keys that
     lead to ``state`` in its file.
 
     Raises:
-        InputError: If nothing fits. It lists the differences of the closest attempt, and the
-            prefixes of the state under which all keys fit.
+        InputError: If no attempt fits. The message lists the differences of the closest attempt,
+            and any prefixes under which a part of the keys fits.
     """
     own = model.state_dict()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     unread = {f"{norm}.num_batches_tracked".lstrip(".") for norm in norms}
-    attempts: list[tuple[str, dict[str, list[str]]]] = []  # a prefix, and the misfits without it
+    attempts: list[tuple[str, dict[str, list[str]]]] = []  # (prefix, misfits without it)
     fitting_parts: list[str] = []
     for wrappers in _WRAPPER_PATTERNS:
         bare, own_bare = ({wrappers.sub("", key): key for key in keys} for keys in (state, own))
@@ -181,5 +181,5 @@ def _notices(prefix: str, wrappers: Iterable[str]) -> list[str]:
 
 
 def in_words(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return what ``misfits_of`` returned as text."""
+    """Return the result of ``misfits_of`` as a text."""
     return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())

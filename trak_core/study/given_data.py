@@ -1,4 +1,4 @@
-"""Read the data that a Python program passes: tensors, a Dataset or a DataLoader."""
+"""Read data that a Python program passes as tensors, a Dataset or a DataLoader."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,12 @@ from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
-_READ_TWICE = 32  # samples
+_READ_TWICE = 32  # The number of samples that are read twice and compared.
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Samples in tensors by name or by number. Each tensor has a row for each sample."""
+    """Samples stored in tensors by name or by number, with a row for each sample."""
 
     columns: Mapping[Any, Any]
     is_named: bool
@@ -40,7 +40,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """Samples of a DataLoader with a user-defined ``collate_fn``, called with one sample."""
+    """Samples of a DataLoader, each converted by a call of its user-defined ``collate_fn``."""
 
     loader: DataLoader[Any]
 
@@ -84,7 +84,7 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
-    """Return the dataset of a loader that takes each of its samples once an epoch."""
+    """Return the dataset of a loader, which must use each sample once in an epoch."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", batches)
     is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -104,11 +104,11 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     """Return samples with their ids.
 
     Args:
-        data: A tuple of tensors or arrays, one row for each sample: model inputs, then labels.
-            A dict of them: the model's named inputs and ``labels``. Anything with ``len()`` and
-            ``[i]`` whose entries are samples: a torch Dataset, a list, a Hugging Face dataset. A
-            ``Split``, which has ids. Or a DataLoader: its dataset in order, for any ``shuffle``,
-            ``batch_size`` and ``drop_last``; a ``collate_fn`` is called with one sample at a time.
+        data: A tuple of tensors or arrays (model inputs, then labels) with a row for each sample.
+            Or a dict of them (the model's named inputs and ``labels``). Or a torch Dataset, a list,
+            a Hugging Face dataset, or another sequence of samples with ``len()`` and ``[i]``. Or a
+            ``Split``. Or a DataLoader: its dataset is read in order, for any ``shuffle``,
+            ``batch_size`` and ``drop_last``. A ``collate_fn`` is called with one sample at a time.
         ids: An id for each sample, integers or short texts; None for 0, 1, 2, ...
     """
     if isinstance(data, Split):
@@ -140,7 +140,7 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
 
 
 def subset_digest(split: Split, rows: Iterable[int]) -> str:
-    """Hash the content of some samples, which are read: 32 hexadecimal digits."""
+    """Return a hash of the contents of some samples, as 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         batch = split.batch(row, row + 1)

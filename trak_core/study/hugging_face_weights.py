@@ -1,11 +1,12 @@
-"""Load weights that transformers or PEFT names differently from the model's class.
+"""Load weights that transformers or PEFT stores under other names than the model has.
 
-Releases of transformers rename layers and fuse experts; a base model without a head has no prefix;
-old files contain masks that are computed now. ``renamed`` converts them with transformers.
+Releases of transformers rename layers and fuse experts, keys of a model without a head have no
+prefix, and old files contain masks that are computed now. ``renamed`` lets transformers convert
+such weights.
 
-A folder of ``PeftModel.save_pretrained`` contains an adapter's weights and the settings on which
-their meaning depends: the same weights with another ``lora_alpha`` are another model. ``Adapter``
-compares the settings and loads the weights with peft. peft is imported only for such a folder.
+``PeftModel.save_pretrained`` writes an adapter's weights with their settings. The same weights with
+another ``lora_alpha`` are another model. Therefore ``Adapter`` compares the settings, and loads the
+weights with peft, which is imported only for such a folder.
 """
 
 import json
@@ -31,11 +32,11 @@ from trak_core.settings import ADAPTER_CONFIG
 def renamed(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]] | None:
-    """Return a state dict after transformers has converted it for the model, and its misfits.
+    """Return a state dict that transformers converts for a model, and the keys that do not fit.
 
-    The weights have the model's widest dtype. If ``state`` is on the meta device, they are too;
-    this needs accelerate, without which the model's own weights are returned. Returns None if
-    ``model`` is not of transformers, or if transformers would silently draw a missing weight.
+    The weights have the model's widest dtype. If ``state`` is on the meta device, the weights are
+    too. This needs accelerate; without it, the model's own weights are returned. Return None if
+    the model is not from transformers, or if transformers would initialize a missing weight.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -50,7 +51,7 @@ def renamed(
         return model.state_dict(), {}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # The caller reports what misfits.
+    logging.disable(logging.CRITICAL)  # The caller reports the keys that do not fit.
     try:
         with torch.random.fork_rng(devices=[]):
             other, report = made.from_pretrained(
@@ -76,19 +77,19 @@ def renamed(
     return other.state_dict(), {kind: keys for kind, keys in misfits.items() if keys}
 
 
-# Settings that describe the origin and the training of an adapter. No output depends on them.
+# Settings that describe the origin or the training of an adapter. Outputs do not depend on them.
 _TRAINING_SETTINGS = frozenset({
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     *("megatron_config", "megatron_core"),
 })
-# Settings that determine which weights exist. They can differ in spelling, so that a difference is
-# harmless if keys and shapes agree.
+# Settings that determine which weights exist. The same layers can be specified in several ways, so
+# a difference is harmless if keys and shapes agree.
 _LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
 })
-# Initializations that do not change the base's weights. PiSSA, OLoRA and others do.
+# Initializations that do not change the base model's weights, unlike PiSSA or OLoRA.
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -101,7 +102,7 @@ class Adapter:
 
     @classmethod
     def active(cls, model: nn.Module, folder: Path) -> Self:
-        """Return the only active adapter of ``model``, for the weights in ``folder``."""
+        """Return the only active adapter of ``model``. ``folder`` is named in error messages."""
         try:
             from peft import PeftModel
         except ImportError as error:
@@ -128,9 +129,10 @@ class Adapter:
         return cls(model, active[0])
 
     def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the adapter's weights in the model, by the names under which peft stores them.
+        """Return the adapter's weights in the model, with the names under which peft saves them.
 
-        They contain the base's embeddings if ``stored`` does, as after a change of the vocabulary.
+        They include the base model's embeddings if ``stored`` does, because training may have
+        changed the vocabulary.
         """
         from peft import get_peft_model_state_dict
 
@@ -142,10 +144,10 @@ class Adapter:
         return {key: value for key, value in more.items() if key in own or key in stored}
 
     def load(self, stored: Mapping[str, Tensor]) -> None:
-        """Load weights with the keys and shapes of ``weights``, and compare them afterwards."""
+        """Load weights with the keys and shapes of ``weights``, and check that they are loaded."""
         from peft import set_peft_model_state_dict
 
-        # The copy is for versions of peft that rename keys in place.
+        # The dict is copied, because some versions of peft rename its keys in place.
         set_peft_model_state_dict(self.model, dict(stored), adapter_name=self.name)
         own = self.weights(stored)
         lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
@@ -169,7 +171,7 @@ class Adapter:
             for key in sorted(saved)
             if key not in _TRAINING_SETTINGS and saved[key] != mine[key]
         }
-        # Settings of a newer peft. Those that are off change nothing.
+        # Settings of a newer peft have no effect if they are false or empty.
         unknown = {
             key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
             for key, value in stored.items()
@@ -181,7 +183,7 @@ class Adapter:
 
 
 def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an adapter's saved settings, without and with peft's defaults for missing ones."""
+    """Return an adapter's settings as they are saved, and with peft's defaults added."""
     from peft import PeftConfig
 
     kind = None
@@ -207,7 +209,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON stores them, with sorted sets, so that equal ones compare equal."""
+    """Convert settings to types of JSON, with sets as sorted lists, to compare them."""
 
     def plain_value(value: Any) -> Any:
         return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)

@@ -23,8 +23,8 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-_PIECE_BYTES = 2**26  # The size of weights that are copied from one memory map.
-# Methods that only copy weights. Those of torch's norms also add entries that old files lack.
+_PIECE_BYTES = 2**26  # The size of the weights that are copied from one memory map.
+# Methods that only copy weights. Those of torch's norms also add entries missing in old files.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -36,12 +36,12 @@ class Weights(NamedTuple):
     """The weights read from a checkpoint."""
 
     state: dict[str, Tensor]
-    within: str  # the keys that lead to them in a file, joined by dots
-    notice: str  # empty, or a sentence that names other state dicts in the file
+    within: str  # The keys that lead to them in the file, joined by dots.
+    notice: str  # A sentence that names other state dicts in the file, or "".
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict in a file: the whole content, or its value under the usual keys."""
+    """Return the state dict in a file, which is the whole content or under the usual keys."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -70,7 +70,7 @@ def _default_part(saved: Any, path: Path) -> Weights:
 
 
 def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) -> Weights:
-    """Return the weights in all files of a checkpoint; see ``read_state_dict``."""
+    """Return the weights in all files of a checkpoint. See ``read_state_dict``."""
     state, within, notice = dict[str, Tensor](), part or "", ""
     files, config = weight_files(checkpoint)
     if digest is not None and config is not None:
@@ -114,7 +114,7 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
 
 
 def _unusual_kind(value: Tensor) -> str:
-    """Return the kind of a tensor that is not a plain array, such as DTensor; else ""."""
+    """Return the kind of a tensor that is not a plain array, such as DTensor, or else ""."""
     if type(value) not in {Tensor, nn.Parameter}:
         return type(value).__name__
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
@@ -127,11 +127,11 @@ def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str
     Args:
         checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to one of several state dicts, or a prefix of keys, with dots.
+        part: The keys that lead to one of several state dicts, joined by dots, or a prefix of keys.
 
     Returns:
-        Names to tensors; and the SHA-256 of the files in order, after an adapter's config or an
-        index.
+        The tensors by name, and the SHA-256 of an adapter's config or an index, if there is one,
+        followed by the files in order.
     """
     digest = hashlib.sha256()
     return read_weights(checkpoint, part, digest).state, digest.hexdigest()
@@ -142,9 +142,9 @@ def load_state_dict(
 ) -> None:
     """Load weights into ``model``, and put it into evaluation mode.
 
-    Every parameter and buffer of the model must be in ``state``, with its shape, finite, and
-    nothing else. Tied parameters must be equal, and one of them may be missing.
-    ``num_batches_tracked`` of norms may be missing, because evaluation mode does not read it.
+    ``state`` must contain all parameters and buffers of the model and nothing else, with the same
+    shapes and finite values. Tied parameters must be equal, and all except one may be missing.
+    ``num_batches_tracked`` of norms may be missing, because evaluation mode does not use it.
     ``fit_weights`` documents which names fit, and the other arguments.
     """
     fitting, _, notices = fit_weights(model, state, source, within)
@@ -181,14 +181,14 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 def _is_finite(values: Tensor) -> bool:
     values = torch.view_as_real(values) if values.is_complex() else values
-    # The extremes are NaN if any entry is. They take a tenth of the time of torch.isfinite.
+    # aminmax returns NaN if any entry is NaN. It takes a tenth of the time of torch.isfinite.
     return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Raise an error if a parameter has different weights, of which the last would be kept."""
+    """Raise an error if names of one tied parameter have different weights."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -208,11 +208,14 @@ def _check_tied(
 
 
 def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
-    """Return the model into which a checkpoint's weights will be loaded.
+    """Build the model into which a checkpoint's weights will be loaded.
 
-    Weights that the checkpoint replaces are not drawn, unless a number depends on the draw.
+    Weights that the checkpoint replaces are not initialized, unless other values depend on them.
+
+    Returns:
+        The model.
     """
-    # An adapter's files have a few of the weights. A user-defined method of loading may skip some.
+    # An adapter's files have only a few weights, and a user-defined loading method may skip some.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):
@@ -223,13 +226,13 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
 def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> dict[str, str]:
     """Load the weights in a file or folder into ``model``, and put it into evaluation mode.
 
-    ``read_state_dict`` documents ``checkpoint`` and ``part``, ``load_state_dict`` which weights
-    fit. The folder of an adapter sets the active adapter of a PeftModel, whose keys, shapes and
-    settings must be the same.
+    ``read_state_dict`` documents ``checkpoint`` and ``part``, and ``load_state_dict`` documents
+    which weights fit. The weights in an adapter's folder are loaded into the active adapter of a
+    PeftModel, which must have the same keys, shapes and settings.
 
     Returns:
         ``sha256`` of the files (see ``read_state_dict``). For an adapter also ``model_sha256`` of
-        all weights, because the same adapter on another base is another model.
+        all weights, because the same adapter on another base model is another model.
     """
     digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
@@ -247,7 +250,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     _check_finite(weights.state, source)
     adapter.load(weights.state)
     model.eval()
-    # get_extra_state() of a module may return something other than a tensor.
+    # get_extra_state() of a module can return an object that is not a tensor.
     tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     return {"sha256": sha256, "model_sha256": state_dict_sha256(tensors)}
 
@@ -259,10 +262,11 @@ def _pieces(
     state: Mapping[str, Tensor],
     before: list[tuple[int, ...]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights in pieces by the model's ``names``, each from a new memory map.
+    """Yield weights in pieces under the model's ``names``, each from a new memory map.
 
-    Pages that were read stay in memory as long as their map. With one map, a job would hold all
-    weights twice. ``before`` is the result of ``_stamps`` for the files when they were hashed.
+    Pages of a memory map stay in memory as long as the map exists. With one map for all pieces, the
+    weights would be in memory twice. ``before`` contains the ``_stamps`` of the files when they
+    were hashed.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -281,13 +285,13 @@ def _pieces(
 
 
 def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Return numbers of each file that change if it is replaced or modified."""
+    """Return inode, size and times of each file, which change if the file is replaced."""
     stats = [path.stat() for path in weight_files(checkpoint)[0]]
     return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Return whether loading weights copies each to the tensor of its name, without hooks."""
+    """Return whether ``load_state_dict`` only copies each weight to the tensor with its name."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return (
         type(model).load_state_dict is nn.Module.load_state_dict
@@ -306,12 +310,12 @@ def _loads_plainly(model: nn.Module) -> bool:
 class Checked(NamedTuple):
     """Facts about a checkpoint that fits."""
 
-    is_renamed: bool = False  # Transformers renames weights, which needs a second copy.
-    notice: str = ""  # as in ``Weights``
+    is_renamed: bool = False  # Whether transformers renames weights, which needs a second copy.
+    notice: str = ""  # The notice of ``Weights``.
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
-    """Run the checks of ``load_checkpoint`` that need neither the numbers nor checksums."""
+    """Run the checks of ``load_checkpoint`` that do not need values or checksums."""
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)
@@ -322,7 +326,7 @@ def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
-    """Return the model's adapter if weights and settings in a folder fit it."""
+    """Return the model's adapter, or raise an error if weights or settings in a folder differ."""
     adapter = Adapter.active(model, folder)
     settings, layer_settings = adapter.differing_settings(folder)
     misfits = misfits_of(state, adapter.weights(state))
@@ -341,7 +345,7 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
 
 
 def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
-    """Update a digest with names, dtypes, shapes and bytes of tensors, in order."""
+    """Update a digest with the names, dtypes, shapes and bytes of tensors, in order."""
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         values = tensor.detach().cpu().contiguous().reshape(-1)
@@ -349,7 +353,7 @@ def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
 
 
 def state_dict_sha256(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of weights in memory: names, dtypes, shapes and bytes, in order."""
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in order."""
     digest = hashlib.sha256()
     hash_tensors(digest, state)
     return digest.hexdigest()

@@ -1,8 +1,8 @@
 """Read Adam's second moments from the optimizer's state that is saved with a checkpoint.
 
-An optimizer's state numbers its parameters, group after group. It has names only if the optimizer
-was given them. Without names, parameters are matched to groups by order and shape, and an ambiguous
-match is refused.
+An optimizer's state numbers the parameters, group by group. It contains their names only if the
+optimizer was created with named parameters. Otherwise parameters are matched to groups by order and
+shape, and an ambiguous match raises an error.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-_KEYS = ("optimizer_state_dict", "optimizer")  # in a file of model and optimizer
+_KEYS = ("optimizer_state_dict", "optimizer")  # Keys in a file with model and optimizer.
 _TAKES = (
     "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-_MAX_MATCHES = 10_000  # The limit of partial matches that are extended at the same time.
+_MAX_MATCHES = 10_000  # The largest number of partial matches to extend.
 
 
 def adam_scales(
@@ -35,22 +35,22 @@ def adam_scales(
 ) -> tuple[dict[str, Tensor], str]:
     """Return the factors by which Adam multiplies a gradient: 1 / (sqrt(v / (1 - b^t)) + eps).
 
-    v is the running mean of squared gradients (with ``amsgrad`` its maximum), b its rate beta_2,
-    and t the number of steps. The factor of an entry with v = 0 is 0, because its gradient was 0 in
-    all of training.
+    v is the running mean of squared gradients (with ``amsgrad`` its maximum), b is the decay rate
+    beta_2, and t is the number of steps. For v = 0 the factor is 0, because the gradient of such an
+    entry was 0 during the whole training.
 
     Args:
         model: The model.
-        parameters: The parameters that are differentiated, by name.
-        trained: Names of the parameters that had ``requires_grad`` after ``make_model()``.
+        parameters: The parameters to differentiate, by name.
+        trained: Names of the parameters with ``requires_grad`` after ``make_model()``.
         checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
             with the states of model and optimizer.
 
     Returns:
-        Factors by name, float32, on the CPU; and the SHA-256 of the file with the state.
+        The factors by name, float32, on the CPU, and the SHA-256 of the file.
 
     Raises:
-        InputError: If there is no state of an Adam, or its parameters cannot be identified.
+        InputError: If the file has no state of Adam, or its parameters cannot be identified.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
@@ -84,7 +84,7 @@ def adam_scales(
 
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
-    """Return groups of parameters, states with second moments by number, and the file's SHA-256."""
+    """Return the groups, the states with second moments by number, and the file's SHA-256."""
     if not source.is_file():
         raise InputError(
             f"{source}: the optimizer's state must be saved with the weights. Found no file. "
@@ -133,8 +133,8 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # the optimizer was given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Names in a submodule may equal names in the model. Therefore remove the shared prefix
-        # that leaves the most names of the model, or the shortest such prefix.
+        # Of the prefixes that all names share, remove the one that leaves the most names of the
+        # model. If several do, remove the shortest, because names can recur in submodules.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
@@ -152,7 +152,7 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # A model that is frozen for inference has no trained parameters; the selected ones are tried.
+    # If the model is frozen for inference, ``trained`` is empty. Then the others are tried.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
@@ -176,8 +176,8 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Return at most two interleavings of the groups whose shapes are the expected ones."""
-    # The key of a partial match is the number of parameters taken from each group.
+    """Return at most two orders that interleave the groups and have the expected shapes."""
+    # The key of a partial match contains the number of parameters taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
     for shape in expected:
         longer = defaultdict(list)

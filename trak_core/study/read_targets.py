@@ -1,8 +1,8 @@
-"""Read the targets of an experiment, in the study or in a file that the experiment names.
+"""Read the targets of an experiment from the study, or from a file that the experiment names.
 
-A Python file has ``target_data()`` and may have ``target_ids()``, like a study. In any other file
-each row is a target, which the study's ``encode(**row)`` converts to a sample. The field ``id`` is
-its id. If no row has one, targets are numbered from 0. ``trak_core.data.rows`` reads such files.
+A Python file defines ``target_data()`` and optionally ``target_ids()``, like a study. In any other
+file, the study's ``encode(**row)`` converts each row to a sample. The field ``id`` contains its id.
+If no row has this field, targets are numbered from 0. ``trak_core.data.rows`` reads such files.
 """
 
 import inspect
@@ -48,7 +48,7 @@ def split_of(
         study: The study.
         name: ``TRAIN``, or the experiment.
         targets: Ids of the samples, in order; None for all.
-        question: The experiment's own file of targets; None for the study's ``target_data()``.
+        question: The experiment's file of targets; None for the study's ``target_data()``.
     """
     if question is None:
         return study.split(name, targets)
@@ -56,15 +56,15 @@ def split_of(
         split = Study.load(question).split("target", None)
     else:
         ids, rows = read_questions(question)
-        study.function("encode")  # refused here if it is missing
+        study.function("encode")  # raises an error if it is missing
         split = Split(_Encoded(study, rows), ids)
     return split if targets is None else split.take(targets)
 
 
 def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
-    """Return ids of the targets in a file, and its rows without the field ``id``.
+    """Return the ids of the targets in a file, and its rows without the field ``id``.
 
-    All rows must have the same fields, and a value in each.
+    All rows must have the same fields, and each field must have a value.
     """
     rows = read_rows(path)
     ids = checked_ids(rows.ids(), len(rows), f"{path}: the field id")
@@ -82,12 +82,12 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
 def encoded_line(
     study: Study, line: str | bytes | Mapping[str, Any], number: int
 ) -> tuple[int | str, Any, dict[str, Any]]:
-    """Return the sample that the study's ``encode`` returns for a line, or for its fields.
+    """Convert a line, or its fields, to a sample with the study's ``encode``.
 
     A line that is not a JSON object becomes the field ``text``.
 
     Returns:
-        The field ``id``, or ``number`` without one; the sample; and the other fields.
+        The id (the field ``id`` or else ``number``), the sample, and the other fields.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}

@@ -1,6 +1,6 @@
-"""Draw the subsets that models are retrained on, and the seeds of the trainings.
+"""Draw the subsets on which models are retrained, and the seeds of the trainings.
 
-Each result depends on the arguments alone, so that jobs agree on it.
+Each result depends only on the arguments, so it is the same in all jobs.
 """
 
 import math
@@ -9,26 +9,28 @@ import numpy as np
 
 
 def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
-    """Return which training samples are in a uniform random subset of ``size``, shape (n,), bool.
+    """Return the mask of a uniformly random subset of ``size`` training samples, shape (n,), bool.
 
-    The subset with number ``subset`` does not depend on the number of subsets.
+    The subset number ``subset`` does not depend on the total number of subsets.
     """
     return _chosen(n_train, size, [0, seed, subset])
 
 
 def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:
-    """Return which training samples remain without ``n_removed`` random ones, shape (n,), bool."""
+    """Return a mask, shape (n,), bool, that is False for ``n_removed`` random training samples."""
     return ~_chosen(n_train, n_removed, [1, seed, n_removed, draw])
 
 
 def sizes_of(
     fractions: list[float], n_train: int, n_listed: int, *, rounds_up: bool = False
 ) -> list[int]:
-    """Return the distinct numbers of samples that are fractions of the training set, ascending.
+    """Convert fractions of the training set to distinct numbers of samples, ascending.
 
-    Each number is at least 1, and at most ``n_listed`` and ``n_train - 1``. The result is empty if
-    no sample is listed. With ``rounds_up`` numbers are rounded up instead of to the nearest, as the
-    lengths of some lists are.
+    Numbers are rounded, or rounded up with ``rounds_up``, as the lengths of some lists are. They
+    are limited to the range from 1 to ``n_listed`` and ``n_train - 1``.
+
+    Returns:
+        The numbers. The list is empty if ``n_listed`` is 0.
     """
     if not n_listed:
         return []
@@ -38,7 +40,7 @@ def sizes_of(
 
 
 def training_seed(seed: int, subset: int, repeat: int) -> int:
-    """Return the seed of one retraining, below 2^31, which depends on subset and repeat."""
+    """Return the seed, below 2^31, of the training number ``repeat`` on a subset."""
     state = np.random.SeedSequence([2, seed, subset, repeat]).generate_state(1)[0]
     return int(state) % 2**31
 

@@ -1,8 +1,8 @@
 """Read the user-defined columns of samples, such as their source or annotator.
 
 A study's ``train_columns()`` and ``target_columns()`` return columns by name, with a value for each
-sample of ``train_data()`` and ``target_data()``. Targets in a file of rows have the fields of the
-rows as columns.
+sample of ``train_data()`` and ``target_data()``. If targets are rows of a file, their columns are
+the fields of the rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from trak_core.study.dataset_split import checked_ids, users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
 
-# Columns that tables `train` and `targets` of the scores file, and answers, always have.
+# Names of columns in the tables `train` and `targets` of a scores file, and in answers.
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight", "improves"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
@@ -31,16 +31,16 @@ _MOST_BYTES = 255
 def columns_of(
     study: Study | None, name: str, ids: Sequence[int | str], question: Path | None = None
 ) -> pd.DataFrame:
-    """Return the user-defined columns of the samples ``ids``, a row each, in their order.
+    """Return the user-defined columns of samples, with a row for each of ``ids``, in order.
 
-    ``name`` and ``question`` are as in ``read_targets.split_of``; the study may be None if
-    ``question`` is a file of rows. A column is int64, float64, or texts of at most 255 bytes. A
-    column with a missing value has texts.
+    ``read_targets.split_of`` documents ``name`` and ``question``. ``study`` may be None if
+    ``question`` is a file of rows. Columns are int64, float64 or texts of at most 255 bytes. A
+    column with a missing value is converted to texts.
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
         columns = {name: rows.column(name) for name in rows[0]}
-        # Without the index a table without columns would have no rows.
+        # Without the index, a table without columns would have no rows.
         frame = pd.DataFrame(short_columns(columns), index=range(len(rows)))
     else:
         source = study if question is None else Study.load(question)
@@ -49,7 +49,7 @@ def columns_of(
         frame = _study_columns(source, f"{pool}_columns")
         if frame.columns.empty:
             return pd.DataFrame(index=range(len(ids)))
-        # The ids of all samples, without reading the samples.
+        # Read the ids of all samples, but not the samples.
         known: Sequence[Any] = range(len(frame))
         if source.has(f"{pool}_ids"):
             with users_code(f"{source.path}: {pool}_ids(), which gives one id a sample,"):
@@ -75,9 +75,9 @@ def columns_of(
 def with_class_names(
     rows: pd.DataFrame, columns: Sequence[str], study_file: Path, model_output: str
 ) -> pd.DataFrame:
-    """Return rows with names of classes instead of their numbers in some columns.
+    """Return rows in which some columns have names of classes instead of their numbers.
 
-    Numbers without a name do not change, nor do labels of a model output that has no classes.
+    Numbers without a name, and all labels of a model output without classes, remain unchanged.
     """
     names = Study.load(study_file).class_names()
     if not names or not about_output(model_output).labels_are_classes:
@@ -91,9 +91,10 @@ def with_class_names(
 
 
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-    """Return the columns without texts above 255 bytes, lists and objects.
+    """Return the columns that contain only numbers and texts of at most 255 bytes.
 
-    A name in ``RESERVED`` gets the prefix ``own_``, again if that is the name of another column.
+    A name in ``RESERVED`` gets the prefix ``own_``, repeated while the name belongs to another
+    column.
     """
     kept = {}
     for name, values in columns.items():
@@ -113,7 +114,7 @@ def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
 
 
 def _study_columns(study: Study, function: str) -> pd.DataFrame:
-    """Return the columns that a study's function returns; no columns if it is missing."""
+    """Return the columns from a study's function, or an empty table if it is not defined."""
     if not study.has(function):
         return pd.DataFrame()
     with users_code(f"{study.path}: {function}()"):
@@ -150,7 +151,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of NumPy or pandas as Python's; None for a missing one."""
+    """Convert a value of NumPy or pandas to a Python value, and a missing value to None."""
     value = value.item() if hasattr(value, "item") else value
     if value is pd.NaT or value is pd.NA:
         return None
@@ -162,9 +163,9 @@ def _is_float64(value: float) -> bool:
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
-    """Return a column of int64, of float64, or of texts without ends of lines.
+    """Return a column as int64, as float64, or as texts without line breaks.
 
-    Integers that a float64 would round become texts if a column has floats too.
+    A column of floats and of integers that float64 would round is converted to texts.
     """
     if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)

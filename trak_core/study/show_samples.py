@@ -1,4 +1,4 @@
-"""Show samples to readers: drawn or described by the study, or printed."""
+"""Show samples on pages and in notebooks, as pictures, as texts or as printed values."""
 
 import base64
 import hashlib
@@ -16,22 +16,22 @@ import torch
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
-BEGINNING = 200  # characters of a text in a list
-# Pictures have 200 pixels, twice the size in CSS pixels, for screens of high density.
+BEGINNING = 200  # The number of characters that lists show of a text.
+# Pictures have 200 pixels, twice their size in CSS pixels, for high-density screens.
 _INCHES, _DPI = 1.0, 200
-# A larger PNG is a photograph, which takes a fifth of the bytes as JPEG.
+# A larger PNG is assumed to be a photograph. As JPEG, it has about a fifth of the size.
 _PNG_BYTES = 12_000
-_NOTEBOOK_PIXELS = 64  # height of a picture in a notebook
-_N_VALUES, _CHARACTERS = 12, 240  # of a sample that is printed
-# These are not printable, but join letters of some scripts, and emoji.
+_NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
+_N_VALUES, _CHARACTERS = 12, 240  # The limits of printed samples.
+# Python does not count these as printable, but they join letters in some scripts, and emoji.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a sample: bytes of a PNG or JPEG, the size in CSS pixels, the text below it.
+    """A picture of a sample: a PNG or JPEG, its size in CSS pixels, and the text below it.
 
-    The text is that of the study's ``describe``, if it has one.
+    The text is what the study's ``describe`` returns, or "" without ``describe``.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Picture:
 
     @property
     def src(self) -> str:
-        """The picture as a data URL."""
+        """The data URL of the picture."""
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
 class Words(str):
-    """A text to show in place of a sample that does not exist, such as a mean of samples."""
+    """A text that is shown instead of a sample, for example for a mean of samples."""
 
     __slots__ = ()
 
@@ -66,14 +66,14 @@ def show_sample(
 ) -> Picture | str:
     """Return a picture of a sample with its text, its text alone, or its printed values.
 
-    A text has at most ``characters``. ``draws`` is the value of ``are_drawn``.
+    A text has at most ``characters``. ``draws`` is the result of ``are_drawn``.
     """
     if isinstance(sample, Words):
         return str(sample)
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
     if draws and text in study.class_names():
-        text = ""  # pages show the class already
+        text = ""  # Pages already show the class.
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)
@@ -85,7 +85,7 @@ def show_sample(
 def sample_as_html(
     sample: Any, sample_id: Any, study: Study | None, describe: Callable[[Any], str] | None = None
 ) -> str:
-    """Return a sample as HTML: a picture of an image, a text, or printed values."""
+    """Return a sample as HTML: a picture, a text, or printed values."""
     if study is not None:
         draws = study.has("draw") or _image(sample) is not None
         shown = show_sample(study, sample_id, sample, BEGINNING, draws)
@@ -111,14 +111,14 @@ def short_text(study: Study, sample_id: Any, sample: Any) -> str:
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return a text for each token of a sample: that of the study, or the token's number."""
+    """Return a text for each token of a sample, from the study or else the token's number."""
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
     return [f"{i} " for i in token_numbers(sample, n_tokens)]
 
 
 def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
-    """Return the ids of a sample's tokens in ``input_ids``; without it their positions, from 1."""
+    """Return a sample's token ids from ``input_ids``, or else the tokens' positions from 1."""
     if isinstance(sample, Mapping) and "input_ids" in sample:
         ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
         if len(ids) >= n_tokens:
@@ -127,24 +127,24 @@ def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
 
 
 def _image(sample: Any) -> torch.Tensor | None:
-    """Return the only input of a sample if it is an image, of shape (1 or 3, height, width)."""
+    """Return a sample's input if it is an image of shape (1 or 3, height, width), else None."""
     inputs = [value for _, value in _inputs(sample)]
     if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].ndim != 3:
         return None
     image = inputs[0]
     is_image = image.shape[0] in (1, 3) and image.numel() > 0
-    # Other integers are counts or indices.
+    # Integers of other types are counts or indices, not pixels.
     return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
 
 
 def _levels_of(image: torch.Tensor) -> np.ndarray:
-    """Return an image as bytes, channels last. Floats beyond 0 and 1 are scaled to that range."""
+    """Return an image as uint8, channels last. Floats outside 0 to 1 are rescaled to that range."""
     pixels = image.detach().cpu().float().numpy() / np.float32(
         255 if image.dtype == torch.uint8 else 1
     )
     finite = pixels[np.isfinite(pixels)]
     if finite.size and (finite.min() < 0 or finite.max() > 1):
-        pixels = pixels.astype(np.float64)  # the range of float32 values can overflow float32
+        pixels = pixels.astype(np.float64)  # high - low can overflow float32.
         low, high = float(finite.min()), float(finite.max())
         pixels = (pixels - low) / max(high - low, 1e-9)
     shades = np.clip(np.nan_to_num(pixels, nan=0, posinf=1, neginf=0), 0, 1)
@@ -152,15 +152,15 @@ def _levels_of(image: torch.Tensor) -> np.ndarray:
 
 
 def _picture_of(image: torch.Tensor) -> Picture:
-    """Return a picture of an image by PIL, which is 5 to 40 times as fast as matplotlib."""
-    from PIL import Image  # only pages and notebooks need it
+    """Draw an image with PIL, which is 5 to 40 times as fast as matplotlib."""
+    from PIL import Image  # Only pages and notebooks need it.
 
     levels = _levels_of(image)
     picture = Image.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)
     size = int(_INCHES * _DPI)
     width, height = (max(1, round(size * side / max(picture.size))) for side in picture.size)
     times = size // max(picture.size)
-    if times > 1:  # an integer factor, so that all pixels have the same size
+    if times > 1:  # With an integer factor, all pixels have the same size.
         sides = picture.width * times, picture.height * times
         picture = picture.resize(sides, Image.Resampling.NEAREST)
     elif times == 0:
@@ -178,8 +178,8 @@ def _written(picture: Any, **settings: Any) -> bytes:
 
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
-    """Return a sample's picture, by the study's ``draw(axes, sample)``."""
-    from matplotlib.figure import Figure  # only pages and notebooks need it
+    """Draw a sample with the study's ``draw(axes, sample)``, and return the picture."""
+    from matplotlib.figure import Figure  # Only pages and notebooks need it.
 
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -190,25 +190,25 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     kind, data = "png", png
     if len(png) > _PNG_BYTES:
         kind, data = "jpeg", _saved(figure, format="jpeg", pil_kwargs={"quality": 85})
-    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # in the header of PNG
+    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # Read from PNG's header.
     return Picture(kind, data, width // 2, height // 2)
 
 
 def _saved(figure: Any, **settings: Any) -> bytes:
     buffer = io.BytesIO()
-    # "tight" includes what a study draws outside of its axes, and cuts empty margins.
+    # "tight" includes drawings outside of the axes, and removes empty margins.
     figure.savefig(buffer, bbox_inches="tight", pad_inches=0, **settings)
     return buffer.getvalue()
 
 
 def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
-    """Return shape and first values of a sample's entries; of a tuple without the label."""
+    """Return the first values and the shape of each entry of a sample, without the label."""
     entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
     return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
 
 
 def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the names and values of a sample's entries without the label."""
+    """Return the names and values of a sample's entries, without the label."""
     if isinstance(sample, Mapping):
         return [(name, value) for name, value in sample.items() if name != "labels"]
     return [("", value) for value in (sample[:-1] if len(sample) > 1 else sample)]
@@ -249,8 +249,8 @@ def _short(value: Any) -> str:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return at most ``characters`` of a text, in lines, with three dots if it is longer."""
-    # Only the beginning of a long text is processed.
+    """Return at most ``characters`` of a text with its lines, and " ..." if it is longer."""
+    # Characters far beyond the limit are not processed.
     begun = text[: 20 * characters]
     lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
     whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
@@ -260,7 +260,7 @@ def readable(text: str, characters: int) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return a text with spaces for tabs and ends of lines, without control characters."""
+    """Replace tabs and line breaks in a text by spaces, and remove control characters."""
     return "".join(map(_printable, text))
 
 
@@ -269,7 +269,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Controls are invisible (NUL is padding, others change the direction of the text). Halves of
-    # surrogate pairs have no UTF-8.
+    # Control characters are invisible: NUL pads texts, and others change their direction. Lone
+    # surrogates cannot be encoded in UTF-8.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

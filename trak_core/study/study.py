@@ -1,19 +1,19 @@
-"""Load a study, the user's Python file that defines model and data, and call its training.
+"""Load a study, the user's Python file that defines a model and data, and call its training.
 
-Its functions take the arguments that are shown:
+A study defines these functions. Those after ``target_data`` are optional:
 
-    make_model()             the torch module, weights unset
-    train_data()             the training samples: anything with len() and [i]
-    target_data()            the pool of samples to explain, in the same form
-    train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
-    train_columns(), target_columns()  optional: further facts of the samples, values by name
-    train(**arguments)       optional: trains and returns a model; the config has the arguments
-    encode(**line)           optional: converts a line of an experiment's `data` to a sample
-    draw(axes, sample)       optional: draws one sample into matplotlib axes
-    describe(sample)         optional: returns one sample as a text to read
-    as_read(sample)          optional: returns the model's input for one sample, as a text
-    token_texts(sample)      optional: returns a text for each token of a sample
-    class_names()            optional: names of the classes, in the order of the labels 0, 1, 2, ...
+    make_model()             builds the torch module; its weights are replaced
+    train_data()             returns the training samples: any object with len() and [i]
+    target_data()            returns the samples that can be explained, in the same form
+    train_ids(), target_ids()  return an integer or short name for each sample; else 0, 1, 2, ...
+    train_columns(), target_columns()  return further values for each sample, by column name
+    train(**arguments)       trains and returns a model, with arguments from the config
+    encode(**line)           converts a line of an experiment's `data` to a sample
+    draw(axes, sample)       draws one sample into matplotlib axes
+    describe(sample)         returns a text that shows one sample to readers
+    as_read(sample)          returns the model's input for one sample, as a text
+    token_texts(sample)      returns a text for each token of a sample
+    class_names()            returns the names of the classes with the labels 0, 1, 2, ...
 
 A sample is a tuple of the model's positional arguments and the label, or a dict of the model's
 named arguments with the label as `labels`. Image-text pairs have no label. All samples have the
@@ -47,7 +47,7 @@ class _InWords(dict[int, int | None]):
     """A table for ``str.translate`` that keeps letters, marks, digits and ``_`` only."""
 
     def __missing__(self, code: int) -> int:
-        # Half of the vowels of Hindi are marks, not letters.
+        # Unicode classifies many vowels of Hindi as marks, not as letters.
         is_part = chr(code).isalnum() or category(chr(code)).startswith("M") or chr(code) == "_"
         self[code] = own = code if is_part else ord(" ")
         return own
@@ -55,17 +55,17 @@ class _InWords(dict[int, int | None]):
 
 # Soft hyphens and zero-width joiners, which occur within words, are deleted.
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
-_SHOWN = 400  # characters of a long text, at its beginning and at its end
+_SHOWN = 400  # The number of characters shown from either end of a long text.
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _trains_when_run(path: Path) -> str | None:
-    """Return the first call at import that leads to ``backward()``, and its line.
+    """Return the first call at import that leads to ``backward()``, with its line number.
 
-    Calls are followed through the file's functions, without methods. Code under a condition on
-    ``__name__`` is left out. Returns None for a file without such a call, or with an error of
-    syntax, which running it reports.
+    Calls are followed through the file's functions, but not through methods. Code under a condition
+    on ``__name__`` is skipped. Return None for a file without such a call, or with a syntax error,
+    which the import reports.
     """
     try:
         body = ast.parse(path.read_bytes()).body
@@ -84,7 +84,7 @@ def _trains_when_run(path: Path) -> str | None:
 
 
 def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a statement, without the bodies of functions and classes."""
+    """Yield the nodes of a statement, without those in functions, lambdas and classes."""
     if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
         yield node
         for part in ast.iter_child_nodes(node):
@@ -92,7 +92,7 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _called_name(call: ast.Call) -> str:
-    """Return the name of the called function, "backward" for any method of that name, else ""."""
+    """Return the name of the called function, "backward" for a method of that name, else ""."""
     if isinstance(call.func, ast.Name):
         return call.func.id
     return "backward" if getattr(call.func, "attr", "") == "backward" else ""
@@ -104,13 +104,13 @@ def _first_call(nodes: Iterable[ast.AST], names: Collection[str]) -> ast.Call | 
 
 
 def beginning_and_end(text: str) -> str:
-    """Return a text, or the beginning and the end of a long one."""
+    """Return a text, shortened to its beginning and end if it is long."""
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The functions of a study's file. What they return is checked when they are called."""
+    """The functions of a study's file. Their results are checked when they are called."""
 
     path: Path
     module: ModuleType
@@ -127,7 +127,7 @@ class Study:
                 f'it. Found {training}. Put what trains under `if __name__ == "__main__":`.',
                 code="study.trains",
             )
-        # Modules in the study's folder can be imported, as in a script.
+        # The study can import modules in its folder, as a script can.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -150,10 +150,10 @@ class Study:
 
     @property
     def name(self) -> str:
-        """The name in the config: the study's file, or the ready-made study.
+        """The name of the study in the config: its file, or a ready-made study.
 
-        ``bind_study_arguments`` writes files with such names. They have an attribute ``own`` if
-        they pass arguments to a user's file.
+        ``bind_study_arguments`` writes files with the name of a study and eight digits. They have
+        an attribute ``own`` if they pass arguments to a user's file.
         """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:
@@ -161,7 +161,7 @@ class Study:
         return f"{written[1]}.py" if hasattr(self.module, "own") else written[1]
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return one of the study's functions; raise an InputError if it is missing."""
+        """Return one of the study's functions, or raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
             own = [
@@ -180,7 +180,7 @@ class Study:
         return callable(getattr(self.module, name, None))
 
     def make_model(self) -> nn.Module:
-        """Return the study's model, weights unset, after a check that gradients can be taken."""
+        """Return the model that ``make_model`` builds. It must be one module on one device."""
         function = self.function("make_model")
         with users_code(f"{self.path}: make_model()"):
             model = function()
@@ -207,7 +207,7 @@ class Study:
         return model
 
     def describe(self, sample_id: int | str, sample: Any, by: str = "describe") -> str:
-        """Return the text that the study's ``describe`` or ``as_read`` returns for a sample."""
+        """Return the text for a sample from the study's ``describe``, or from ``as_read``."""
         function = self.function(by)
         with users_code(f"{self.path}: {by}() of sample {sample_id}"):
             text = function(sample)
@@ -219,7 +219,7 @@ class Study:
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return ``as_read`` of the first sample; an empty text if the study has none."""
+        """Return ``as_read`` of the first sample, or "" if the study does not define it."""
         if not self.has("as_read"):
             return ""
         with users_code(f"reading sample {split.ids[0]}"):
@@ -229,12 +229,13 @@ class Study:
     def words(self, split: Split) -> Iterator[list[str]]:
         """Yield the words of each sample's ``describe``, in lower case.
 
-        A word is a run of letters with their marks, digits and ``_``, in Unicode's form NFKC.
+        A word is a run of letters with their marks, digits and ``_``, in normal form NFKC.
         """
         for row, sample_id in enumerate(split.ids):
             with users_code(f"reading sample {sample_id}"):
                 sample = split.samples[row]
-            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()  # undoes NFKC
+            # casefold() can leave the normal form, so the text is normalized again afterwards.
+            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
@@ -253,7 +254,7 @@ class Study:
         return texts
 
     def class_names(self) -> list[str]:
-        """Return the names of the classes by number; an empty list if the study has none."""
+        """Return the names of the classes in the order of their numbers, or an empty list."""
         if not self.has("class_names"):
             return []
         with users_code(f"{self.path}: class_names()"):
@@ -270,9 +271,9 @@ class Study:
         return names
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
-        """Return the training samples if ``name`` is ``TRAIN``, else the targets of an experiment.
+        """Return samples of ``train_data`` if ``name`` is ``TRAIN``, else of ``target_data``.
 
-        ``targets`` are their ids, in order; None for all samples.
+        ``targets`` are the ids of the samples to return, in order; None for all.
         """
         pool = "train" if name == TRAIN else "target"
         function = self.function(f"{pool}_data")
@@ -304,8 +305,8 @@ def trained_model(
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    ``train`` gets ``arguments`` by name. It also gets the samples ``data`` and the factors of their
-    losses, ``sample_weights``, float32 of shape (n,), unless they are None.
+    ``arguments`` are passed to ``train`` by name. So are the samples ``data``, and the factors of
+    their losses ``sample_weights``, float32 of shape (n,), unless they are None.
     """
     last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
@@ -319,7 +320,7 @@ def models_along(
     ``train`` must be a generator that yields (time, model) at each of them, with finite weights.
 
     Yields:
-        The time and the model. The model is the same object each time, after more training.
+        The time and the model. It may be one object, which further training changes.
     """
     remaining = list(times)
     passed: list[str] = []

@@ -1,10 +1,10 @@
-"""Build a model without drawing the weights that a checkpoint will replace.
+"""Build a model without the random initialization of weights that a checkpoint will replace.
 
-Drawing the weights of a large model takes longer than reading them. ``torch.nn.utils.skip_init``
-and the meta device support only single modules without buffers. This differs from them in: 1. any
-``make_model()`` is built; 2. values that do not depend on drawn numbers, such as buffers of
-frequencies, are computed; 3. the build is followed operation by operation, and a model whose other
-values depend on drawn numbers is built again, with all numbers.
+Initializing a large model takes longer than reading its weights. ``torch.nn.utils.skip_init`` and
+the meta device support only modules without computed buffers. This module supports any
+``make_model()``. It skips operations that draw random numbers, and computes values that do not
+depend on them, such as buffers of frequencies. It records which tensors depend on skipped draws. If
+values outside of the state dict do, the model has to be built again with all draws.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _DRAWS = {torch.ops.aten.normal_, torch.ops.aten.uniform_}
-# Operations by which torch.nn.init transforms drawn numbers.
+# Operations with which torch.nn.init transforms drawn numbers.
 _IN_PLACE = {getattr(torch.ops.aten, name) for name in ("add_", "clamp_", "erfinv_", "mul_")}
-# Methods that read numbers without an operation of torch.
+# Methods that read values without calling an operation of torch.
 _READS = {
     *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__),
     *(Tensor.__deepcopy__, Tensor.__reduce_ex__),
@@ -29,7 +29,7 @@ _READS = {
 
 
 class _ReadError(Exception):
-    """End a build that reads undrawn numbers."""
+    """The exception that ends a build that reads undrawn values."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -37,17 +37,17 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _WithoutDraws(TorchDispatchMode):
-    """Skip draws, and record the storages that depend on undrawn numbers."""
+    """Skip draws, and record the storages with undrawn values or values computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Weak references keep no storage alive, and prevent the reuse of its address.
+        # A weak reference prevents the reuse of a storage's address, but not its deletion.
         self._undrawn: dict[int, StorageWeakRef] = {}
         self.was_read = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch's compiler, which takes a second
+        return False  # True would import torch's compiler, which takes a second.
 
     def is_undrawn(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._undrawn
@@ -57,7 +57,7 @@ class _WithoutDraws(TorchDispatchMode):
         raise _ReadError
 
     def are_all_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether each living undrawn storage is the whole of one of these tensors."""
+        """Return whether each undrawn storage that still exists is all of one of these tensors."""
         whole = {
             t.untyped_storage()._cdata for t in tensors if t.untyped_storage().nbytes() == t.nbytes
         }
@@ -106,7 +106,7 @@ class _WatchReads(TorchFunctionMode):
 
 @contextmanager
 def _without_redraws() -> Generator[None, None, None]:
-    """Replace torch's truncated normal draws, which read the numbers, by plain normal draws."""
+    """Replace truncated normal draws, which read the drawn numbers, by plain normal draws."""
     name = "_no_grad_trunc_normal_"
     own: Any = getattr(nn.init, name, None)
 
@@ -124,15 +124,14 @@ def _without_redraws() -> Generator[None, None, None]:
 
 
 def built_without_draws(make_model: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return a model as ``make_model`` builds it, except for the numbers in its ``state_dict``.
+    """Return the model that ``make_model`` builds, with arbitrary values in its ``state_dict``.
 
-    Returns None, and restores torch's random state, if the build fails, reads numbers that it drew,
-    or keeps a value that depends on them outside of whole entries of the state dict, such as random
-    features.
+    Return None, and restore torch's random state, if the build fails, reads drawn numbers, or
+    stores values that depend on them outside of the state dict, such as random features.
     """
     state = torch.get_rng_state()
     build = _WithoutDraws()
-    with suppress(Exception):  # an error of make_model() is raised when it is called again
+    with suppress(Exception):  # make_model() will be called again, and raise its error then.
         with _without_redraws(), build, _WatchReads(build):
             model = make_model()
         stored = _tensors(list(model.state_dict().values()))

@@ -1,6 +1,6 @@
-"""Find the files of a checkpoint's weights, and read them by torch and safetensors.
+"""Find the files of a checkpoint's weights, and read them with torch or safetensors.
 
-Nothing in a file is executed. Tensors are memory maps: their numbers are read when they are used.
+No code in a file is executed. Tensors are memory-mapped, so their values are read on first use.
 """
 
 import hashlib
@@ -19,24 +19,24 @@ from torch import Tensor
 from trak_core.errors import InputError, caused_by_out_of_memory, listed
 from trak_core.settings import ADAPTER_CONFIG
 
-# Files of torch.save begin with _ZIP since torch 1.6. Files of safetensors have _SAFETENSORS after
-# the 7 low bytes of their header's length.
+# Files of torch.save begin with _ZIP since torch 1.6. Files of safetensors begin with the length of
+# their header in 8 bytes. The last of these bytes is 0, and the header begins with "{".
 _ZIP, _SAFETENSORS = b"PK\x03\x04", b"\0{"
-_FOLDER = 0x10  # among the attributes of an entry of a zip file
+_FOLDER = 0x10  # The attribute of an entry of a zip file that marks a folder.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Files of a Hugging Face folder. The first that exists is read; an index names shards.
+# Files of a Hugging Face folder. The first one that exists is read. An index names shards.
 _FOLDER_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Keys under which training frameworks store the state dict in a larger dict.
+# Keys of larger dicts under which training frameworks store the state dict.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """Replace every object in a file that is not a tensor. Its class is never imported."""
+    """A replacement for the classes of objects in a file, which are never imported."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
@@ -49,15 +49,18 @@ class _LeftOut:
 
 
 def _load(path: Path, *, is_zip: bool) -> Any:
-    """Return what torch reads from a file, without the entries that contain objects.
+    """Load a file with torch, and remove the entries that contain objects.
 
-    Lightning stores hyper-parameters with the weights, other trainings their arguments. Objects
-    within a state dict, or in a file without one, raise torch's error.
+    Some frameworks store objects with the weights, such as Lightning its hyper-parameters. Objects
+    in a state dict, or in a file without a state dict, raise torch's error.
+
+    Returns:
+        The dict in the file.
     """
     name = str(path)
 
     def load() -> Any:
-        # torch maps only zip files. It expects safetensors in a file of that name.
+        # torch memory-maps only zip files. It takes the ending .safetensors for that format.
         if is_zip and not name.endswith(".safetensors"):
             return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
         with path.open("rb") as file:
@@ -67,7 +70,7 @@ def _load(path: Path, *, is_zip: bool) -> Any:
         return load()
     except Exception as error:
         if "GLOBAL" in str(error):
-            with suppress(Exception):  # the first error is raised instead
+            with suppress(Exception):  # If this fails too, the first error is raised.
                 with path.open("rb") as file:
                     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
                 with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
@@ -86,9 +89,9 @@ def is_state_dict(saved: object) -> bool:
 
 
 def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the keys that lead to each state dict in a file, joined by dots, and the state dict.
+    """Yield each state dict in a file, with the keys that lead to it joined by dots.
 
-    An optimizer's state and dicts of scalars are left out.
+    The states of optimizers and dicts of scalars are skipped.
     """
     if is_state_dict(saved):
         if any(value.ndim and value.is_floating_point() for value in saved.values()):
@@ -108,9 +111,9 @@ def _has_objects(value: Any) -> bool:
 
 
 def _check_zip(path: Path) -> None:
-    """Compare the checksums of a zip file's parts, which torch does not."""
+    """Verify the checksums of the parts of a zip file, because torch does not."""
     with zipfile.ZipFile(path) as archive:
-        # torch maps only plain parts. For a part marked as a folder it may return unread memory.
+        # torch maps only plain parts. For a part marked as a folder, it may return unread memory.
         if any(part.compress_type or part.external_attr & _FOLDER for part in archive.infolist()):
             raise ValueError("its parts are compressed, or folders: torch.save never does that")
         damaged = archive.testzip()
@@ -124,9 +127,9 @@ def _check_zip(path: Path) -> None:
 def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
     """Return the tensors in a file of torch.save or safetensors, on the CPU.
 
-    The first bytes determine the kind of a file, not its name. ``must`` and ``remedy`` are parts of
-    messages. A ``digest`` is updated with the file's bytes; then the checksums in files of
-    torch.save are compared too, which reads the whole file.
+    The first bytes determine the format of a file, not its name. ``must`` and ``remedy`` are parts
+    of error messages. If there is a ``digest``, it is updated with the file's bytes, and the
+    checksums in a file of torch.save are verified.
     """
     start = b""
     try:
@@ -141,7 +144,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
             with path.open("rb") as file:
                 hashlib.file_digest(file, lambda: digest)
         return load_file(path) if start[7:9] == _SAFETENSORS else _load(path, is_zip=is_zip)
-    except Exception as error:  # a damaged file may raise any error
+    except Exception as error:  # A damaged file can raise any error.
         if caused_by_out_of_memory(error):
             raise
         is_known = start.startswith((_ZIP, b"\x80")) or start[7:9] == _SAFETENSORS
@@ -154,7 +157,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a reader's error, without torch's advice to trust the file."""
+    """Return the first line of an error of torch or safetensors, without torch's advice."""
     text = str(error) or type(error).__name__
     if unsafe := re.search(r"(?:global:|unsupported) GLOBAL (\S+)", text):
         return f"it holds {unsafe[1].rstrip('.')}"
@@ -164,7 +167,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files in the same folder that an index names."""
+    """Return the files that an index names, which must be in its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
@@ -188,10 +191,12 @@ def _shards(index: Path) -> list[Path]:
 
 
 def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
-    """Return a checkpoint's files of weights, and an adapter's config or an index if there is one.
+    """Return a checkpoint's files of weights, and the path of an adapter's config or an index.
+
+    The path is None if there is neither.
 
     Raises:
-        InputError: If a folder has no weights, or those of an adapter and of a whole model.
+        InputError: If a folder has no weights, or weights of both an adapter and a whole model.
     """
     if not checkpoint.exists():
         raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
@@ -229,7 +234,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
 
 
 def _refuse_pieces(folder: Path) -> None:
-    """Raise an error for a folder in which each process saved a part of the weights."""
+    """Raise an error if each process of a training saved a part of the weights in the folder."""
     pieces = next(folder.rglob("*.distcp"), None)
     script = folder / "zero_to_fp32.py"
     patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
@@ -252,8 +257,8 @@ def _refuse_pieces(folder: Path) -> None:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Raise an error for a Hugging Face folder with quantized weights, by its config files."""
-    names = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
+    """Raise an error if the configs in a Hugging Face folder describe quantized weights."""
+    names = ("quantize_config.json", "quant_config.json")  # Files of AutoGPTQ and AutoAWQ.
     sign = next((name for name in names if (folder / name).is_file()), "")
     config = folder / "config.json"
     if config.is_file() and b'"quantization_config"' in config.read_bytes():
