@@ -312,8 +312,7 @@ TEXTS = {
     ),
     "unknown target": (
         at("experiments.mine.targets", ["patient-1"]),
-        r"experiment mine: Targets must be ids .* Found patient-1; "
-        r"it has 100, such as 'patient-342'",
+        r"experiment mine: Targets must be ids .* Found patient-1; the data have 100 ids, such as 'p",
     ),
 }
 
