@@ -266,7 +266,7 @@ def convert_param(value: Any, hint: Any) -> Any:
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    specs: tuple[type[Any], ...] = FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec
+    specs: list[Any] = [FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec]
     for spec in specs:
         if spec in kinds:
             return parse_spec(spec, value)
