@@ -308,6 +308,7 @@ class DampedGramian:
         ``row_weights`` are |Q|^power, shape (n,), float64. The norm must be above 0.
         """
         squared = 0.0
+        # B = diag(|Q|^power) A, where A are the similarities of the training samples to each other.
         for start in range(0, len(self.gramian), _COLUMNS):
             rows = self.similarities(self.gramian[:, start : start + _COLUMNS])
             squared += float(np.sum((row_weights[:, None] * rows) ** 2))
