@@ -270,7 +270,7 @@ class Contractions:
 
     @classmethod
     def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
-        """Transform the vectors."""
+        """Compute the Fourier transforms of the vectors."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
