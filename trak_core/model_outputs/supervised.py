@@ -40,7 +40,7 @@ def probability_curvature(f: Tensor) -> Tensor:
 
 
 def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
-    """Return (diag(p) - p p^T) v for a vector v, with the Hessian of -log p_y in the logits.
+    """Return (diag(p) - p p^T) v, the Hessian of -log p_y in the logits times a vector v.
 
     p is softmax(logits). All shapes are (..., classes). The result is float32 or float64.
     """

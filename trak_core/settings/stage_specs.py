@@ -179,7 +179,7 @@ class NormalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
-    """The settings that determine scores of one checkpoint, or with ``runs`` their average.
+    """The settings that determine scores of one checkpoint, or, with ``runs``, of all together.
 
     They include those of the normal matrix. ``features`` has a checkpoint only if ``runs`` is None.
 
@@ -312,7 +312,7 @@ def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
 def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients, with the default kind if none is set.
 
-    ``shapes`` are those of the differentiated parameters, in order.
+    ``shapes`` has the shapes of the differentiated parameters, in order.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
