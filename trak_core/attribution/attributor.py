@@ -181,9 +181,10 @@ class Attributor(FittedAttributor):
     def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
         """Return the attributor of a study, with the settings of a config.
 
-        ``fit()`` without data uses the study's training samples. The config must have
-        ``checkpoints`` and ``model_output``. It may have ``projection``, ``scoring``, ``parameters``,
-        ``preconditioner``, ``features_dtype`` and ``compute``. Other keys are ignored.
+        ``fit()`` without data uses the study's training samples. The config must have the keys
+        ``checkpoints`` and ``model_output``. It may have ``projection``, ``scoring``,
+        ``parameters``, ``preconditioner``, ``features_dtype`` and ``compute``. Other keys are
+        ignored.
         """
         projection, compute = config.get("projection", {}), config.get("compute", {})
         scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}

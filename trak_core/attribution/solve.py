@@ -292,7 +292,7 @@ class DampedGramian:
 
         By Woodbury's identity A = (K W + ridge I)^-1 K_t
         = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
-        and is defined even if a weight is 0. Without damping A = W^-1 K^-1 K_t, if K has an inverse.
+        and is defined if a weight is 0 too. Without damping A = W^-1 K^-1 K_t, if K has an inverse.
         K_t and A have shape (n, m), float64.
 
         Source: docs/explanation/scores.md, "Exact scores".

@@ -141,7 +141,7 @@ class Shares:
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
             no single token, such as those of position embeddings.
-        by_parameter: Shape (pairs, parameters), float64. Its rows have the same sums.
+        by_parameter: Shape (pairs, parameters), float64. Its rows have the sums of ``by_token``.
     """
 
     in_order: ClassVar[bool] = True

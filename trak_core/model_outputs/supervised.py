@@ -74,7 +74,8 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
 def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P is a product of probabilities with log-odds ``margins``.
 
-    Only entries with ``counted`` are used. Both have the same shape. The result is a scalar.
+    Only entries for which ``counted`` is True are used. Both arguments have the same shape. The
+    result is a scalar.
     """
     margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()
