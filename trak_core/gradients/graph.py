@@ -298,7 +298,7 @@ def settled(layout: Layout | None) -> Layout | None:
 
 
 def guessed(layout: Layout) -> Layout:
-    """Return a cyclic layout that agrees for all entries with an owner, or else the layout.
+    """Return a cyclic layout that agrees for all entries with an owner, or ``layout`` if none does.
 
     Entries without an owner have gradient zero. It is never wrong to assign them to a sample, but
     it may contradict the layout that is derived from another user of the tensor.
