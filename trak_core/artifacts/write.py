@@ -246,7 +246,7 @@ def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list
 
 
 def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bool:
-    """Return whether a table was written correctly, because PyTables reports no failed writes."""
+    """Return whether a table was written correctly. PyTables does not report failed writes."""
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]

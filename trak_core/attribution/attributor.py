@@ -81,13 +81,13 @@ class Attributor(FittedAttributor):
             (n^2 numbers), ``"gauss_newton"`` for the Gauss-Newton matrix of the training loss.
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
             dense matrix.
-        proj_dim: The number of dimensions k after projection. Larger is more accurate; memory
-            grows with n k + k^2.
+        proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
+            memory grows with n k + k^2.
         seed: Seed of the projection matrix.
         damping: ridge_c / mean_i w_i |phi_i|^2. None for 2, or 0.1 with ``gauss_newton``. The best
             value differs between studies.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for the curvature d2l/df2 to a power. None
-            for a default that depends on the output and the checkpoints, as in the next two.
+            for a default that depends on the output and the checkpoints, as for the next two.
         combine: ``"product_of_averages"``, ``"average_of_products"`` or ``"unit_average"``: how
             scores are averaged over checkpoints.
         loss_weight_power: The power of Q, in (0, 1].
@@ -181,9 +181,10 @@ class Attributor(FittedAttributor):
     def of_study(cls, study: Study, config: Mapping[str, Any]) -> Self:
         """Return the attributor of a study, with the settings of a config.
 
-        ``fit()`` then takes the study's training samples. The config must have ``checkpoints`` and
-        ``model_output``. It may have ``projection``, ``scoring``, ``parameters``,
-        ``preconditioner``, ``features_dtype`` and ``compute``. Other keys are ignored.
+        ``fit()`` without data uses the study's training samples. The config must have the keys
+        ``checkpoints`` and ``model_output``. It may have ``projection``, ``scoring``,
+        ``parameters``, ``preconditioner``, ``features_dtype`` and ``compute``. Other keys are
+        ignored.
         """
         projection, compute = config.get("projection", {}), config.get("compute", {})
         scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}

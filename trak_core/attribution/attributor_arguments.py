@@ -24,7 +24,7 @@ def without_none(**settings: Any) -> dict[str, Any]:
 
 
 def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return the checkpoints by id, sorted, and by id the path, the state dict or None."""
+    """Return the checkpoints by id, sorted, and their paths or state dicts (or None) by id."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):

@@ -31,8 +31,8 @@ class OrderedSamples:
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
         along: Names of the inputs that have a row for each token.
-        source: The length to which each input of an encoder is padded, by name. It is the largest
-            length of this input, because lengths of encoder inputs and of labels differ.
+        source: The largest length of each input of an encoder, by name, to which it is padded. It
+            may differ from the length of labels.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """

@@ -32,7 +32,7 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device, and how much is computed at once. They change results by rounding only.
+    """The device and the sizes of computations. They change results by rounding only.
 
     Attributes:
         device: The device of the model.
@@ -62,7 +62,7 @@ class MemoryPart:
     norm: float
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return a value for each sample from ``start`` to ``stop``."""
+        """Return the entries of a vector for the samples from ``start`` to ``stop``."""
         return self.vectors[key][start:stop]
 
     def scalar(self, key: str) -> float:

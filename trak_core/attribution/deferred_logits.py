@@ -27,7 +27,7 @@ _ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", 
 
 
 class _LogitsNeededError(Exception):
-    """A model applies a function to its logits which needs their values."""
+    """A model calls a function that needs the values of its logits."""
 
 
 class DeferredLogits(Tensor):
@@ -182,7 +182,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the number of rows of the largest embedding, or without embeddings of any matrix."""
+    """Return the number of rows of the largest embedding, or of the largest matrix if none."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

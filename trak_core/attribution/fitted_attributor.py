@@ -184,7 +184,7 @@ class FittedAttributor(ABC):
 
     @abstractmethod
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error that names ``keys``, in which a file differs from what is expected."""
+        """Raise an error that names the ``keys`` in which a file differs from the expected spec."""
         raise NotImplementedError
 
     # The files have the layout of a run's results.

@@ -48,7 +48,7 @@ class Part(Protocol):
     """
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return a value for each sample from ``start`` to ``stop``."""
+        """Return the entries of a vector for the samples from ``start`` to ``stop``."""
         ...
 
     def scalar(self, key: str) -> float:
@@ -117,8 +117,8 @@ def write_normal_matrix(
     """Write N = Phi^T W Phi, its mean squared norm and its extreme eigenvalues.
 
     Training features are read once, block by block. If ``spec.norm_power`` is set, all eigenvalues
-    and the k x k products of ``Spectrum.norm_products`` are written too. They give ||B|| for any
-    damping without another pass over the features.
+    and the k x k products of ``Spectrum.norm_products`` are written too. They determine ||B|| for
+    any damping without another pass over the features.
 
     Source: docs/explanation/scores.md, "The formula".
     """

@@ -130,7 +130,7 @@ def newton_scores(
 
 
 def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
-    """Check all labels, and return the budget of samples with their derivatives along vectors."""
+    """Check all labels, and return the memory budget for derivatives of batches along vectors."""
     needs = []
     for samples in stored:
         few = loaded.few_checked(samples)
@@ -151,7 +151,7 @@ def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) ->
 
 @contextmanager
 def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
-    """Use attention kernels that have forward-mode derivatives, and explain errors of models."""
+    """Use attention kernels with forward-mode derivatives; explain errors of other operations."""
     try:
         with (
             torch.no_grad(),

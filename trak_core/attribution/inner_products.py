@@ -85,7 +85,7 @@ def inner_products(
 
 
 def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
-    """Check all labels, and return the budget of samples for the remaining memory."""
+    """Check all labels, and return the memory budget of batches."""
     left_mb -= sum(samples.n_bytes for samples in stored) // 2**20
     fews = [loaded.few_checked(samples) for samples in stored]
     needs = [loaded.memory(few, max(0, left_mb)) for few in fews]

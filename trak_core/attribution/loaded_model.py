@@ -51,7 +51,7 @@ _COMPARED = 8  # samples whose outputs are compared with stored ones
 _LOGIT_BYTES = 16
 # If the logits of a text need more than this fraction of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
-# The number of copies of such a piece that are in memory at the same time.
+# The memory for the copies of a piece of logits that exist at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from trak_core.settings import Combine, ScoresSpec
 
-# For a thousand targets, so many rows of scores and their copies fit into the processor's cache.
+# The number of rows of scores for 1,000 targets that fit into the processor's cache with copies.
 _CACHED_ROWS = 256
 
 

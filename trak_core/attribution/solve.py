@@ -292,7 +292,7 @@ class DampedGramian:
 
         By Woodbury's identity A = (K W + ridge I)^-1 K_t
         = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
-        and is defined where a weight is 0. Without damping A = W^-1 K^-1 K_t, if K has an inverse.
+        and is defined if a weight is 0 too. Without damping A = W^-1 K^-1 K_t, if K has an inverse.
         K_t and A have shape (n, m), float64.
 
         Source: docs/explanation/scores.md, "Exact scores".
@@ -308,6 +308,7 @@ class DampedGramian:
         ``row_weights`` are |Q|^power, shape (n,), float64. The norm must be above 0.
         """
         squared = 0.0
+        # B = diag(|Q|^power) A, where A are the similarities of the training samples to each other.
         for start in range(0, len(self.gramian), _COLUMNS):
             rows = self.similarities(self.gramian[:, start : start + _COLUMNS])
             squared += float(np.sum((row_weights[:, None] * rows) ** 2))

@@ -181,7 +181,7 @@ def token_tables(
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
     ``top`` has the columns ``target_id`` and ``train_id`` of the pairs. ``cuts`` are the results of
-    ``cut_pairs`` for each checkpoint. ``weights`` are those of ``checkpoint_weights``, shape
+    ``cut_pairs`` for each checkpoint. ``weights`` is a result of ``checkpoint_weights``, shape
     (checkpoints, pairs).
     """
     names, pairs, totals = [], [], []

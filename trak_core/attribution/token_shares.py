@@ -141,7 +141,7 @@ class Shares:
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
             no single token, such as those of position embeddings.
-        by_parameter: Shape (pairs, parameters), float64. Its rows have the same sums.
+        by_parameter: Shape (pairs, parameters), float64. Its rows have the sums of ``by_token``.
     """
 
     in_order: ClassVar[bool] = True
@@ -234,7 +234,7 @@ class Shares:
         number: int,
         matrix: int,
     ) -> bool:
-        """Add the shares of a use from its sketched factors, if cheaper; return whether added."""
+        """Add the shares of a use from its sketched factors, or return False if not cheaper."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -330,6 +330,7 @@ def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:
     gradients = use.gradients[0]
 
     def inner(sample: int, directions: Tensor) -> Tensor:
+        # <a_t b_t^T, D> = a_t^T D b_t for each position t
         matrices = directions.view(-1, *shape)
         matrices = matrices.mT if use.is_transposed else matrices
         return ((use.inputs[sample].float() @ matrices) * gradients[sample].float()).sum(-1)
@@ -341,6 +342,7 @@ def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Inner:
     gradients = use.gradients[0]
 
     def inner(sample: int, directions: Tensor) -> Tensor:
+        # <e_i b_t^T, D> is the inner product of row i of D and b_t.
         rows = directions.view(-1, *shape)[:, use.indices[sample]]
         return (rows * gradients[sample].float()).sum(-1)
 

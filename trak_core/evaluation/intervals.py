@@ -60,6 +60,7 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
         0.08 to 4.42
     """
     seeds, targets = values.shape
+    # The variance of a mean of n numbers is s^2 / n, with n - 1 degrees of freedom.
     parts = [
         Chance(values.mean(axis=axis).var(ddof=int(n > 1)) / n, np.array(n - 1.0))
         for axis, n in ((1, seeds), (0, targets))

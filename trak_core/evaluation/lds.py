@@ -48,6 +48,7 @@ class _Sorted:
         Equal values share the mean of their ranks. Ranks and their mean are halves of integers, so
         nothing is rounded.
         """
+        # With ties, a rank is (smaller + smaller or equal + 1) / 2. The mean rank is (n + 1) / 2.
         below = np.zeros((len(counts) + 1, self.order.shape[1]))
         np.cumsum(counts[self.order], axis=0, out=below[1:])
         ranks = np.take_along_axis(below, self.first, axis=0)
@@ -57,6 +58,7 @@ class _Sorted:
 
 def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return Pearson correlations of centred columns, with row i counted ``counts[i]`` times."""
+    # sum_i n_i a_i b_i / sqrt(sum_i n_i a_i^2 sum_i n_i b_i^2), with counts n_i
     weighted = a * counts[:, None]
     sizes = np.einsum("ij,ij->j", weighted, a) * np.einsum("ij,i,ij->j", b, counts, b)
     products = np.einsum("ij,ij->j", weighted, b)
@@ -104,6 +106,7 @@ def _ceiling(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
     pairs = [(i, j) for i in range(r) for j in range(i)]
     rho = sum(_correlations(ranks[i], ranks[j], counts) for i, j in pairs) / len(pairs)
     rho = np.maximum(rho, 0)
+    # By Spearman and Brown, the mean of r seeds has the reliability r rho / (1 + (r - 1) rho).
     return np.sqrt(r * rho / (1 + (r - 1) * rho))
 
 

@@ -78,7 +78,7 @@ class FeaturePass:
     Each file of features is read once for all of them.
 
     Attributes:
-        settings: The settings.
+        settings: The settings of scores.
         checkpoints: Ids of the checkpoints to sum over.
         averages: From ``average_weights``, over these checkpoints.
         weighting: ``plain`` or ``curvature``.
@@ -185,8 +185,8 @@ def damped_sums(
     """Return subset sums of the columns of A_c for each ridge, by one eigendecomposition.
 
     With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T, of shape (len(ridges), W, S, m).
-    ``sums`` are from ``weighted_sums``, shape (W, S, k), ``spectrum`` is that of N (k, k), and
-    targets T have shape (m, k), float64. Ridges are positive.
+    ``sums`` are from ``weighted_sums``, shape (W, S, k). ``spectrum`` has the eigenvectors V (k, k)
+    and eigenvalues D of N. Targets T have shape (m, k), float64. Ridges are positive.
 
     Source: docs/explanation/scores.md, "The formula".
     """

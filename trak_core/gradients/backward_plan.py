@@ -103,7 +103,7 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the operation and shape of the tensors with per-sample gradients to be formed."""
+        """Return the operation and shape of tensors for which per-sample gradients are formed."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()

@@ -158,7 +158,7 @@ def _alone(batch: Batch, i: int) -> Batch:
 
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the first layer that returns another result for sample 0 alone than in the batch."""
+    """Return the first layer with different results for sample 0 alone and in the batch."""
     alone, failed = _steps(model, _alone(batch, 0))
     if failed is not None:
         return failed
@@ -212,7 +212,7 @@ def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
 
 
 def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
-    """Return copies of the tensors in nested containers that have ``n_rows`` rows."""
+    """Return copies of all tensors with ``n_rows`` rows in nested containers."""
     leaves = pytree.tree_leaves(tree)
     rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
@@ -239,7 +239,7 @@ def count_classes(
         )
     _notice_unlikely(output, outputs, sample)
     if output.label_ndim is None:
-        over_samples(output.value, returned, sample.labels)  # raises an error that explains
+        over_samples(output.value, returned, sample.labels)  # raises an error with an explanation
     elif sample.labels.ndim == 1 + output.label_ndim:
         label = torch.zeros_like(sample.labels[0])
         try:

@@ -130,7 +130,7 @@ class Digest(_Rows):
 
 
 class Magnitude(_Rows):
-    """A consumer that stores the largest absolute entry of each gradient, or NaN if one is NaN."""
+    """A consumer that stores the largest absolute entry of each gradient, or NaN if any is NaN."""
 
     in_order: ClassVar[bool] = False
     _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)

@@ -170,6 +170,7 @@ class Outer(Contribution):
         c, b, t, _ = self.gradients.shape
         inputs, gradients = self.inputs.flatten(0, 1), self.gradients.flatten(0, 2)
         for i in range(c):
+            # sum over t and t' of <x_bt, x_b't'> <delta_cbt, delta_c'b't'>, for some b at a time
             for part in pieces(b, t * c * b * t):
                 n = part.stop - part.start
                 products = self.gradients[i, part].flatten(0, 1) @ gradients.T

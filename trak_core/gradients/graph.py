@@ -248,7 +248,7 @@ def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | 
     """Return the stride of a layout whose owners lie along dimension ``dim`` of a tensor.
 
     The dimension is read as (outer, period, width), with ``width`` consecutive indices of one
-    owner. None if its size is no multiple of period x width.
+    owner. None if its size is not a multiple of period x width.
     """
     if not 0 <= dim < len(shape) or shape[dim] % (period * width) or not shape[dim]:
         return None
@@ -298,7 +298,7 @@ def settled(layout: Layout | None) -> Layout | None:
 
 
 def guessed(layout: Layout) -> Layout:
-    """Return a cyclic layout that agrees for all entries with an owner, or else the layout.
+    """Return a cyclic layout that agrees for all entries with an owner, or ``layout`` if none does.
 
     Entries without an owner have gradient zero. It is never wrong to assign them to a sample, but
     it may contradict the layout that is derived from another user of the tensor.
@@ -327,7 +327,7 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
 
 
 def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
-    """Return the layout of a tensor from the owner of each entry, -1 if it has none."""
+    """Return the layout of a tensor from the owner of each entry, where -1 means no owner."""
     for dim, stride in enumerate(strides(owners.shape)):
         blocks = owners.reshape(*owners.shape[: dim + 1], stride)
         largest = blocks.amax(-1)
@@ -369,7 +369,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 def _nonzero(
     user: Node, layouts: dict[int, Layout], which: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return which entries of the inputs get a gradient from the samples in ``which``, (B,)."""
+    """Return masks of the inputs' entries with a gradient from the samples in ``which``, (B,)."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():

@@ -38,7 +38,7 @@ class Head:
     functions: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits, (..., V)."""
+        """Return the logits, shape (..., V)."""
         return self.then(linear(hidden, self.weight, self.bias))
 
     def then(self, x: Tensor) -> Tensor:

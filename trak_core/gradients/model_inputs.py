@@ -112,7 +112,7 @@ CHANGE_SAMPLES = (
     "Otherwise correct the model."
 )
 ONE_SHAPE = "Bring them to one shape."
-# Positional arguments and, last, the labels; named arguments and `labels`; or a batch.
+# A tuple of arguments and, last, the labels; a dict of named arguments and `labels`; or a batch.
 Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 
 

@@ -52,7 +52,7 @@ class Recomputation:
         self.is_on = False
         # Configs of transformers' models whose caches would be filled twice.
         self._configs: list[Any] = []
-        # The call whose saved tensors are in memory.
+        # The call that has its saved tensors in memory.
         self.last: Callable[[], _Call | None] = lambda: None
         # For ``sample_memory``: bytes of kept storages by address, the largest number of bytes that
         # a call frees, and classes of blocks that are not recomputed.
@@ -136,7 +136,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """Replacement of a block's ``forward``. It is not a closure, so that a model can be copied."""
+    """A replacement of a block's ``forward``. It is not a closure, so that models can be copied."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward

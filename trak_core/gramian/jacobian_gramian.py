@@ -35,7 +35,7 @@ class Engine:
     The engine reads the graph of a finished forward pass, including its dropout. It adds no hooks
     to modules, and changes neither the graph nor any ``.grad``.
 
-    With ``batch_dim``, one backward pass serves all samples. For a linear layer y_t = W x_t with
+    With ``batch_dim``, one backward pass is run for all samples. For a linear layer y_t = W x_t and
     delta_t = df/dy_t, inner products of the gradients of samples i and j are
 
         <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>,
@@ -45,7 +45,7 @@ class Engine:
     mixes samples, such as a recurrent layer, gradients are propagated as without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
-    is also done if parameters or modules have backward hooks, which change each row. With
+    is also done if parameters or modules have backward hooks, which may change each row. With
     ``batch_dim``, hooks on tensors computed from parameters, such as a view, are ignored.
 
     Args:
@@ -215,7 +215,7 @@ def parameter_gramian(
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                # An operation can't be vmapped. `by_rows` raises an error with another cause again.
+                # An operation can't be vmapped. If the cause is another, `by_rows` raises it again.
                 gramian.zero_()
                 by_rows(_Products(gramian), output, parameters)
             else:

@@ -37,8 +37,8 @@ class About:
             probabilities, which is close to 0 for confident samples. Otherwise it is unbounded.
         weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
             checkpoints are from several times of a run. False if the loss is not a function of f,
-            and for whole texts, because their probabilities p of e^-100 give curvatures p (1 - p)
-            with which the shortest text would dominate.
+            and for whole texts. Their probabilities p, such as e^-100, make the curvature p (1 - p)
+            so small that the shortest text would dominate.
         has_loss_hessian: Whether the Hessian of the training loss with respect to the logits is
             known, which `projection: gauss_newton` needs.
         needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.

@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 def _mean_number(label: Tensor) -> Tensor:
-    """Return a label of one number unchanged, and the mean without NaN of several numbers."""
+    """Return a label of one number unchanged, or the mean of several numbers, ignoring NaN."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())

@@ -40,7 +40,7 @@ def probability_curvature(f: Tensor) -> Tensor:
 
 
 def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
-    """Return (diag(p) - p p^T) v for a vector v, with the Hessian of -log p_y in the logits.
+    """Return (diag(p) - p p^T) v, the Hessian of -log p_y in the logits times a vector v.
 
     p is softmax(logits). All shapes are (..., classes). The result is float32 or float64.
     """
@@ -74,7 +74,8 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
 def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P is a product of probabilities with log-odds ``margins``.
 
-    Only entries with ``counted`` are used. Both have the same shape. The result is a scalar.
+    Only entries for which ``counted`` is True are used. Both arguments have the same shape. The
+    result is a scalar.
     """
     margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()

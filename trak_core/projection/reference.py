@@ -9,7 +9,7 @@ Random words are outputs of Philox4x32-10. The key is the two halves of the seed
 
 Each call returns four words. For coordinate g (row of R) and column j:
 
-``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word holds the
+``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word has the
 signs of one column for 32 coordinates. The sign of g is bit
 2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1). The entry is -1 if the bit is set, else +1.
 

@@ -36,7 +36,7 @@ from trak_core.settings import ProjectionSpec
 _PIECE, _PIECE_OF_GPU = 2**17, 2**23
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
 # and layers of size 256 to 3,072. They select between two methods with equal results.
-_TRANSFORM_NS = 0.33  # times k log2(k): two transforms of a token and their product
+_TRANSFORM_NS = 0.33  # two transforms of a token and their product, divided by k log2(k)
 _COUNT_NS = 2.0  # the addition of one entry of a token's factor to its bucket
 _PRODUCT_NS = 0.035  # a token's term of one entry of a formed gradient
 _CALL_NS = 150_000  # fixed cost of the sketch of a matrix from its factors
@@ -270,7 +270,7 @@ class Contractions:
 
     @classmethod
     def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
-        """Transform the vectors."""
+        """Compute the Fourier transforms of the vectors."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.

@@ -15,7 +15,7 @@ from trak_core.settings.projection import (
     usual_kind,
 )
 
-# The kind in a config and in files for scores without a projection.
+# The kind for scores by inner products of whole gradients, in a config and in files.
 EXACT = "exact"
 # The kind for scores with the Gauss-Newton matrix of the training loss, without a projection.
 GAUSS_NEWTON = "gauss_newton"
@@ -25,7 +25,7 @@ TRAIN = "train"
 POOL = "pool"
 # The column that names the experiments whose mean is the target of an experiment.
 MEAN_OF = "mean_of"
-# The text in that column between a group and the group whose mean is subtracted.
+# The text in that column between the names of a group and of the group whose mean is subtracted.
 LESS = ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
@@ -179,7 +179,7 @@ class NormalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
-    """The settings that determine scores of one checkpoint, or with ``runs`` their average.
+    """The settings that determine scores of one checkpoint, or, with ``runs``, of all together.
 
     They include those of the normal matrix. ``features`` has a checkpoint only if ``runs`` is None.
 
@@ -265,7 +265,7 @@ class RetrainedSpec:
     Attributes:
         subsets: ``random`` for random subsets; ``without random`` for all samples, and all without
             random samples; ``without top`` for all without the top samples by scores or a baseline;
-            ``list`` for all samples, all without those of a list, and without random samples.
+            ``list`` for all samples, and all without (or only) samples of a list, or random ones.
         arguments: Arguments of the study's ``train`` other than ``seed`` and ``data``.
         model_output: Name of the model output f, which is stored for every target.
         seeds: Number of trainings on each subset.
@@ -291,7 +291,7 @@ class RetrainedSpec:
     run_seeds: Sequence[int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, ready for JSON."""
+        """Return the fields as plain values for JSON."""
         return ordered(asdict(self))
 
 
@@ -312,7 +312,7 @@ def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
 def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients, with the default kind if none is set.
 
-    ``shapes`` are those of the differentiated parameters, in order.
+    ``shapes`` has the shapes of the differentiated parameters, in order.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
@@ -332,7 +332,7 @@ Spec = TypeVar("Spec", FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 
 
 def parse_spec(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
-    """Return the spec with the given result of ``as_dict``."""
+    """Return the spec for which ``as_dict`` returns these values."""
     if not issubclass(kind, NormalSpec):
         return kind(**plain)
     names = plain.keys() & {field.name for field in fields(kind)}

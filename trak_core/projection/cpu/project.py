@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Number of calls for each thread. With several calls, no thread is idle for long at the end.
 _CALLS = 4
-# The limit in bytes for results that wait to be added in order. Each thread has at least one.
+# The limit in bytes for results that wait to be added in order. One for each thread is allowed.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # samples that a kernel may process together
 # It is None in a process that multiprocessing forked, because OpenMP may have been used before.
@@ -101,7 +101,7 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return a matrix, and the range of its columns that are ``start`` to ``stop`` of the blocks.
+    """Return columns ``start`` to ``stop`` of consecutive blocks as a matrix and a column range.
 
     The matrix is C-contiguous and float32, because Numba would compile another kernel for any
     other layout. If a single such block contains all columns, it is not copied.

@@ -4,7 +4,7 @@ Samples form tiles of eight, one in each vector lane. A coordinate or column of 
 eight float32 numbers. The results of a sample are computed in its lane and do not depend on the
 other samples of its batch. Lanes beyond the last sample are zero.
 
-Intrinsics write the vector instructions, because LLVM does not vectorize loops over the lanes.
+Intrinsics generate vector instructions, because LLVM does not vectorize loops over the lanes.
 """
 
 import os

@@ -166,7 +166,7 @@ def make_current(device: torch.device) -> None:
 
 
 def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    """Return the machine code of a kernel, from the cache or compiled now."""
+    """Return the machine code of a kernel, read from the cache or compiled."""
     path = kept_path(".cubin", kernel, types, capability)
     code = kept(path)
     if code is None:

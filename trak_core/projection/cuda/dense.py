@@ -160,7 +160,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     n_words, n_gradients = 2 * column_tiles, 4 * sample_tiles
 
     # Sums, words and gradients stay in registers only if their indices are constants. Therefore
-    # these functions are unrolled, instead of loops.
+    # unrolled functions replace loops.
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):

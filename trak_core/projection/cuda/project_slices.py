@@ -180,7 +180,7 @@ def project_slices(
 ) -> None:
     """Add the projection of consecutive blocks to ``out``. No block may be empty.
 
-    The arguments are those of ``project_cuda``, and the method.
+    The arguments other than the method are as in ``project_cuda``.
     """
     n_samples, proj_dim = out.shape
     row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)

@@ -105,7 +105,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
         at = uint32(base + position_of(thread, after))
         for v in range(n_values):
             x[v] = exchange[uint32(at + uint32((v << after) + (v << after >> 4)))]
-        # No barrier is needed, because the next swap writes only where no other thread has read.
+        # No barrier is needed, because a thread next writes to entries that only it has read.
 
     @device_function
     def sign_in(signs, first, v, thread):
