@@ -5,8 +5,8 @@
     attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
     scores = attributor.score(target_data)
 
-Importing this package is fast, because every start of Snakemake imports it. torch, numba and h5py
-are imported with the modules that use them.
+Importing this package does not import torch, numba or h5py, because each start of Snakemake imports
+it. They are imported by the modules that use them.
 """
 
 # ruff: file-ignore[non-empty-init-module]
@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# Modules by name, because an import statement would make every job depend on these modules.
+# These modules are imported by name. With import statements, all jobs would depend on them.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
 
 
@@ -31,6 +31,6 @@ def open(results: str | Path = "results") -> Any:
     """Return a finished run of the pipeline as a fitted ``Attributor``.
 
     ``trak_core.open("results").scores("hard").top(10)`` returns the training samples with the
-    largest scores for the targets of experiment "hard". ``.score(targets)`` scores new targets.
+    largest scores for the targets of the experiment "hard". ``.score(targets)`` scores new targets.
     """
     return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -1,7 +1,7 @@
-"""Compute digests of the code and the files that a job depends on, for Snakemake to compare.
+"""Compute digests of the code and files on which a job depends, for Snakemake to compare.
 
-Whole files are hashed. This imports only the standard library, because each start of Snakemake
-imports it.
+Whole files are hashed. Only the standard library is imported, because each start of Snakemake
+imports this module.
 """
 
 import ast
@@ -17,7 +17,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders that do not affect the numbers of jobs. ``own_parts`` adds those of stages and pages.
+# Folders that do not change results of all jobs. ``own_parts`` adds those of stages and pages.
 _APART = {"command", "compat", "queries", "report", "stages", "workflow"}
 _OF_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -41,7 +41,7 @@ def _code_files(*parts: str) -> set[Path]:
 def code_digest(*parts: str) -> str:
     """Hash modules, templates and styles of ``trak_core``, once in a process.
 
-    ``parts`` are files and folders within it; without any, all folders that compute numbers.
+    ``parts`` are files and folders in the package. The default is all folders that compute results.
 
     Returns:
         16 hexadecimal digits.
@@ -54,18 +54,18 @@ def code_digest(*parts: str) -> str:
 
 
 def own_parts(module: str) -> list[str]:
-    """Return the files and folders that only one stage uses; ``module`` is its dotted name."""
+    """Return the files and folders that only one stage uses. ``module`` is its dotted name."""
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
 
 
 def stage_digest(module: str) -> str:
-    """Hash the code that computes numbers and a stage's module: 16 hexadecimal digits."""
+    """Return a hash of the code that computes results and of a stage's module, in 16 digits."""
     return content_digest(code_digest(), code_digest(*own_parts(module)))[:16]
 
 
 def _imported(file: Path, name: _Name) -> Iterable[_Name]:
-    """Yield the dotted names in all import statements of a module's file."""
+    """Yield the dotted names in all import statements of a module."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
         nodes = list(ast.walk(tree))
@@ -87,7 +87,7 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
     """Return a study's Python file and the local modules that it imports, by name.
 
-    Imports within functions are included. Modules are searched for in ``folders``, in order; by
+    Imports in functions are included. Modules are searched for in ``folders``, in order, or by
     default in the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
@@ -102,7 +102,7 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
     while pending:
         name = pending.pop()
         for imported in _imported(modules[name], name):
-            # `import a.b.c` runs a and a.b as well.
+            # `import a.b.c` also imports a and a.b.
             for depth in range(1, len(imported) + 1):
                 part = imported[:depth]
                 above = modules.get(part[:-1])
@@ -127,8 +127,8 @@ def study_digest(
 ) -> str:
     """Hash a study's Python file, the local modules that it imports, and its data files.
 
-    Installed packages are not included. ``data_files`` are digests by path, ``folders`` as in
-    ``study_modules``.
+    Installed packages are not included. ``data_files`` contains digests by path. ``study_modules``
+    documents ``folders``.
 
     Returns:
         16 hexadecimal digits.
@@ -138,20 +138,20 @@ def study_digest(
 
 
 def mentions(study: Path, *names: str) -> bool:
-    """Return whether a study, or a local module that it imports, may define one of these names.
+    """Return whether a study, or a local module that it imports, can define one of these names.
 
-    A star import may define any name.
+    A star import can define any name.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b|\bimport\s*\*".encode())
     return any(words.search(file.read_bytes()) for file in study_modules(study).values())
 
 
 def content_digest(*parts: Any) -> str:
-    """Hash plain values by their JSON: 32 hexadecimal digits."""
+    """Return a hash of the JSON of plain values, as 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def parameters_digest(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Hash the names and shapes of parameters, in order: 32 hexadecimal digits."""
+    """Return a hash of the names and shapes of parameters, in order, as 32 hexadecimal digits."""
     text = "\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

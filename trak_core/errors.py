@@ -1,4 +1,4 @@
-"""InputError, for errors that a user can correct, and tests for exhausted memory and disks."""
+"""Define the errors that a user can correct, and recognize exhausted memory and full disks."""
 
 import errno
 import os
@@ -7,34 +7,34 @@ from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
-    """The user's input cannot be used.
+    """The error for input that cannot be used.
 
-    The message says what must hold, what was found and what to do. Jobs print it without a
-    traceback. Any other exception is a bug and keeps its traceback.
+    The message consists of a rule, what was found, and what to do. Jobs print it without a
+    traceback. Any other exception is a bug, and jobs print its traceback.
 
     Attributes:
         code: A stable identifier of the broken rule, such as ``"gradients.label_value"``. The text
-            of the message may change.
+            of the message can change between versions.
     """
 
     def __init__(self, message: str, code: str | None = None):
-        """Store the code, which ``str`` doesn't show."""
+        """Store the message and the code. ``str`` returns only the message."""
         super().__init__(message)
         self.code = code
 
 
 class StoppedError(SystemExit):
-    """A job was stopped by SIGTERM or Ctrl-C. It is a ``SystemExit`` and ends the process."""
+    """The exception of a job that SIGTERM or Ctrl-C stops. Like ``SystemExit``, it ends Python."""
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return at most eight values as text, and the number of further ones."""
+    """Return a text with at most eight values and the number of further values."""
     texts = [str(value) for value in values]
     shown = ", ".join(texts[:8])
     return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown
 
 
-# No space left on the device, quota exceeded, file too large.
+# Errors for a full device, an exceeded quota, and a file that is too large.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -46,9 +46,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_full_reason(error: BaseException) -> str | None:
-    """Return the system's message if an error, or a cause of it, is a full disk; otherwise None."""
+    """Return the system's message if an error or one of its causes is a full disk, else None."""
     for cause in _chain(error):
-        match = re.search(r"\berrno = (\d+)", str(cause))  # in messages of HDF5
+        match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5's messages contain it.
         number = int(match[1]) if match else getattr(cause, "errno", None)
         if number in _NO_ROOM:
             return os.strerror(number)
@@ -56,7 +56,7 @@ def disk_full_reason(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on any device."""
+    """Return whether an error is a failed allocation of memory on any device."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -68,5 +68,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def caused_by_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or a cause of it, is a failed allocation."""
+    """Return whether an error or one of its causes is a failed allocation of memory."""
     return any(map(is_out_of_memory, _chain(error)))

@@ -1,1 +1,1 @@
-"""Implement the command ``trak``, which runs the Snakemake workflow from any folder."""
+"""Implement the command ``trak``, which runs the Snakemake workflow in any folder."""

@@ -90,20 +90,20 @@ def ask(words: Sequence[str]) -> None:
                 f"{path} twice.",
                 code="command.output_again",
             )
-    # is_file() would refuse a pipe, which is allowed: `--file <(...)`.
+    # is_file() is False for a pipe, which is allowed: `--file <(...)`.
     if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
         kind = "a folder" if asked.file.is_dir() else "nothing"
         message = f"--file must be a file of lines. Found {kind} at {asked.file}."
         raise InputError(message, code="command.no_file")
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
-    # OpenBLAS crashes with several threads from 16,384 dimensions on. It reads this once.
+    # OpenBLAS with several threads crashes for 16,384 or more dimensions. It reads this once.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Without this, the garbage collection at exit takes a second.
     atexit.register(gc.freeze)
     try:
         _answer(_Session(asked))
-    except KeyboardInterrupt:  # before the first line, or a second time
+    except KeyboardInterrupt:  # This is raised before the first line, or by a second Ctrl-C.
         sys.exit(128 + signal.SIGINT)
 
 
@@ -113,7 +113,7 @@ def _answer(session: "_Session") -> None:
         with contextlib.suppress(KeyboardInterrupt):
             session.answer_all()
     except BrokenPipeError:
-        # The reader of a pipe has closed it. Python flushes at exit, which would fail again.
+        # The reader has closed the pipe. Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         session.write()
@@ -122,7 +122,7 @@ def _answer(session: "_Session") -> None:
 
 
 class _Session:
-    """The run, the answers so far, and whether a line could not be answered."""
+    """The state of ``trak ask``: the run, the answers, and whether a line failed."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self._asked = asked
@@ -130,7 +130,7 @@ class _Session:
         self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
         self.has_failed = False
         self._answers: list[Answer] = []
-        # Where each id was read: "target 3" or "line 5".
+        # The place of each id: "target 3" or "line 5".
         self._places: dict[str, str] = {}
         self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
         if sys.stdin is not None and sys.stdin.isatty():
@@ -139,7 +139,7 @@ class _Session:
             self._run = _open_run(asked.config)
             _check_outputs(self._run.run, self._outputs)
             self._run.load()
-        # A page has the same parts as that of the run.
+        # The page of answers has tokens if the run's pages have them.
         shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
         self._has_tokens: bool = asked.tokens or shows_tokens
 
@@ -148,7 +148,7 @@ class _Session:
         if self.is_typed:
             print(_HELP, file=sys.stderr)
         samples = self._samples()
-        # Lines of a file share the reading of checkpoints that do not stay in memory.
+        # Lines of a file are scored together, so that checkpoints are read once for all of them.
         is_given = self._asked.file is not None or self._asked.target
         while group := list(itertools.islice(samples, _AT_ONCE if is_given else 1)):
             answers = self._run.answers(group, self._asked.top, tokens=self._has_tokens)
@@ -157,7 +157,7 @@ class _Session:
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
                 if self._outputs:
-                    # The scores of all training samples would need too much memory.
+                    # Scores of all training samples for all answers would need too much memory.
                     self._answers.append(replace(answer, scores=answer.scores.iloc[:0].copy()))
                 print(_in_words(answer), flush=True)
 
@@ -185,7 +185,7 @@ class _Session:
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield the samples of targets and lines, and print an error for any other line."""
+        """Yield the samples of targets and lines. Print an error for a line without a sample."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
@@ -209,7 +209,7 @@ class _Session:
                 yield asked
 
     def _check_new_id(self, asked: "Asked", place: str) -> None:
-        """Raise an error for an id that an earlier target or line has."""
+        """Raise an error if an earlier target or line has the same id."""
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
@@ -219,9 +219,9 @@ class _Session:
             )
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
-        """Yield each line that is not empty and its number, from 1.
+        """Yield the number, from 1, and the content of each line that is not empty.
 
-        A line is text, bytes, or a dict of the fields of a table's row.
+        The content is text, bytes, or a dict of the fields of a table's row.
         """
         file: Path | None = self._asked.file
         from trak_core.data.rows import TABLES
@@ -242,11 +242,11 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
-    """Raise an error if an output would replace a file that a run reads or has written."""
+    """Raise an error if an output would replace a file that a run has read or written."""
     from trak_core.runtime.files import matches
 
     inputs = [run.checkpoint(name) for name in run.specs.checkpoints]
-    # A new file in a folder or pattern of data would become data.
+    # A new file that matches an entry of `data_files` would become data.
     inputs += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
     for path in outputs:
         for used in (run.results, *inputs):
@@ -260,7 +260,7 @@ def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Return whether two paths are the same file. Hard links are; the file need not exist."""
+    """Return whether two paths are the same file, also as hard links. It need not exist."""
     exist = path.exists() and other.exists()
     return path.samefile(other) if exist else path.resolve() == other.resolve()
 
@@ -309,7 +309,7 @@ def _typed() -> Iterator[str]:
             while True:
                 yield input(_PROMPT)
         except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)  # because no line break was typed
+            print(file=sys.stderr)  # No line break was typed.
             raise
 
 
@@ -327,7 +327,7 @@ def _in_words(answer: "Answer") -> str:
             train_id, score, text = (
                 row.pop(key) for key in ("train_id", "score", "described_text")
             )
-            text = "" if text in row.values() else text  # the text may be the class name
+            text = "" if text in row.values() else text  # The text can be the name of the class.
             known = ", ".join(f"{name} {label(value)}" for name, value in row.items())
             lines.append(in_a_line(f"  {score:+.3g}  train {train_id}{known and '  ' + known}"))
             lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()
@@ -336,10 +336,10 @@ def _in_words(answer: "Answer") -> str:
 
 
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
-    """Return a line with the tokens of the largest scores, and on a terminal one with all tokens.
+    """Return a line with the tokens of the largest scores, and on a terminal a line of all tokens.
 
-    There, tokens that push up are green and those that push down are red, the strongest in bold.
-    ``NO_COLOR`` turns this line off.
+    In the latter, tokens that push the output up are green, those that push it down are red, and
+    the strongest are bold. The environment variable ``NO_COLOR`` turns this line off.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

@@ -1,4 +1,4 @@
-"""Choose the checkpoints of one network among files of weights, and read times from names."""
+"""Choose the checkpoints of one network among files of weights, and read times from their names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,17 +10,17 @@ from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.load_checkpoint import read_weights
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-# An epoch or a step with its number, and a measure of quality. "sweep_1" matches neither.
+# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches neither.
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
-# Names of tensors, without their common prefix, and their shapes.
+# The shapes of tensors by their names, without the common prefix.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shapes]:
-    """Return the tensor shapes of all loadable checkpoints, without reading the numbers.
+    """Return the tensor shapes of all loadable checkpoints, without reading their values.
 
-    ``report`` gets a line for each file that does not load, with the reason.
+    A line with the reason is added to ``report`` for each file that does not load.
     """
     loaded: dict[Path, Shapes] = {}
     for path in checkpoints:
@@ -39,9 +39,9 @@ def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shape
 
 
 def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Path]:
-    """Return the checkpoints of the network that most files have, by tensor names and shapes.
+    """Return the checkpoints of the most frequent network, by names and shapes of tensors.
 
-    ``report`` gets a line for each other network.
+    A line is added to ``report`` for each other network.
     """
     networks = _grouped(loaded, lambda path: frozenset(loaded[path].items()))
     first = max(networks, key=len)
@@ -53,9 +53,9 @@ def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Pat
 
 
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or step.
+    """Return ``run`` and ``at`` of the checkpoints with names that differ only in an epoch or step.
 
-    A measure of quality may differ too, as in ``epoch=3-val_loss=0.25.ckpt``.
+    A measure of quality can differ too, as in ``epoch=3-val_loss=0.25.ckpt``.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 

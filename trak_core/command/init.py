@@ -22,15 +22,15 @@ _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", "
 _ADAPTER, _MODEL = "adapter_config.json", "config.json"
 _EXPLAINED = re.compile(r"asked|dev|eval(uation)?|held(out)?|questions|targets|test|val(id\w*)?")
 _LABELS = ("label", "labels", "target", "class", "y")
-# Names of a column of row numbers, which pandas writes.
+# Names of the column of row numbers that pandas writes.
 _NUMBERED = ("", "Unnamed: 0")
-# Fields of a prompt and its text, for rows without the field `text`.
+# The fields of a prompt and of its text, in rows without the field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
-_DEPTH = 4  # for a Trainer's runs/first/out/checkpoint-5
-# Up to 2,000 labelled targets are explained, because lists of suspects need hundreds.
+_DEPTH = 4  # The levels of subfolders, such as in a Trainer's runs/first/out/checkpoint-5.
+# Up to 2,000 labelled targets are explained, because lists of suspects need hundreds of targets.
 _N_TARGETS, _MOST_TARGETS = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
@@ -38,7 +38,7 @@ _NEEDED = (
     f"each class. Rows are in {', '.join(SUFFIXES)}"
 )
 
-# A line of the config: key, value, and a comment on what to check or fill in, or "".
+# A line of the config: key, value, and a comment on what the user must check or fill in, or "".
 Line = tuple[str, Any, str]
 # See docs/explanation/scores.md, "The damping".
 _DAMPING = "the default is 2; which is best differs between studies"
@@ -90,9 +90,9 @@ def init(words: Sequence[str]) -> None:
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a config for a folder, and report lines on the files that it uses.
+    """Return the text of a config for a folder, and lines of a report on the files that it uses.
 
-    The search goes into subfolders only until it finds a study.
+    Deeper subfolders are searched only until a study is found.
     """
     inside = level = [folder]
     report: list[str] = []
@@ -112,8 +112,8 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the config for a folder and given subfolders, or None if they are not a study."""
-    # timm saves a state dict and a config with the name of the network.
+    """Return the config for a folder and some of its subfolders, or None if they have no study."""
+    # timm saves a state dict with a config that contains the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
     weights = [path for path in inside if path not in timm and _weights_config(path)]
@@ -140,7 +140,7 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
 
 
 def _may_hold(path: Path) -> bool:
-    """Return whether a path is a folder, except for results and Python environments."""
+    """Return whether a path is a folder that can contain a study, unlike results folders."""
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
     return not any((path / name).exists() for name in ("pyvenv.cfg", "study.json"))
@@ -153,7 +153,7 @@ def _is_of_images(folder: Path) -> bool:
 
 
 def _weights_config(folder: Path) -> Path | None:
-    """Return the config file of the weights in a folder, or in a Trainer's checkpoints."""
+    """Return the config file of the weights in a folder or in a Trainer's checkpoints, or None."""
     places = (folder, *sorted(folder.glob("checkpoint-*")))
     files = (place / name for place in places for name in (_ADAPTER, _MODEL))
     return next((file for file in files if file.is_file()), None)
@@ -167,7 +167,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_here(paths: Sequence[Path], subject: str) -> None:
-    """Raise an error if the current folder, where results are written, is in one of the paths."""
+    """Raise an error if the current folder is in one of the paths, because of its results."""
     for path in (path.resolve() for path in paths):
         if Path.cwd().is_relative_to(path):
             raise InputError(
@@ -178,7 +178,11 @@ def _refuse_here(paths: Sequence[Path], subject: str) -> None:
 
 
 def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
-    """Return the training data and the data to explain, or None, by their names."""
+    """Choose the training data, and the data to explain or None, by their names.
+
+    Returns:
+        Both paths.
+    """
     words = {path: re.split(r"[^a-z]+", path.stem.lower()) for path in paths}
     trained = [path for path in paths if any(word.startswith("train") for word in words[path])]
     named = [path for path in paths if any(map(_EXPLAINED.fullmatch, words[path]))]
@@ -200,7 +204,7 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
 def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     """Return the config of a language model or a text classifier."""
     files = {path: file for path in weights if (file := _weights_config(path)) is not None}
-    # The base of an adapter is often in the same folder.
+    # The base model of an adapter is often in the same folder.
     adapters = [path for path, file in files.items() if file.name == _ADAPTER]
     configs = {path: _json(files[path]) for path in adapters or weights}
     first, about = next(iter(configs.items()))
@@ -212,7 +216,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
             f"{kind} in {first}. Write your own study (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
-    # Keys that may differ between copies of one model.
+    # These keys can differ between copies of one model.
     ignored = {"_name_or_path", "transformers_version", "peft_version"}
     models = {
         path: {key: value for key, value in about.items() if key not in ignored}
@@ -244,7 +248,7 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
     """Return the arguments that name the fields of prompt, text and label."""
     label, note = _label_of(row) if classifies else ("label", "")
     lines: list[Line] = [("label", label, note)] if label != "label" else []
-    # The study joins the messages of a conversation by the chat template.
+    # For conversations, the study uses the chat template.
     is_chat = "messages" in row or not isinstance(row.get("completion", ""), str)
     if "text" in row or (is_chat and not classifies):
         return lines
@@ -263,7 +267,7 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
 
 
 def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the field with the name of a label, or the last field and a comment to check it."""
+    """Return the field of the label, or the last field with a comment to check it."""
     names = [name for name in row if name not in {"id", *_NUMBERED}] or [*row]
     named = [name for label in _LABELS for name in names if name.strip().lower() == label]
     return (
@@ -276,7 +280,7 @@ def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
 def _of_images(
     images: list[Path], checkpoints: list[Path], timm: Mapping[Path, str], report: list[str]
 ) -> str:
-    """Return the config of an image classifier. ``timm`` has the networks' names by folder."""
+    """Return the config of an image classifier. ``timm`` maps folders to names of networks."""
     train, target = _split(images, report)
     explained = target or train
     _refuse_here([train, explained], "Images")
@@ -300,7 +304,8 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     label, note = _label_of(trained[0])
     ignored = {"id", *_NUMBERED} - {label}
     cells = {key: [row.get(key) for row in trained] for key in trained[0] if key not in ignored}
-    # A column is numeric if at least half of its cells are numbers. The run refuses the others.
+    # A column is numeric if at least half of its cells are numbers. The run raises an error for
+    # any other cells.
     numbers = {name: [as_number(value) for value in values] for name, values in cells.items()}
     texts = [name for name in cells if numbers[name].count(None) > len(trained) / 2]
     known = [number for number in numbers[label] if number is not None]
@@ -322,7 +327,7 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
-    """Return the targets: the first ids, or all if they have classes and are not too many."""
+    """Return all targets if they have classes and are not too many, else the first ids."""
     if of_classes and len(ids) <= _MOST_TARGETS:
         return "targets", ALL_TARGETS, ""
     return "targets", list(ids[:_N_TARGETS]), "ids of the samples to explain"
@@ -331,7 +336,7 @@ def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
 def _text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
-    """Return the text of a config, with values in JSON, and report what to check."""
+    """Return the text of a config with values in JSON. Report what the user must check."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", ENDING.sub("", p.name) or "run") for p in checkpoints]
     ids = stems if len({*stems}) == len(stems) else [f"{stem}_{i}" for i, stem in enumerate(stems)]
     times = times_of(checkpoints)

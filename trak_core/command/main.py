@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_USAGE, end="", file=sys.stdout if is_help else sys.stderr)
         sys.exit(0 if is_help else 2)
     try:
-        # Imports are here because `run` must not wait for pandas.
+        # These imports are here so that `run` does not wait for pandas.
         if command == ["init"]:
             from trak_core.command.init import init
 
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ask(words[1:])
         else:
             if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports
+                # Ctrl-C during the imports prints no traceback.
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             from trak_core.command.run import run
             from trak_core.runtime.job import stop_before_jobs
 

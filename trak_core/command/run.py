@@ -21,11 +21,11 @@ from trak_core.runtime.files import CONFIG_RECORD
 from trak_core.runtime.job import export_library_path
 
 _PACKAGE = Path(__file__).parents[1]
-# Options that limit how much runs at the same time.
+# Options that limit the number of jobs at the same time.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This is `python -m snakemake`, but Ctrl-C during the imports, which take a second, prints no
-# traceback. Garbage collection is rare, because the many jobs would make it an eighth of planning.
+# This replaces `python -m snakemake`. Ctrl-C during the imports, which take a second, prints no
+# traceback. Garbage collection is rarer, because it would take an eighth of the time of planning.
 _SNAKEMAKE = """
 import atexit, gc, sys
 from trak_core.runtime.job import stop_before_jobs
@@ -36,7 +36,7 @@ gc.set_threshold(100_000, 50, 100)
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
 """
-# Starts the imports of jobs before Snakemake's own.
+# This starts the imports of jobs before those of Snakemake.
 _START_FORKS = """
 from snakemake_executor_plugin_forks.server import set_preload, start
 set_preload({preload})
@@ -45,12 +45,12 @@ start()
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # Options that run jobs on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# More than Snakemake writes into a folder of temporary files before the first job.
+# Snakemake writes less than this into the folder of temporary files before the first job.
 _TEMPORARY_BYTES = 64_000
-# Imports of all jobs, of optimizers, and of studies of texts.
+# The imports of all jobs, of optimizers, and of studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
-# Words of a study that may change an import, by environment variables or by import paths.
+# Words in a study that can change an import, by environment variables or import paths.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 _OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
@@ -62,7 +62,7 @@ def workflow_folder() -> Path:
 
 
 def _profile(name: str) -> str:
-    """Return the path of a profile of this package, unless the current folder has one."""
+    """Return the path of a profile of this package, unless the current folder contains one."""
     if name not in _PROFILES or Path(name).is_dir():
         return name
     in_wheel = workflow_folder() / "profiles" / name
@@ -70,9 +70,9 @@ def _profile(name: str) -> str:
 
 
 def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
-    """Return the call of Snakemake for a config.
+    """Return the command line of Snakemake for a config.
 
-    ``arguments`` are targets and options of Snakemake. Without a limit, all cores are used.
+    ``arguments`` are targets and options of Snakemake. If they set no limit, all cores are used.
     """
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
@@ -91,7 +91,7 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
         before = argument
     if not any(argument.startswith(_SET_LIMIT) for argument in handed):
         handed += ["--cores", "all"]
-    # With `=` the option takes one value. Otherwise it would take the targets that follow too.
+    # With `=`, the option takes one value. Otherwise it would also take the targets after it.
     snakefile = str(workflow_folder() / "Snakefile")
     return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *handed]
 
@@ -110,7 +110,7 @@ def check_config_file(word: str, config: str) -> None:
 
 
 def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
-    """Raise an error if a folder, or its first existing parent, cannot hold a temporary file."""
+    """Raise an error if no file can be written to a folder, or to its first existing parent."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
@@ -123,7 +123,7 @@ def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
 
 
 def check_folders(arguments: Sequence[str]) -> None:
-    """Raise an error for folders that Snakemake writes to, for which it prints a traceback."""
+    """Raise an error if Snakemake cannot write to its folders, where it would print a traceback."""
     if not any(argument.startswith(("-d", "--directory")) for argument in arguments):
         _check_writing(
             Path.cwd(),
@@ -138,7 +138,7 @@ def check_folders(arguments: Sequence[str]) -> None:
         "Choose another one: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
         code="command.cache_folder",
     )
-    # The scheduler's library uses the same order, and the current folder if none is writable.
+    # The library of the scheduler uses these variables, or the current folder if none is writable.
     names = [os.environ[name] for name in ("TMP", "TMPDIR") if name in os.environ]
     temporary = Path(names[0] if names else "/tmp")  # ruff: ignore[hardcoded-temp-file]
     if temporary.is_dir() and os.access(temporary, os.W_OK):
@@ -162,14 +162,14 @@ def _read(config: Path) -> Any:
     try:
         return yaml.safe_load(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, yaml.YAMLError):
-        from trak_core.config.read_config import check_unique_keys  # a tenth of a second
+        from trak_core.config.read_config import check_unique_keys  # The import takes 0.1 s.
 
         check_unique_keys(config)
         raise
 
 
 def _is_new(path: Path, config: Any) -> bool:
-    """Return whether the config has no run yet, or was changed after its last start."""
+    """Return whether a config was never run, or was changed after its last start."""
     try:
         record = Path(config.get("results", "results")) / CONFIG_RECORD
         return not record.exists() or path.stat().st_mtime > record.stat().st_mtime
@@ -178,14 +178,14 @@ def _is_new(path: Path, config: Any) -> bool:
 
 
 def _can_fork() -> bool:
-    """Return whether jobs may be forks: on Linux without a GPU."""
+    """Return whether jobs can be forked processes, which is so on Linux without a GPU."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 def study_imports(study: Path) -> list[str]:
-    """Return sorted dotted names of a study's top-level imports from outside its folder.
+    """Return the sorted dotted names of a study's top-level imports from outside its folder.
 
-    Empty if the study may change what an import does.
+    The list is empty if the study can change the effect of an import.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]
@@ -202,12 +202,12 @@ def study_imports(study: Path) -> list[str]:
 
 
 def preloaded(config: Any) -> list[str]:
-    """Return the modules that the process from which jobs are forked imports."""
+    """Return the modules to import in the process from which jobs are forked."""
     config = config if isinstance(config, dict) else {}
     study = str(config.get("study"))
     names = [_STAGES]
-    with suppress(Exception):  # the start reports errors of the config and the study
-        # With a report, further experiments train nothing.
+    with suppress(Exception):  # Snakemake's start reports errors of the config and the study.
+        # If there is a report, further experiments do not train models.
         is_trained = Path(config.get("results", "results"), "report.html").exists()
         if {"training", "evaluation"} & config.keys() and not is_trained:
             names.append(_OPTIMIZERS)
@@ -222,7 +222,7 @@ def preloaded(config: Any) -> list[str]:
 
 
 def run(config: str, arguments: Sequence[str]) -> None:
-    """Print Snakemake's call for a config, and replace this process by it."""
+    """Print the command line of Snakemake for a config, and replace this process by it."""
     check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
@@ -233,7 +233,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # This is done late, because a start without jobs needs no imports.
+    # Imports are late, because a start without jobs does not need them.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
@@ -244,7 +244,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     # The new Python process handles Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        # -P: a module in the working folder must not shadow an installed one.
+        # With -P, modules in the working folder do not shadow installed ones.
         code = _SNAKEMAKE.format(first=first) + (_CALL_WITH_BRIEF_LOG if is_here else _CALL)
         # ruff: ignore[start-process-with-no-shell] -- this Python, with separate arguments
         os.execv(sys.executable, [sys.executable, "-P", "-c", code, *command[1:]])

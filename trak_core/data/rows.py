@@ -1,7 +1,7 @@
 """Read rows of samples from .jsonl, .csv, .tsv and .parquet files.
 
-Values are not converted: a cell of .csv or .tsv is a text, and JSON and Parquet have typed values.
-``as_number`` and ``class_number`` convert values where a number is needed.
+Values are not converted. Cells of .csv and .tsv are texts, and values in JSON and Parquet have
+types. ``as_number`` and ``class_number`` convert values if a number is needed.
 """
 
 import csv
@@ -19,7 +19,7 @@ from typing import Any
 from trak_core.errors import InputError
 
 LINES, PARQUET = ".jsonl", ".parquet"
-# Tables, with the separators of their cells.
+# The separators of cells in tables, by the ending of the file.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, *TABLES, PARQUET)
 _OTHER_SEPARATORS = (";", "\t", "|", ",")
@@ -29,7 +29,7 @@ _TRUTHS = {"true": 1, "false": 0}
 
 
 class _Written(float):
-    """A number of a JSON file that ``str`` writes as in the file: 1.10 and not 1.1."""
+    """A number of a JSON file. ``str`` returns its text in the file, such as 1.10 and not 1.1."""
 
     __slots__ = ("_text",)
     _text: str
@@ -45,13 +45,13 @@ class _Written(float):
 
 @dataclass(frozen=True, slots=True)
 class RowFile(Sequence[dict[str, Any]]):
-    """The rows of one file, in order, each a dict of its fields.
+    """The rows of one file, in order. Each row is a dict of its fields.
 
     Attributes:
         path: The file.
-        rows: Their fields.
-        numbers: The line in which each row begins, from 1; for Parquet the number of the row.
-            Empty for a folder of images.
+        rows: The fields of each row.
+        numbers: The line in which each row begins, from 1; for Parquet the number of the row. Empty
+            for a folder of images.
     """
 
     path: Path
@@ -66,17 +66,17 @@ class RowFile(Sequence[dict[str, Any]]):
         return self.rows[index]
 
     def place(self, index: int) -> str:
-        """Return the file and the line of a row, for messages."""
+        """Return the file and the line of a row, for error messages."""
         if not self.numbers:
             return f"{self.path}, {self.rows[index].get('id', index)}"
         noun = "row" if self.path.suffix == PARQUET else "line"
         return f"{self.path}, {noun} {self.numbers[index]}"
 
     def column(self, name: str) -> list[Any]:
-        """Return the field ``name`` of each row, None for rows without it.
+        """Return the field ``name`` of each row, or None for a row without it.
 
-        Cells of a table become numbers if every cell is the shortest text of an integer, or every
-        cell that of an integer or a float. ``007`` and ``1.10`` are not.
+        Cells of a table are converted to numbers if all cells are the shortest texts of integers,
+        or all are the shortest texts of integers or floats, which ``007`` and ``1.10`` are not.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -90,9 +90,9 @@ class RowFile(Sequence[dict[str, Any]]):
         return values
 
     def ids(self) -> list[int] | list[str]:
-        """Return the field ``id`` of each row; 0, 1, 2, ... if no row has that field.
+        """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has this field.
 
-        Ids of a table are integers if every cell is the shortest text of one.
+        Ids of a table are integers if all cells are the shortest texts of integers.
 
         Raises:
             InputError: If some rows have no id, if some ids are integers and others texts, if an id
@@ -139,11 +139,11 @@ class RowFile(Sequence[dict[str, Any]]):
 def read_rows(path: str | Path) -> RowFile:
     """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file.
 
-    A line of ``.jsonl`` is a JSON object. The first line of a table has the names of its fields,
+    A line of ``.jsonl`` is a JSON object. The first line of a table contains the names of fields,
     and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
 
     Raises:
-        InputError: If there is no file, if it has no rows, or if a line can't be read.
+        InputError: If the file does not exist, has no rows, or has a line that cannot be read.
     """
     file = Path(path)
     if not file.is_file():
@@ -157,8 +157,8 @@ def read_rows(path: str | Path) -> RowFile:
         if file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-            # pandas is not used, because it converts integers to floats if one is missing. An
-            # index of pandas is not a field.
+            # pandas is not used, because it converts integers to floats if one is missing. A
+            # stored index of pandas is not a field.
             table = parquet.read_table(file)
             index = (table.schema.pandas_metadata or {}).get("index_columns", [])
             unread = [name for name in index if isinstance(name, str) and name != "id"]
@@ -169,7 +169,7 @@ def read_rows(path: str | Path) -> RowFile:
             rows, numbers = list(numbered.values()), list(numbered)
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
-    except Exception as error:  # a damaged .parquet may raise any error, with several lines
+    except Exception as error:  # A damaged .parquet can raise any error, with several lines.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
@@ -180,12 +180,13 @@ def read_rows(path: str | Path) -> RowFile:
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    # read_text() would change ends of lines in cells. Spreadsheets begin UTF-8 with a mark.
+    # read_text() would change line breaks in cells. utf-8-sig skips the byte order mark that
+    # spreadsheets write.
     text = file.read_bytes().decode("utf-8-sig")
     if file.suffix in TABLES:
         yield from _rows_of_table(text, TABLES[file.suffix], file.suffix)
         return
-    # splitlines() would split at other ends of lines, which texts in JSON may contain.
+    # splitlines() would also split at other line separators, which texts in JSON can contain.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -195,12 +196,12 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of the line where a table's row begins, and the row's fields.
+    """Yield the number of the line in which a row of a table begins, and the row's fields.
 
-    A ``ValueError`` names the line of a row with wrong quotes or another number of cells than the
-    header, or a name that the header has twice.
+    A ``ValueError`` is raised for a row with wrong quotes or another number of cells than the
+    header, and for a name that occurs twice in the header.
     """
-    csv.field_size_limit(sys.maxsize)  # the default, 131,072 characters, is too few for texts
+    csv.field_size_limit(sys.maxsize)  # The default of 131,072 characters is too small for texts.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     header, number = list[str](), 1
     try:
@@ -208,14 +209,14 @@ def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int
             if cells and not header:
                 header = _checked_header(cells, separator, suffix)
             elif cells:
-                # Spreadsheets and some programs write empty cells beyond the header's.
+                # Spreadsheets and some programs write more empty cells than the header has.
                 while len(cells) > len(header) and not cells[-1]:
                     cells.pop()
                 if len(cells) != len(header):
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
                     raise ValueError(f"line {number} has {n}, the header {len(header)}")
                 yield number, dict(zip(header, cells, strict=True))
-            # Quoted cells may have several lines.
+            # A quoted cell can contain line breaks.
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error
@@ -253,11 +254,11 @@ def _finite(text: str) -> float:
 
 
 def parsed_json(line: str) -> Any:
-    """Return the value of a line of JSON. ``str`` of a number is as in the line, such as "1.10".
+    """Return the value of a line of JSON. ``str`` of a number is its text in the line, as "1.10".
 
     Raises:
-        ValueError: If the line is not JSON, has a field twice, a number that is not finite or half
-            of a surrogate pair, or is nested too deep.
+        ValueError: If the line is not JSON, is nested too deeply, or contains a field twice, a
+            number that is not finite, or half of a surrogate pair.
     """
     try:
         value = json.loads(
@@ -276,10 +277,10 @@ def parsed_json(line: str) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a finite number, or the number that a text denotes; None for any other value.
+    """Return a finite number, or the number in a text. Return None for any other value.
 
     A text is a decimal number in the notation of Python, or true (1) or false (0) in any case.
-    Separators of thousands and decimal commas are not read.
+    Separators of thousands and decimal commas are not allowed.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -292,19 +293,19 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a text is the shortest one of an integer of 64 bits."""
+    """Return whether a value is the shortest text of an integer of 64 bits."""
     is_short = isinstance(value, str) and _WHOLE.fullmatch(value) is not None
     return is_short and -(2**63) <= int(value) < 2**63
 
 
 def class_number(value: Any) -> int | None:
-    """Return a label that is an integer from 0, or its shortest text; None for any other value."""
+    """Return a label as an integer if it is one from 0, or the shortest text of one, else None."""
     if _is_whole(value):
         value = int(value)
     return value if type(value) is int and value >= 0 else None
 
 
 def shortened(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON, or its first 80 characters."""
+    """Return a row as JSON, shortened to 80 characters."""
     text = json.dumps(row, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:80]}..."

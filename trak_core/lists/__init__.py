@@ -1,1 +1,1 @@
-"""Rank training samples in lists to act on, and sum scores over groups of samples."""
+"""Rank training samples in lists, and sum scores over groups of training samples."""

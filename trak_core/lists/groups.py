@@ -1,4 +1,4 @@
-"""Sum scores over groups of training samples, with intervals from resampling samples and runs."""
+"""Sum scores over groups of training samples, with bootstrap intervals over samples and runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from trak_core.errors import InputError
 from trak_core.evaluation.intervals import Chance, expanded
 from trak_core.settings import Combine
 
-# The number of draws of runs, and the number of draws of samples for each of them.
+# The number of draws of runs, and the number of draws of samples for each draw of runs.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
 _MAX_GROUPS = 100
-# Columns that every table of scores has.
+# Columns that all tables of scores have.
 _TABLE_COLUMNS = ("label", "prediction")
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of a column: their sorted names, and for each sample the number of its group.
+    """The groups of a column: their sorted names, and the number of the group of each sample.
 
     ``numbers`` has shape (n,), integers.
     """
@@ -32,7 +32,7 @@ class Grouping:
 
     @classmethod
     def of(cls, column: str, values: Iterable[Any]) -> "Grouping":
-        """Group equal values, which are texts or integers, with at most 100 distinct ones."""
+        """Group equal values. They must be texts or integers, with at most 100 distinct ones."""
         array = np.asarray(pd.Series(list(values)))
         if array.dtype.kind == "f":
             raise InputError(
@@ -53,7 +53,7 @@ class Grouping:
 def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
     """Check that tables of scores will have the columns to group by, with few distinct values.
 
-    ``study_columns`` are the columns that the study returns for its training samples.
+    ``study_columns`` contains the columns that the study returns for its training samples.
     """
     for name in group_by:
         if name in study_columns:
@@ -70,9 +70,9 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
 def run_weights(runs: Sequence[int]) -> np.ndarray:
     """Return the weight of each checkpoint in each draw of runs, shape (RUN_DRAWS + 1, C).
 
-    Runs are drawn with replacement, and a weight is the number of times that the checkpoint's run
-    is drawn. In the first row all weights are 1. ``runs`` has the number of each checkpoint's run,
-    from 0.
+    Runs are drawn with replacement. A weight is the number of times that the checkpoint's run is
+    drawn. In the first row, all weights are 1. ``runs`` contains the number of each checkpoint's
+    run, from 0.
     """
     n_runs = max(runs) + 1
     draws = np.random.default_rng(0).multinomial(n_runs, np.full(n_runs, 1 / n_runs), RUN_DRAWS)
@@ -82,11 +82,11 @@ def run_weights(runs: Sequence[int]) -> np.ndarray:
 class GroupSums:
     """Sums of scores over the samples of each group, accumulated over blocks of samples.
 
-    ``plain`` (groups, m) are the sums themselves, ``drawn`` (groups, draws, m) those of resamples.
-    In a resample the weight of a sample is a Poisson number of mean 1. It is the same for all
-    targets and runs. A draw uses the same runs for all groups, so that differences between groups
-    are paired. Blocks must be in the order of the samples. The size of blocks does not change the
-    numbers, except for float64 rounding.
+    ``plain`` (groups, m) contains the sums, and ``drawn`` (groups, draws, m) the sums of bootstrap
+    draws. In a draw, the weight of a sample is a Poisson number with mean 1, which is the same for
+    all targets and runs. A draw uses the same runs for all groups, so that differences between
+    groups are paired. Blocks must be in the order of the samples. The size of blocks does not
+    change the sums, except for float64 rounding.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 6; Hanley and
         MacGibbon, "Creating non-parametric bootstrap samples using Poisson frequencies", 2006.
@@ -95,7 +95,7 @@ class GroupSums:
     def __init__(
         self, n_groups: int, n_targets: int, combine: Combine, weights: np.ndarray
     ) -> None:
-        """Start with sums of 0. ``weights`` are from ``run_weights``."""
+        """Start with sums of 0. ``weights`` is the result of ``run_weights``."""
         self.combine, self.weights = combine, weights
         self.plain = np.zeros((n_groups, n_targets))
         self.drawn = np.zeros((n_groups, N_DRAWS, n_targets))
@@ -111,8 +111,9 @@ class GroupSums:
     ) -> None:
         """Add a block of samples: rows of A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        ``norms`` are ||B|| of the checkpoints, used only by ``unit_average``. ``groups`` has for
-        each column the samples' groups, shape (rows,), numbered consecutively over all columns.
+        ``norms`` contains ||B|| of each checkpoint, which only ``unit_average`` uses. ``groups``
+        contains an array for each column: the numbers of the samples' groups, shape (rows,). The
+        groups of all columns are numbered consecutively.
         """
         times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
@@ -144,7 +145,7 @@ class GroupSums:
     def drawn_means(self) -> np.ndarray:
         """Return the mean over each group's samples in each draw, shape (groups, draws, m).
 
-        It is NaN where a draw has no sample of the group.
+        The mean is NaN if a draw contains no sample of the group.
         """
         with np.errstate(invalid="ignore"):
             return self.drawn / self.counts[:, :, None]
@@ -153,8 +154,9 @@ class GroupSums:
 def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
     """Return the variance of a group's mean that is due to its samples, shape (...).
 
-    It is the variance between draws with the same runs. Draws are means over the group's ``size``
-    samples, shape (..., N_DRAWS), NaN where a draw has none. A single sample has variance 0.
+    It is the variance between draws with the same runs, times size / (size - 1). ``draws`` contains
+    means over the group's ``size`` samples, shape (..., N_DRAWS), or NaN if a draw has none of
+    them. The variance for a single sample is 0.
     """
     variance = _within_runs(draws) * size / max(size - 1, 1)
     return Chance(variance, np.full(variance.shape, size - 1.0))
@@ -165,11 +167,11 @@ def group_interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return intervals of groups' means, or of differences between them.
 
-    The variance is that of ``samples`` plus, with at least two runs, that between runs.
-    ``draws`` has shape (..., N_DRAWS), the other arrays (...).
+    The variance is the sum of that of ``samples`` and, for at least two runs, that between runs.
+    ``draws`` has shape (..., N_DRAWS), and the other arrays have shape (...).
     """
     if n_runs > 1:
-        # The means over a run's draws still contain this part of the variance of samples.
+        # The variance between draws of runs also contains the variance of samples / SAMPLE_DRAWS.
         remainder = _within_runs(draws) / SAMPLE_DRAWS
         runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - remainder, 0)
         samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))
@@ -184,7 +186,7 @@ def _within_runs(draws: np.ndarray) -> np.ndarray:
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over the draws of samples, (..., RUN_DRAWS), NaN where no draw has a sample."""
+    """Return means over draws of samples, (..., RUN_DRAWS), NaN if no draw has a sample."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)
@@ -208,12 +210,12 @@ def group_tables(
 
     Args:
         groupings: The columns and their groups.
-        plain: Sums of scores over each group's samples, shape (groups, m), for the groups of all
-            columns in order.
+        plain: The sums of scores over each group's samples, shape (groups, m), for the groups of
+            all columns in order.
         drawn: Draws of each group's mean over its samples and all targets, shape (groups, draws).
-        ends: Lower and upper ends of the intervals of each group's mean for each target, both of
-            shape (groups, m).
-        target_ids: Ids of the m targets.
+        ends: The lower and upper ends of the intervals of each group's mean for each target, each
+            with shape (groups, m).
+        target_ids: The ids of the m targets.
         n_runs: The number of training runs.
     """
     groups, differences, first = [], [], 0

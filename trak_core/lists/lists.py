@@ -1,4 +1,4 @@
-"""Rank training samples: likely wrong labels, harmful samples, the most helpful ones, copies."""
+"""Rank training samples by likely wrong labels, harm or help, and find copies of samples."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ from trak_core.settings import MEAN_OF
 
 # A pair is a copy if its closeness, relative to the fifth nearest sample, is at least _CLOSE.
 _NEIGHBOURS, _CLOSE = 5, 0.9
-# Cosine distances below this are rounding errors of float32 features.
+# Smaller cosine distances are rounding errors of float32 features.
 _SAME = 1e-5
 
-# With fewer targets, a sample may be harmful to them by chance.
+# With fewer targets, a sample can be harmful by chance.
 ENOUGH_TARGETS = 100
 
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
-    """Return samples in an order, with the columns id, rank, the given ones, then all others."""
+    """Return samples in an order, with the columns id and rank, the given ones, and all others."""
     rows = train.assign(**columns).iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *columns]
@@ -36,14 +36,14 @@ def few_targets(targets: pd.DataFrame) -> bool:
 
 
 def suspects(train: pd.DataFrame) -> pd.DataFrame:
-    """Return all training samples, most harmful first: those at the top likely have wrong labels.
+    """Return all training samples, the most harmful first, because they likely have wrong labels.
 
-    Most labels of targets must be right. A sample with a wrong label worsens the model output of
-    similar targets.
+    A sample with a wrong label worsens the model output of similar targets. Most labels of the
+    targets must be right.
 
     Columns are id, rank, ``worth_a_look``, ``suggested_label``, harm, help, and the others of
-    ``train``, the table of a scores file. ``worth_a_look`` is 1 where the harm is larger than the
-    help. It does not mean that the label is wrong.
+    ``train``, the table of a scores file. ``worth_a_look`` is 1 if the harm is larger than the
+    help. This does not mean that the label is wrong.
 
     Source: docs/how-to/clean-data.md, "Find wrong labels".
     """
@@ -57,10 +57,10 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 
 
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
-    """Return the training samples that harm targets more than they help, most harmful first.
+    """Return the training samples that harm targets more than they help, the most harmful first.
 
-    Columns are id, rank, ``score`` (help minus harm, which is negative here), and those of
-    ``train``, the table of a scores file.
+    Columns are id, rank, ``score`` (help minus harm, which is negative), and those of ``train``,
+    the table of a scores file.
     """
     score = _help_minus_harm(train)
     order = np.argsort(score, kind="stable")[: int((score < 0).sum())]
@@ -72,12 +72,12 @@ def best_in_turn(
 ) -> pd.DataFrame:
     """Return the most helpful training samples, which targets choose in turn.
 
-    In each turn, a target chooses the most helpful of its top influences that is still available.
-    So samples for every kind of target are chosen. The samples with the largest help minus harm can
-    be very similar. They follow after all top influences are chosen.
+    In each turn, a target chooses the most helpful of its top influences that is not chosen yet.
+    Therefore samples for all kinds of targets are chosen. In contrast, the samples with the largest
+    help minus harm can be very similar. They follow after all top influences.
 
-    A positive score must improve its target. The tables are those of a scores file. ``fraction`` is
-    that of the training samples to return, rounded up. Columns are those of ``most_harmful``.
+    A positive score must improve its target. The tables are from a scores file. ``fraction`` of the
+    training samples, rounded up, are returned. Columns are those of ``most_harmful``.
     """
     score = _help_minus_harm(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
@@ -100,9 +100,9 @@ def best_in_turn(
 def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
     """Return the training samples with the largest (help - harm) / (help + harm).
 
-    Use this for regression, where some targets need a larger f and others a smaller one. A training
-    label that is far too large helps the former most and harms the latter as much. The size of the
-    error cancels in this ratio. Arguments and columns are those of ``best_in_turn``.
+    This is for regression, where some targets need a larger f and others a smaller one. A training
+    label that is much too large helps the former most, and harms the latter as much. The size of
+    the error cancels in the ratio. Arguments and columns are those of ``best_in_turn``.
     """
     score = _help_minus_harm(train)
     size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
@@ -122,12 +122,12 @@ def _by_score(train: pd.DataFrame, order: np.ndarray, score: np.ndarray) -> pd.D
 def nearest(
     read: ReadRows, n_rows: int, others: np.ndarray, *, block: int, first: int | None = None
 ) -> Extremes:
-    """Return the five rows whose features have the largest cosines with those of each sample.
+    """Return the five rows of features with the largest cosines to the features of each sample.
 
     The result has shape (5, m), float32, or fewer rows if ``n_rows`` is smaller. ``read`` returns
-    rows of features from start to stop, shape (rows, k), ``block`` at a time. ``others`` are
-    features of the samples, shape (m, k). If these are rows themselves, ``first`` is the number of
-    the first one, and a sample is not its own neighbour.
+    rows of features from start to stop, shape (rows, k), and is called for ``block`` rows at a
+    time. ``others`` are the features of the samples, shape (m, k). If the samples are rows too,
+    ``first`` is the number of the first one, and a sample is not its own neighbour.
     """
     unit = unit_rows(others).T.astype(np.float32)
     extremes: Extremes | None = None
@@ -143,13 +143,13 @@ def nearest(
 
 
 def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return samples that have a copy among the rows, these rows, cosines and closeness.
+    """Return the samples that have a copy among the rows, with these rows, cosines and closeness.
 
-    With d_i the distance (1 minus the cosine) to the i-th nearest row, closeness is 1 - d_1 / d_5.
-    The row is a copy if this is at least 0.9.
+    Let d_i be the distance (1 minus the cosine) to the i-th nearest row. The closeness of the
+    nearest row is 1 - d_1 / d_5. The row is a copy if this is at least 0.9.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
-    # A sample's own row has the cosine -inf, and there may be fewer than five rows.
+    # The cosine with a sample's own row is -inf, and there can be fewer than five rows.
     last = np.isfinite(cosines).sum(axis=0) - 1
     farthest = np.take_along_axis(cosines, np.maximum(last, 0)[None], axis=0)[0]
     distance = 1 - cosines[0]

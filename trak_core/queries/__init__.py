@@ -1,1 +1,1 @@
-"""Open a finished run as a fitted attributor, and score further samples."""
+"""Open a finished run as a fitted ``Attributor``, and score further samples with it."""

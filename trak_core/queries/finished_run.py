@@ -1,4 +1,4 @@
-"""List the files of a finished run, and check that they belong to the present config."""
+"""Find the files of a finished run, and check that they belong to the current config."""
 
 import contextlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from trak_core.config.read_config import recorded_config
 from trak_core.config.specs_from_config import Specs, specs_of
 from trak_core.errors import InputError
 
-# Keys of a spec, as error messages name them.
+# The names of a spec's keys in error messages.
 _NAMES = {
     "checkpoint": "checkpoint",
     "dtype": "features_dtype",
@@ -35,7 +35,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the run of a config that includes defaults. No file is written."""
+        """Return the finished run of a config with its defaults. No file is written."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -76,7 +76,7 @@ class FinishedRun:
 
     @classmethod
     def of_folder(cls, results: Path) -> Self:
-        """Return the run that was last started with a results folder."""
+        """Return the last run in a results folder."""
         config, folder = recorded_config(results)
         return cls.of_config(config, results, folder)
 
@@ -86,7 +86,7 @@ class FinishedRun:
         return self.results / "checkpoints" / f"{name}.pt" if path is None else Path(path)
 
     def files(self, name: str) -> list[Path]:
-        """Return a checkpoint, and the files with its training features or Gramian."""
+        """Return the paths of a checkpoint and of its training features or Gramian."""
         made = [f"gramian/{name}/train.h5"]
         if self.specs.is_projected:
             made = [f"features/{name}/train.h5", f"normal_matrix/{name}.h5"]
@@ -104,7 +104,7 @@ class FinishedRun:
                     self.refuse_changed(path, differ)
 
     def refuse_changed(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error for a file whose spec differs from the present one in ``keys``."""
+        """Raise an error for a file with a spec that differs from the current one in ``keys``."""
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
             f"{self.results}: the run must have today's config, study, data and checkpoints. Found "

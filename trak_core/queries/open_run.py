@@ -1,4 +1,4 @@
-"""Open a finished run as an attributor: read its scores, and score further samples."""
+"""Open a finished run as an attributor, which reads its scores and scores further samples."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ from trak_core.study.study import Study
 class OpenRun(FittedAttributor):
     """A finished run as a fitted ``Attributor``, with the scores of its experiments.
 
-    Scores are read when they are requested, and each file is verified. The first further sample
-    loads the study and the checkpoints, and checks that they are those of the run. Checkpoints stay
-    in memory if all of them need at most half of ``compute.memory_mb``.
+    Scores are read on request, and each file is verified. When the first further sample is scored,
+    the study and the checkpoints are loaded, and must be those of the run. Checkpoints stay in
+    memory if all of them need at most half of ``compute.memory_mb``.
 
     Example:
         >>> run = trak_core.open("results")  # doctest: +SKIP
@@ -43,20 +43,20 @@ class OpenRun(FittedAttributor):
     """
 
     def __init__(self, results: Path, run: FinishedRun | None = None) -> None:
-        """Open a results folder; ``run`` is read from the folder if it is None."""
+        """Open a results folder. If ``run`` is None, it is read from the folder."""
         super().__init__()
         self.folder, self._run = results, run
         self._notices: set[str] = set()
-        # Columns of the training samples, by id; empty before the first answer.
+        # The columns of the training samples, by id. The table is empty before the first answer.
         self.columns = pd.DataFrame()
 
     @property
     def experiments(self) -> list[str]:
-        """Sorted names of the experiments that have scores."""
+        """The sorted names of the experiments that have scores."""
         return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
 
     def scores(self, experiment: str) -> Scores:
-        """Return an experiment's scores, with ``described_text`` if the run has texts."""
+        """Return an experiment's scores, with the column ``described_text`` if there are texts."""
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
             raise InputError(
@@ -84,7 +84,7 @@ class OpenRun(FittedAttributor):
         return pd.DataFrame(rows, columns=columns).to_html(index=False)
 
     def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
-        """Return a training sample, or a target of an experiment, as the study returns it."""
+        """Return a training sample, or a target of an experiment, from the study."""
         if experiment is not None:
             return self.target(sample_id, experiment).sample
         if sample_id not in self._places:
@@ -98,16 +98,16 @@ class OpenRun(FittedAttributor):
             return self._train.samples[self._places[sample_id]]
 
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
-        """Return which training samples pushed a sample up and down.
+        """Return the training samples that pushed the model output of a sample up and down.
 
         The scores equal those of an experiment with this target. No file is written. ``asked`` is a
-        sample as the study returns it, such as a tuple, or the argument of the study's ``encode``:
-        a dict of the fields of a line, or a text for the field ``text``. The answer has ``k``
-        training samples of either sign, and with ``tokens`` scores by token.
+        sample as the study returns it, such as a tuple, or the input of the study's ``encode``: a
+        dict of the fields of a line, or a text for the field ``text``. The answer contains ``k``
+        training samples of either sign, and with ``tokens`` their scores by token.
 
         Raises:
-            InputError: If the run is not finished, does not belong to the present study, data and
-                checkpoints, or the model does not take the sample.
+            InputError: If the run is not finished, if it does not belong to the current study, data
+                and checkpoints, or if the model does not take the sample.
         """
         ((_, answer),) = self.answers([self.asked(asked)], k, tokens=tokens)
         if isinstance(answer, InputError):
@@ -115,9 +115,12 @@ class OpenRun(FittedAttributor):
         return answer
 
     def asked(self, given: Any, number: int = 0) -> Asked:
-        """Return the sample of a line or a text, or a sample that the study returned.
+        """Convert a line or a text to a sample. A sample from the study is not changed.
 
         A mapping of plain values is a line, unless training samples have the same keys and types.
+
+        Returns:
+            The sample with its id and fields.
         """
         if isinstance(given, Asked):
             return given
@@ -138,7 +141,7 @@ class OpenRun(FittedAttributor):
     def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
         """Return a target of an experiment, or of the first experiment that has this id.
 
-        An id that is a number may be given as text.
+        A numeric id can also be given as a text.
         """
         known = self.run.specs.experiments
         if experiment is not None and experiment not in known:
@@ -174,13 +177,13 @@ class OpenRun(FittedAttributor):
         """Yield each sample with its answer, or with an error if it cannot be scored.
 
         As many samples as fit in memory are scored together, so that checkpoints that do not stay
-        in memory are read once. With ``tokens``, the gradients of the samples in the answers are
+        in memory are read only once. With ``tokens``, gradients of the samples in the answers are
         computed too. If scores by token are not possible, a notice is printed.
         """
         if tokens:
             self._check_projected("Scores by tokens")
         n = len(self._train.ids)
-        # For each target: its scores, and its solved features or Gramian column per checkpoint.
+        # A target needs its scores and, for each checkpoint, solved features or a Gramian column.
         width = self._spec.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         answers: Sequence[Answer | InputError] = []
@@ -200,14 +203,14 @@ class OpenRun(FittedAttributor):
         if len(asked) == len(answers):
             yield from zip(asked, answers, strict=True)
             return
-        # The samples do not fit in memory, or at least one of them raised an error.
+        # The samples do not fit in memory, or one of them raised an error. Try each half.
         middle = len(asked) // 2
         for half in (asked[:middle], asked[middle:]):
             yield from self.answers(half, k, tokens=tokens)
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
         samples: Any = [asked.sample for asked in group]
-        # Ids may have several types, so positions are used; one sample keeps its id for messages.
+        # Ids can have several types, so positions are used. A single sample has its id in messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self._score(Split(samples, ids), keep="full", top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
@@ -237,7 +240,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with texts. If not possible, print a notice and return None."""
+        """Return scores by token with texts, or print a notice and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)
@@ -251,7 +254,8 @@ class OpenRun(FittedAttributor):
                     texts += [*shown_tokens(self.study, *sample, n - 1), ""]
             return table.assign(text=texts)
         except InputError as error:
-            if len(group) > 1 and error.code == "gradients.memory_limit":  # single samples may fit
+            # Single samples may fit in memory.
+            if len(group) > 1 and error.code == "gradients.memory_limit":
                 raise
             notice = f"Notice: answers come without tokens: {error}"
         if notice not in self._notices:
@@ -260,7 +264,7 @@ class OpenRun(FittedAttributor):
         return None
 
     def load(self) -> None:
-        """Load the checkpoints if all of them fit in memory."""
+        """Load all checkpoints if they fit in memory."""
         with self._at_work(), ExitStack() as stack:
             for name in self.checkpoints:
                 self._scorer(name, stack)
@@ -269,14 +273,14 @@ class OpenRun(FittedAttributor):
 
     @property
     def projection(self) -> dict[str, Any]:
-        """The projection as scores files of the run have it in their spec."""
+        """The projection in the specs of the run's scores files."""
         kind = FEATURES if self._is_projected else GRAMIAN
         with open_artifact(self._features(self.checkpoints[0]), kind) as file:
             return file.spec["projection"]
 
     @cached_property
     def run(self) -> FinishedRun:
-        """The last run with this results folder."""
+        """The last run in this results folder."""
         return self._run or FinishedRun.of_folder(self.folder)
 
     @cached_property
@@ -321,6 +325,6 @@ class OpenRun(FittedAttributor):
 
 
 def _kinds(sample: Any) -> dict[str, type]:
-    """Return the types of a mapping's values; an empty dict for any other sample."""
+    """Return the types of a mapping's values, or an empty dict for any other sample."""
     mapping = sample if isinstance(sample, Mapping) else {}
     return {name: type(value) for name, value in mapping.items()}

@@ -1,4 +1,4 @@
-"""Represent a sample to explain, and its answer: the strongest training samples, with texts."""
+"""Represent a sample to explain, and its answer with the strongest training samples."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from trak_core.study.study import Study
 class Asked:
     """A sample to explain, its id, and the fields of the line from which it was encoded.
 
-    If it is explained as another class, ``own_label`` is the name or number of its own class.
+    If the sample was given another label, ``own_label`` is the name or number of its own class.
     """
 
     id: int | str
@@ -30,9 +30,9 @@ class Asked:
 
 
 def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> Asked:
-    """Return a sample with another label: a name among the study's classes, or a number.
+    """Return a sample with another label: the name of a class of the study, or a number.
 
-    The scores then explain the log-odds of that class, such as a wrong prediction.
+    Its scores explain the log-odds of that class, which may be a wrong prediction.
     """
     if not about_output(model_output).labels_are_classes:
         raise InputError(
@@ -54,18 +54,19 @@ class Answer:
 
     Attributes:
         asked: The sample.
-        target: ``id``, ``label``, ``prediction``, ``output`` (mean of the model output over the
+        target: ``id``, ``label``, ``prediction``, ``output`` (the mean of the model output over the
             last checkpoints of the runs) and ``output_sd``, as in the table ``targets``.
         text: The study's description of the sample.
         scores: The score of each training sample, by id, float32.
         influences: The strongest scores of either sign, as in the table ``top_influences``.
-        train: Columns of these training samples, by id, and ``described_text``.
+        train: The columns of these training samples, by id, and ``described_text``.
         model_output: The model output f, as in the config.
-        class_names: Names of the classes, by number; empty if the study has none.
-        tokens: Scores of ``top`` by token, or None: ``train_id``, ``side`` (``train`` or
-            ``target``: the text with these tokens), ``token`` (from 0; -1 for the part of the score
-            that belongs to no token), ``text`` and ``score``. For a side and a training sample they
-            sum to its score, up to the rounding of features (int8: 1 % of the largest score).
+        class_names: The names of the classes, by number; empty if the study has none.
+        tokens: The scores of ``top`` by token, or None. The columns are ``train_id``, ``side``
+            (``train`` or ``target``, the sample with the token), ``token`` (from 0, or -1 for the
+            part of the score that belongs to no token), ``text`` and ``score``. The scores of a
+            side and a training sample add up to its score, except for the rounding of features
+            (int8: 1 % of the largest score).
     """
 
     asked: Asked
@@ -80,15 +81,16 @@ class Answer:
 
     @property
     def top(self) -> pd.DataFrame:
-        """``train_id``, ``score`` and the columns of ``train``, the largest score first."""
+        """A table of ``train_id``, ``score`` and columns of ``train``, the largest score first."""
         both = self.influences.sort_values("score", ascending=False, kind="stable")
         both = both[["train_id", "score"]].reset_index(drop=True)
         return both.join(self.train, on="train_id")
 
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
-        """Return ``text`` and ``score`` of a training sample's tokens, or of the asked sample's.
+        """Return ``text`` and ``score`` of the tokens of a training sample or of the asked sample.
 
-        The latter are sums over the training samples in ``top``. Empty if ``tokens`` is None.
+        Scores of the asked sample's tokens are sums over the training samples in ``top``. The table
+        is empty if ``tokens`` is None.
         """
         if self.tokens is None:
             return pd.DataFrame({"text": [], "score": []})
@@ -100,15 +102,15 @@ class Answer:
         return target.groupby("token").agg({"text": "first", "score": "sum"}).reset_index(drop=True)
 
     def side(self, sign: int) -> pd.DataFrame:
-        """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
+        """Return the rows of ``top`` with scores of ``sign`` 1 or -1, the strongest first.
 
-        The columns are those that describe a training sample.
+        Columns that do not describe a training sample are left out.
         """
         label = about_output(self.model_output).label
         top = self.top.assign(label=[self.named(number) for number in self.top["label"].tolist()])
         left_out = ["prediction", "output", "output_sd", *([] if label else ["label"])]
         rows = top.loc[top["score"] * sign > 0, :].drop(columns=left_out)
-        if label not in rows:  # otherwise the study has a column of this name
+        if label not in rows:  # Otherwise the study has a column with this name.
             rows = rows.rename(columns={"label": label})
         return rows if sign > 0 else rows.iloc[::-1]
 
@@ -116,7 +118,7 @@ class Answer:
         """Return one line: the model output, then the sample's label and prediction."""
         about = about_output(self.model_output)
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
-        if self.target["prediction"] == self.target["output"]:  # in regression
+        if self.target["prediction"] == self.target["output"]:  # This is a regression.
             about = replace(about, prediction="")
         names = {key: self.named(self.target[key]) for key in ("label", "prediction")}
         text = of_target(SimpleNamespace(**names), about)

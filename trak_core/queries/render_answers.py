@@ -1,4 +1,4 @@
-"""Render answers as an HTML page, like that of an experiment, or as rows of a table."""
+"""Render answers as an HTML page, in the form of an experiment's page, or as rows of a table."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from trak_core.study.show_samples import (
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
     """Return the HTML page of answers, with ``k`` training samples of either sign for each.
 
-    The page has the form of ``answers/{experiment}.html``.
+    The page has the same form as ``answers/{experiment}.html``.
     """
     with contextlib.chdir(run.run.folder):
         samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
@@ -54,7 +54,7 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
-    """Return answers in the form of an experiment's scores file."""
+    """Return answers with the same tables as an experiment's scores file."""
     spec, words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
@@ -89,7 +89,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
 
 
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return one row for each training sample of each answer, with class names."""
+    """Return a table with a row for each training sample of each answer, with class names."""
     parts = []
     for answer in answers:
         names = {key: answer.train[key].map(answer.named) for key in ("label", "prediction")}

@@ -1,10 +1,10 @@
 """Render the results of a study as HTML pages, and a figure of each experiment.
 
-``templates`` has the markup and the text, ``style.css`` the colours and sizes. The modules read
-artifacts (``read_results``) and compute the values that templates show.
+``templates`` contains the markup and the text, and ``style.css`` the colours and sizes. The modules
+read artifacts (``read_results``) and compute the values that templates show.
 """
 
-# Without the extra, this error names it before an import of a module fails.
+# If packages of the extra are missing, this error names the extra before an import fails.
 # ruff: file-ignore[non-empty-init-module]
 
 from importlib.util import find_spec

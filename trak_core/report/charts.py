@@ -1,6 +1,6 @@
 """Draw line charts of measurements for the report, and a figure of each experiment.
 
-A chart is shown in its own size, with title and legend as text (templates/macros.html.j2).
+A chart is not scaled on the page. templates/macros.html.j2 shows its title and legend as text.
 """
 
 import base64
@@ -23,7 +23,8 @@ from trak_core.report.read_results import File, output_of, part_with
 from trak_core.report.template_filters import of_target, of_training_sample, signed
 from trak_core.study.show_samples import Picture
 
-# Inches. An inch of an SVG is 96 CSS pixels, so that its text is as large as the page's small text.
+# The size of a chart in inches. An inch of an SVG is 96 CSS pixels, so that text in a chart is as
+# large as small text on the page.
 _WIDTH, _HEIGHT = 3.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -44,31 +45,32 @@ _REMOVED = {
     "random": _GREY,
 }
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
-# Swept settings: column, title of the curve, label of the axis.
+# The column, the title of the chart and the label of the axis for each swept setting.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
     ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
-# Targets in a figure. Characters per line and lines that fit above a tile, and into it.
+# The number of targets in a figure.
 TARGETS_IN_FIGURE = 6
+# The number of characters in a line, and of lines, above a tile and in a tile.
 _ABOVE, _WITHIN = (18, 2), (17, 9)
-# Titles of measures of retrained models.
+# The titles of measures of retrained models.
 _MEASURES = {
     "change": "Change of the model output",
     "accuracy": "Accuracy",
     "target_loss": "Loss",
     "output": "Model output",
 }
-# Groups in a chart. Characters per line and lines of the name of a group.
+# The number of groups in a chart; the number of characters and of lines of the name of a group.
 _GROUPS, _NAME = 25, (22, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of a line, with intervals from ``low`` to ``high`` if given.
+    """The points of a line, with intervals from ``low`` to ``high`` if they are given.
 
-    A ``dashed`` line is a reference without markers.
+    A ``dashed`` line has no markers.
     """
 
     label: str
@@ -82,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: ``src`` is the picture as a data URL, ``alt`` its description.
+    """A chart. ``src`` is the picture as a data URL, and ``alt`` describes it.
 
     ``width`` and ``height`` are in CSS pixels.
     """
@@ -175,7 +177,7 @@ def lds_charts(evaluation: File) -> list[Chart]:
     ceiling = evaluation.row("summary", kind="ceiling")
     curve = evaluation.tables["checkpoints"]
     counts = curve["n_checkpoints"].tolist()
-    # A long curve has ticks at 1, 2, 5, 10, ... and at its end, so that numbers do not overlap.
+    # A long curve has ticks at 1, 2, 5, 10, ... and at its end, so that labels do not overlap.
     ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
     charts = [
         _line_chart(
@@ -196,7 +198,7 @@ def lds_charts(evaluation: File) -> list[Chart]:
 
 
 def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
-    """Draw LDS against one setting, with the others as in the config and a line per combine."""
+    """Draw LDS against one setting, with a line for each ``combine`` and the config's others."""
     config = evaluation.row("best", setting="config")
     others = {other: getattr(config, other) for other, *_ in _SWEPT if other != name}
     sweep = part_with(evaluation.tables["sweep"], **others).sort_values(name, kind="stable")
@@ -217,11 +219,11 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 
 
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
-    """Return a chart for each measure of models retrained without, or on, chosen samples.
+    """Return a chart for each measure of models retrained without, or only on, chosen samples.
 
-    It has a line for the chosen samples and one for as many random samples, against their number.
-    ``labels`` has a phrase for each subset, and ``treated``: ``removed`` or ``trained on``. An
-    empty list has no charts.
+    A chart has a line for the chosen samples and a line for the same number of random samples,
+    against this number. ``labels`` contains a phrase for each subset, and ``treated``, which is
+    ``removed`` or ``trained on``. There are no charts for an empty list.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
@@ -252,7 +254,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
 
 
 def group_charts(groups: File) -> list[Chart]:
-    """Return a chart for each column with the mean scores of its largest groups."""
+    """Return a chart of the mean scores of the largest groups for each column."""
     charts = []
     for column, rows in groups.tables["groups"].groupby("column", sort=False):
         largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)
@@ -270,7 +272,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
-            # Small scores have a power of ten at the end of the axis, so that ticks stay short.
+            # For small scores, the axis shows a power of ten at its end, so that labels are short.
             axes.locator_params(axis="x", nbins=4)
             axes.ticklabel_format(axis="x", scilimits=(-2, 4))
             axes.grid(axis="x", color="#ddd", linewidth=0.6)
@@ -294,7 +296,7 @@ def influences_figure(examples: Examples) -> Figure:
     for axes in tiles.flat:
         axes.set_axis_off()
     for row, about in zip(tiles, shown, strict=True):
-        words = of_target(about, output).rsplit(", ", 1)  # the prediction is on a second line
+        words = of_target(about, output).rsplit(", ", 1)  # The prediction is in a second line.
         _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
             strongest = examples.strongest(about.id, sign)[:EACH]
@@ -312,7 +314,7 @@ def _wrapped(text: str, characters: int, lines: int) -> str:
 
 
 def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
-    """Show a sample in a frame. A user's text is never parsed as a formula."""
+    """Show a sample in a frame. Texts are not parsed as formulas."""
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
     axes.set_title(above, fontsize=8, color=color, parse_math=False)

@@ -1,7 +1,7 @@
-"""Show samples to readers: as drawn or described by the study, or printed.
+"""Show samples to readers as pictures or texts from the study, or as printed values.
 
 The report (templates/examples.html.j2), the answers (templates/answer.html.j2) and the figures
-(``charts``) show them the same.
+(``charts``) show samples in the same way.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,9 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# Training samples of either sign for a target. The largest number of targets of an experiment, and
-# of the page, which limits its size.
+# The number of training samples of either sign for a target.
 EACH = 4
+# The largest number of targets of an experiment and of the page, to limit the size of the page.
 _TARGETS, _IN_ALL = 20, 120
 
 
@@ -26,9 +26,9 @@ _TARGETS, _IN_ALL = 20, 120
 class Examples:
     """Targets of an experiment and their strongest training samples, by id.
 
-    ``targets`` are those in the table ``shown``. ``train`` may have further samples. If ``drawn``,
-    they are pictures from the study's ``draw``; if ``described``, they have texts from its
-    ``describe``.
+    ``targets`` contains those in the table ``shown``. ``train`` can contain further samples.
+    ``drawn`` is whether samples are pictures, and ``described`` is whether they have texts from the
+    study's ``describe``.
     """
 
     experiment: File
@@ -39,22 +39,22 @@ class Examples:
 
     @property
     def shown(self) -> list[Any]:
-        """Rows of the targets that are shown."""
+        """The rows of the targets that are shown."""
         return rows_with(self.experiment.tables["shown"])
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return rows of a target's strongest training samples of sign 1 or -1."""
+        """Return the rows of a target's strongest training samples of sign 1 or -1."""
         return strongest(self.experiment, target, sign)
 
 
 def targets_shown(n_experiments: int) -> list[int]:
-    """Return the largest number of targets of each experiment; 0 after 120 targets in all."""
+    """Return the largest number of targets to show of each experiment, at most 120 in total."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
 def targets_of_mean(experiment: File) -> Split | None:
-    """Return a description of an experiment's target if it is a mean of others, else None."""
+    """Return an experiment's target as a text if it is a mean of other targets, else None."""
     targets = experiment.tables["targets"]
     if MEAN_OF not in targets:
         return None
@@ -72,8 +72,8 @@ def find_examples(
     """Return the targets and strongest training samples of each experiment, as they are shown.
 
     The study's ``draw(axes, sample)`` draws a sample, and its ``describe(sample)`` returns a text.
-    Without these, images are shown and other samples are printed. ``targets`` has the targets of
-    each experiment, ``also`` the ids of further training samples to show.
+    Without these functions, images are shown and other samples are printed. ``targets`` contains
+    the targets of each experiment, and ``also`` the ids of further training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 

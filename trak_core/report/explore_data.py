@@ -1,7 +1,7 @@
-"""Prepare the data of the page of an experiment: its targets and their training samples.
+"""Prepare the data of an experiment's page: its targets and their training samples.
 
-A template shows the first targets, and the page's script shows all from the same data. Samples that
-would make the page too large are left out, and the page gives their number.
+A template shows the first targets. The page's script shows all targets, from the same data. Samples
+that would make the page too large are left out, and the page shows their number.
 """
 
 import json
@@ -20,12 +20,13 @@ from trak_core.settings import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import BEGINNING, Picture, readable
 
-# Training samples of either sign for a target. Targets that are shown without the script.
+# The number of training samples of either sign for a target, and the number of targets that the
+# page shows without its script.
 EACH_ON_PAGE, AT_ONCE = 10, 20
-# Bytes of a page; bytes for ids, scores and columns; bytes of text, style, script and the targets
-# that are shown without the script.
+# The largest sizes in bytes of a page; of ids, scores and columns; and of the page's own text,
+# style and script with the targets that are shown without the script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
-# Characters of a text if all texts fit, else BEGINNING.
+# The number of characters of a text if all texts fit. Otherwise it is BEGINNING.
 _CHARACTERS = 1000
 
 # (is_target, id, characters) -> the target or training sample as it is shown, with at most this
@@ -35,7 +36,7 @@ _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful. Compare their labels, or "
     "which of their tokens are scored."
 )
-# The level of the strongest colour of a token.
+# The number of levels of colours of tokens.
 LEVELS = 9
 
 
@@ -44,9 +45,9 @@ class Tokens:
     """Scores by token, which are shown as colours.
 
     Attributes:
-        texts: (is_target, id, number of tokens) -> the texts of a sample's tokens.
-        train: Scores of a training sample's tokens, by target and training sample.
-        targets: Scores of a target's tokens, summed over its training samples, by target.
+        texts: A function (is_target, id, number of tokens) -> the texts of a sample's tokens.
+        train: The scores of a training sample's tokens, by target and training sample.
+        targets: The scores of a target's tokens, summed over its training samples, by target.
     """
 
     texts: Callable[[bool, Any, int], Sequence[str]]
@@ -69,7 +70,7 @@ class Tokens:
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
-    """Return scores as integers in proportion, the largest as ``LEVELS``."""
+    """Return scores as integers in proportion to them, with ``LEVELS`` for the largest."""
     largest = np.abs(scores).max(initial=0)
     if not largest > 0:
         return [0] * len(scores)
@@ -81,15 +82,17 @@ class Answer:
     """The contents of an experiment's page.
 
     Attributes:
-        experiment: Its scores, see ``read_experiment``.
-        targets: For each target its id, texts, columns, ``sample`` and ``influences`` (index in
-            ``train``, score, and levels of its tokens if known). With scores by token, it has their
-            texts and levels too. ``equal`` marks, by index, samples with the contents of others or
-            of the target. ``equal_harms`` is a sentence if one of the latter is among the most
-            harmful.
+        experiment: The scores. See ``read_experiment``.
+        targets: The id, texts, columns, ``sample`` and ``influences`` (index in ``train``, score,
+            and levels of its tokens if known) of each target. With scores by token, also the texts
+            and levels of the target's tokens. ``equal`` marks, by index, samples with the same
+            contents as others or as the target. ``equal_harms`` is a sentence if a sample with the
+            contents of the target is among the most harmful ones, else "".
         train: The same for each training sample of a target, and for the most harmful ones.
-        columns: Names of the columns in ``values`` of ``targets`` and ``train``, in their order.
+        columns: The names of the columns in ``values`` of ``targets`` and ``train``, in order.
         pictures: Data URLs of the pictures that are shown without the script, by element id.
+        drawn: Whether samples are shown as pictures.
+        described: Whether samples have texts from the study.
     """
 
     experiment: File
@@ -102,19 +105,19 @@ class Answer:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the target is a mean of others, or a difference of means, and so not a sample."""
+        """Whether the target is not a sample, but a mean of others or a difference of means."""
         return MEAN_OF in self.experiment.tables["targets"]
 
     @property
     def n_left_out(self) -> tuple[int, int]:
-        """The numbers of targets not on the page, and of samples on it that are not shown."""
+        """The number of targets that are not on the page, and of its samples that are not shown."""
         samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
     @property
     def meanings(self) -> str:
-        """Sentences on the meaning of label, prediction, and columns of the study."""
+        """Sentences on the meaning of the label, the prediction, and the columns of the study."""
         about = output_of(self.experiment)
         sentences = []
         if about.label != "label" and not (about.is_own or self.is_mean):
@@ -163,14 +166,14 @@ def _study_columns(table: pd.DataFrame) -> list[str]:
 
 
 def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return label, prediction and columns of the study as texts, to filter by."""
+    """Return label, prediction and columns of the study as texts. The page can filter by them."""
     pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
     named = [*pairs, *((name, name) for name in _study_columns(table))]
     return {word: [label(value) for value in table[key].tolist()] for word, key in named}
 
 
 def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[str, Any]]:
-    """Return an entry for each row: id, anchor, values, and the study's columns as one text."""
+    """Return the id, anchor, values, and the study's columns as one text, for each row."""
     added = _study_columns(table)
     rows = zip(*values.values(), strict=True) if values else (() for _ in table["id"])
     return [
@@ -189,7 +192,7 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return entries of the first targets without influences, and names of their columns."""
+    """Return entries of the first targets, without influences, and the names of their columns."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     values = _values(table, (output.label, output.prediction))
@@ -209,7 +212,7 @@ def _train(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return entries of training samples with harm, help and self-influence, and column names.
 
-    ``places`` are the ranks of a sample among these, from 0 for the largest number.
+    ``places`` contains the sample's rank by each of these numbers, with 0 for the largest one.
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
@@ -222,7 +225,7 @@ def _train(
     numbers = {key: table[key] for key in ("harm", "help") if key in table}
     if self_influence is not None:
         numbers["self-influence"] = self_influence.loc[list(ids)]
-    # The order of the list of suspects: by all digits, then by the row in the study.
+    # Sort as in the list of suspects: by the exact number, and then by the row in the study.
     of_study = experiment.tables["train"]["id"]
     row_of = {sample_id: row for row, sample_id in enumerate(of_study.tolist())}
     rows = [row_of[sample_id] for sample_id in ids]
@@ -279,12 +282,12 @@ def explore(
 ) -> Answer:
     """Return the contents of an experiment's page of at most 5 MB.
 
-    It has the first targets whose ids, scores and columns need at most half of the page. Then it
-    has as many samples as fit: those of the first targets, all targets, and training samples by
-    their best rank. Texts are shortened if more samples fit then.
+    Targets are on the page, in order, until their ids, scores and columns need half of it. As many
+    samples as fit are shown: first those of the first targets, then other targets, then other
+    training samples by their best rank. If not all texts fit, texts are shortened.
 
-    ``show`` returns a sample as it is shown: as a picture if ``drawn``, with the study's text if
-    ``described``. ``self_influence`` is that of training samples, by id.
+    ``show`` returns a sample as a picture if ``drawn``, and with the study's text if ``described``.
+    ``self_influence`` is that of training samples, by id.
     """
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
@@ -294,7 +297,7 @@ def explore(
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
-    # A target that is a mean of others is not a sample.
+    # A target that is a mean of others is not a sample that can be shown.
     shown = [] if MEAN_OF in experiment.tables["targets"] else targets
     first = {i for entry in targets[:AT_ONCE] for i, *_ in entry["influences"]}
     asked = [(True, entry) for entry in shown[:AT_ONCE]]
@@ -311,9 +314,9 @@ def explore(
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
-    """Return an experiment without columns that the texts of its targets repeat.
+    """Return an experiment without columns of targets that the texts of targets contain.
 
-    A template makes a text from the fields of a question. Its table keeps the fields too.
+    A template makes a text from the fields of a question, and these fields are also columns.
     """
     table = experiment.tables["targets"]
     if MEAN_OF in table:
@@ -342,7 +345,7 @@ def _fill(
     *,
     drawn: bool,
 ) -> dict[str, str]:
-    """Add samples to entries up to ``n_bytes``; return the pictures shown without the script."""
+    """Add samples to entries up to ``n_bytes``. Return the pictures shown without the script."""
     samples, used = [], 0
     for is_target, entry in asked:
         shown, entry["digest"] = show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS)
@@ -362,7 +365,7 @@ def _fill(
             continue
         if count < n_at_once:
             places.setdefault(sample.src, f"picture-{len(places)}")
-        # The script refers to the pictures that are on the page already.
+        # If a picture is already on the page, the script refers to it by its id.
         source = places.get(sample.src, sample.src)
         entry["sample"] = [source, sample.width, sample.height, sample.text]
     return {place: source for source, place in places.items()}
@@ -371,7 +374,7 @@ def _fill(
 def _mark_equal(
     targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
 ) -> None:
-    """Mark training samples of a target that have equal contents, whatever their labels are.
+    """Mark training samples of a target that have equal contents, also with different labels.
 
     Samples that are not shown are not compared.
     """
@@ -391,12 +394,12 @@ def _mark_equal(
         target["equal"] = marks
         harmful = {place for place, score in influences if not score.startswith("+")}
         is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
-        # In regression, a target with too high a prediction is itself a sample that lowers it.
+        # In regression, training on a target with a prediction that is too high lowers it.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 
 def _size(sample: Picture | str) -> int:
     text = sample if isinstance(sample, str) else sample.text
-    # 20 bytes for quotes and commas. JSON encodes some characters as two or six.
+    # Quotes and commas need up to 20 bytes. JSON encodes some characters as two or six.
     picture = len(sample.src) if isinstance(sample, Picture) else 0
     return len(_json(text).encode()) + picture + 20

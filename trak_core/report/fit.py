@@ -1,4 +1,4 @@
-"""Compare how well models predict their training samples with a constant guess."""
+"""Compare the models' predictions of their training samples with a constant guess."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The largest number of samples, drawn at random, whose parts are counted for the most frequent one.
+# The number of random samples in which parts of labels are counted to find the most frequent one.
 _MOST_READ = 256
-# A smaller fraction of correct classes is doubtful even if it exceeds the guess.
+# A smaller fraction of correct classes is doubtful, even if it exceeds that of the guess.
 _FEW_RIGHT = 0.5
 
 
@@ -21,12 +21,12 @@ class Fit:
     """The quality of predictions of training samples, by the models and by a constant guess.
 
     Attributes:
-        measure: Both numbers in a sentence, ASCII.
+        measure: A sentence in ASCII with both numbers.
         value: The fraction of correct predictions, or R2; None if all labels of a regression are
             equal.
-        guess: The frequency of the most frequent label; in regression 0, the R2 of the mean label.
-        is_doubtful: Whether the models are not better than the guess (for classes and parts: by two
-            standard errors), or most classes are wrong.
+        guess: The frequency of the most frequent label, or 0 for regression, the R2 of the mean.
+        is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
+            standard errors), or predict most classes wrong.
     """
 
     measure: str
@@ -39,15 +39,15 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     """Return the fit of models to their training samples, or None if predictions are not labels.
 
     ``columns`` are ``id``, ``label`` and ``prediction`` of the table ``train`` of a scores file. If
-    a label has many parts, the guess uses those of at most 256 samples of ``train``.
+    labels have several parts, the guess is determined from at most 256 samples of ``train``.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
-        return None  # its prediction may be anything
+        return None  # Predictions of user-defined model outputs have no known meaning.
     if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
-        # Only samples on which the two differ contribute to the difference.
+        # Samples on which the models and the guess agree do not contribute to the difference.
         error = np.sqrt((right != guessed).sum()) / len(labels)
         return _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
     if about.counts_parts:
@@ -60,7 +60,7 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit, from fractions of correct predictions and the error of their difference."""
+    """Return the fit for fractions of correct predictions, and the error of their difference."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
         f"most frequent one alone is right for {100 * guess:.3g} %."
@@ -88,7 +88,7 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
 
 
 def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:
-    """Return how often each value from 0 on occurs among the scored parts of labels."""
+    """Return the number of occurrences of 0, 1, 2, ... among the scored parts of labels."""
     counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]

@@ -28,13 +28,13 @@ from trak_core.runtime.job import PEAK
 from trak_core.settings import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 
-# Loss weights below this are counted as near 0.
+# Smaller loss weights are counted as near 0.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
 _N_HARMFUL = 100
 # The largest number of training samples in the table of several experiments.
 _N_SHARED = 30
-# Names of shards and groups of subsets: 2-of-5, 0-9.
+# The names of shards and of groups of subsets, such as 2-of-5 and 0-9.
 _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 
@@ -42,8 +42,8 @@ _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 class File:
     """The contents of an artifact that the report shows.
 
-    ``name`` is its path in the results folder. ``spec`` has the settings of its numbers. ``tables``
-    are by key, ``attributes`` are numbers and texts by name.
+    ``name`` is the artifact's path in the results folder, and ``spec`` contains its settings.
+    ``tables`` contains tables by key, and ``attributes`` numbers and texts by name.
     """
 
     name: str
@@ -54,7 +54,7 @@ class File:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, table: str, **values: Any) -> Any:
-        """Return the first row of a table with these values; None if there is none."""
+        """Return the first row of a table with these values, or None if there is none."""
         return next(iter(rows_with(self.tables[table], **values)), None)
 
 
@@ -74,9 +74,9 @@ def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
 class Results:
     """The inputs of the report. Measurements that were not made are empty.
 
-    ``config`` has the keys that determine the numbers. ``experiments`` are in its order.
-    ``evaluations`` and ``groups`` are by experiment. ``removals`` are of an experiment and of
-    lists. ``matrices`` has one for each checkpoint, ``self_influence`` at most one.
+    ``config`` contains the keys that determine results. ``experiments`` are in the config's order.
+    ``evaluations`` and ``groups`` are by experiment. ``removals`` belong to an experiment and to
+    lists. ``matrices`` contains a file for each checkpoint, and ``self_influence`` at most one.
     """
 
     config: Mapping[str, Any]
@@ -96,12 +96,12 @@ class Results:
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """The spec of the scores: checkpoints, projection and scoring are equal in all."""
+        """The spec of the first scores. Checkpoints, projection and scoring are the same in all."""
         return self.experiments[0].spec
 
     @property
     def n_targets(self) -> int:
-        """The number of different targets."""
+        """The number of distinct target ids."""
         return len({i for file in self.experiments for i in file.tables["targets"]["id"]})
 
     @property
@@ -127,22 +127,24 @@ def _file(
 def read_experiment(
     path: Path, results: Path, n_shown: int, each: int, train_split: Split | None = None
 ) -> File:
-    """Return the scores of an experiment: all targets, and the strongest influences on some.
+    """Return the scores of an experiment, with all targets and the strongest influences on some.
 
-    Influences are those on the first ``n_shown`` targets, ``each`` of either sign. ``fit`` is
+    There are ``each`` influences of either sign on the first ``n_shown`` targets. ``fit`` is
     computed if the training samples are given.
 
     Returns:
-        Tables ``targets``; ``shown`` (the first of them); ``top_influences`` (on those); ``train``
-        (the samples in it, and the most harmful ones); and ``moved`` (harm and help of all, if the
-        model output has a better direction). The last two have the study's row numbers as index.
+        Tables ``targets``; ``shown``, the first targets; ``top_influences`` on those; ``train``,
+        the training samples in it and the most harmful ones; and ``moved``, the harm and help of
+        all training samples if the model output has a better direction. The last two have the
+        study's row numbers as index.
 
         Attributes ``unit`` of a score; ``output_words``, JSON of a user-defined model output in the
-        config; ``one_loss_weight``, whether all loss weights are 1; ``defaults`` that scoring used;
-        ``n_train``; ``n_trained_on``, see there; ``saturated``, the part of the training samples
-        with a loss weight near 0 at the ends of runs; ``fit``, see ``with_fit``; ``influential``,
-        the ids in the file's ``top_influences``; ``most_harmful``, the ids of up to 100 samples
-        that harm targets most; ``n_harmful``, how many samples harm more than they help.
+        config; ``one_loss_weight``, whether all loss weights are 1; ``defaults``, a text on default
+        settings; ``n_train``; ``n_trained_on``, see this function; ``saturated``, the fraction of
+        training samples with a loss weight near 0 at the ends of runs; ``fit``, see ``with_fit``;
+        ``influential``, the ids in the file's ``top_influences``; ``most_harmful``, the ids of up
+        to 100 samples that harm targets most; ``n_harmful``, the number of samples that harm more
+        than they help.
     """
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
@@ -182,21 +184,21 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with the attribute ``fit``, see ``fit_of``."""
+    """Return an experiment's scores with the attribute ``fit``. See ``fit_of``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
 
 def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
-    """Return how many targets are training samples: those of equal id, label and model output.
+    """Return the number of targets with the id, label and model output of a training sample.
 
-    Ids alone do not show it, because both may be counted from 0.
+    Ids are not enough, because training samples and targets can both be numbered from 0.
     """
     if MEAN_OF in targets:
         return 0
     asked = targets.loc[targets["id"].isin(train["id"]), :]
     same = train.set_index("id").loc[asked["id"], :]
-    # Rounding depends on the other samples of a batch.
+    # Outputs may differ, because rounding depends on the other samples of a batch.
     is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
     return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
 
@@ -212,14 +214,14 @@ def output_of(experiment: File) -> About:
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
     about = replace(about, raises="the difference") if is_difference else about
-    # A mean has no label to approach, and a difference has no better direction.
+    # A mean of targets has no label, and a difference of means has no better direction.
     return replace(about, better="") if MEAN_OF in targets and about.raises else about
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:
-    """Return a file with names of classes instead of numbers in its tables.
+    """Return a file with names of classes instead of their numbers in its tables.
 
-    A number without a name is kept. Models without classes have no names.
+    Numbers without a name, and labels that are not classes, remain unchanged.
     """
     if not names or not output_of(file).labels_are_classes:
         return file
@@ -240,7 +242,7 @@ def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 
 
 def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Return scores by group, for groups that are named by a label or prediction."""
+    """Return a table of groups with names of classes for groups by label or prediction."""
     is_class = table["column"].isin(["label", "prediction"]).tolist()
     groups = {name: table[name].tolist() for name in ("group", "other") if name in table}
     return table.assign(**{
@@ -263,9 +265,9 @@ def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
 class Shared:
     """A training sample that is prominent in more than one experiment.
 
-    ``moved`` has for each experiment in which help is defined its ``harm``, ``help``, ``score``
-    (help minus harm), and ``stands_out``: whether it is among the strongest of a shown target, or
-    among the 100 most harmful.
+    ``moved`` contains its ``harm``, ``help``, ``score`` (help minus harm) and ``stands_out`` for
+    each experiment in which help is defined. ``stands_out`` is whether it is among the strongest
+    samples of a shown target, or among the 100 most harmful ones.
     """
 
     id: Any
@@ -274,9 +276,9 @@ class Shared:
 
 
 def side_by_side(experiments: Sequence[File]) -> list[Shared]:
-    """Return training samples that are prominent in more than one experiment, strongest first.
+    """Return training samples that are prominent in several experiments, the strongest first.
 
-    The strength of a sample is the sum over experiments of |mean score| / the experiment's largest.
+    The strength of a sample is the sum over experiments of |score| / (the experiment's largest).
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
@@ -293,7 +295,7 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     samples = []
     for row in shared[:_N_SHARED]:
         where = next(file for file, part in zip(experiments, rows, strict=True) if row in part)
-        # Single cells, because pandas would convert an id in a row of numbers to float.
+        # Single cells are read, because pandas converts an id in a row of numbers to float.
         sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
         moved_here = [
             {
@@ -309,7 +311,7 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
 def read_matrix(path: Path, results: Path) -> File:
     """Return the smallest and largest eigenvalue of a normal matrix, as attributes.
 
-    Eigenvalues that rounding makes negative are 0.
+    Eigenvalues that are negative due to rounding are replaced by 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
         ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
@@ -323,11 +325,11 @@ def condition_number(matrix: File, damping: float) -> float:
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
-    # At most the largest condition number that float64 can represent.
+    # Larger condition numbers cannot be computed in float64.
     return largest / max(smallest, largest * 2.0**-52)
 
 
-# Tables and numbers that the report shows of each kind of file.
+# The tables and numbers that the report shows for each kind of file.
 _SHOWN = {
     EVALUATION: (
         ("summary", "targets", "checkpoints", "sweep", "best"),
@@ -339,9 +341,9 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return an evaluation, removals or groups, with the tables that it has.
+    """Return the tables of an evaluation, of removals or of groups.
 
-    Differences of groups are sorted by size.
+    Differences between groups are sorted by their absolute values, in descending order.
     """
     keys, names = _SHOWN[kind]
     with open_artifact(path, kind) as file:
@@ -365,9 +367,9 @@ def read_self_influence(path: Path, results: Path) -> File:
 def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
     """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` of the jobs of each rule.
 
-    Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule of one job. The
-    peak memory is that in the job's log if there is one, else Snakemake's, which is NaN for short
-    jobs. Files whose names are not in ``known`` are left over from an earlier config and ignored.
+    Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
+    peak memory is read from the job's log, or else from Snakemake's file, in which it is NaN for
+    short jobs. Files with names that are not in ``known`` are from an earlier config, and ignored.
     """
     jobs = []
     for path in sorted(folder.rglob("*.tsv")):
@@ -386,10 +388,10 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
 
 
 def _job_times(path: Path, log: Path) -> pd.DataFrame:
-    """Return seconds and peak resident memory in MiB of the jobs in a file."""
-    # Jobs that end before Snakemake's first measurement have "NA" or a dash.
+    """Return the seconds and the peak resident memory in MiB of the jobs in a file."""
+    # For jobs that end before its first measurement, Snakemake writes "NA" or a dash.
     runs = pd.read_csv(path, sep="\t", na_values="-")
-    # Without processor time, Snakemake measured the shell before the job's process.
+    # If there is no CPU time, Snakemake measured the shell, before the process of the job began.
     is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
     peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
     return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})

@@ -1,7 +1,7 @@
-"""Render HTML pages from results by templates, and decide which warnings they show.
+"""Render HTML pages of results from templates, and determine the warnings on them.
 
-The folder templates/warnings/ has the texts of warnings. Templates escape text. A name that a
-template uses and that is not given raises an error.
+The folder templates/warnings/ contains the texts of warnings. Templates escape text. A name in a
+template without a value raises an error.
 """
 
 import base64
@@ -34,21 +34,21 @@ from trak_core.report.read_results import (
 )
 from trak_core.settings import EXACT, GAUSS_NEWTON, Combine
 
-# Limits of warnings. Features are float32 with a relative error of 6e-8, so with a larger condition
-# number the second digit of a score may be wrong.
+# The limits of warnings. Features are float32 with a relative error of 6e-8. With a condition
+# number above the limit, the second digit of a score can be wrong.
 LIMITS = {
     **{"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
     "targets": ENOUGH_TARGETS,
 }
-# Fewer targets do not show how much targets differ.
+# The least number of targets for an estimate of the differences between targets.
 _ENOUGH_TARGETS = 8
-# Three n x n matrices in float64 are 0.6 GB.
+# For this n, three n x n matrices in float64 need 0.6 GB.
 _MOST_EXACT = 5000
 
 
 @dataclass(frozen=True, slots=True)
 class StudyWarning:
-    """A warning: the name of its template, and the values that this shows."""
+    """A warning: the name of its template, and the values for the template."""
 
     name: str
     shown: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def study_warnings(results: Results) -> list[StudyWarning]:
 
 
 def score_warnings(experiment: File) -> list[StudyWarning]:
-    """Return the warnings that follow from the scores of one experiment."""
+    """Return the warnings about the scores of one experiment."""
     kinds = (_predictions, _checkpoints, _trained_on, _loss_weights)
     return [
         *(warning for kind in kinds for warning in kind(experiment)),
@@ -74,7 +74,7 @@ def score_warnings(experiment: File) -> list[StudyWarning]:
 
 
 def _predictions(scores: File) -> list[StudyWarning]:
-    """Warn if the models predict their training samples badly."""
+    """Return a warning if the models predict their training samples badly."""
     fit = scores.attributes.get("fit")
     return [StudyWarning("no_fit", {"fit": fit})] if fit and fit.is_doubtful else []
 
@@ -88,7 +88,7 @@ def _lds(results: Results) -> list[StudyWarning]:
             warnings.append(StudyWarning("predicts_nothing", shown))
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # ends_of_runs uses only some of the checkpoints, so it may be better by chance.
+        # ends_of_runs uses only some checkpoints, so a small difference can be due to chance.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
@@ -96,7 +96,7 @@ def _lds(results: Results) -> list[StudyWarning]:
 
 
 def _suspects(results: Results) -> list[StudyWarning]:
-    """Warn if a list of suspects has too few targets."""
+    """Return a warning if a list of suspects has too few targets."""
     named = lists_of(results.config).get("suspects", {}).get("experiment")
     files = (file for file in results.experiments if file.spec["experiment"] == named)
     tables = [file.tables["targets"] for file in files]
@@ -117,10 +117,10 @@ def _checkpoints(scores: File) -> list[StudyWarning]:
 
 
 def _equal_checkpoints(scores: File) -> list[StudyWarning]:
-    """Warn if checkpoint files are equal, or if the outputs of all runs are."""
+    """Return a warning if checkpoint files are equal, or if the outputs of all runs are equal."""
     ids: dict[str, list[str]] = {}
     for checkpoint in scores.spec["checkpoints"]:
-        if isinstance(checkpoint, str):  # answers have ids only
+        if isinstance(checkpoint, str):  # Answers contain only ids.
             continue
         ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
     equal = [f"{', '.join(same[:-1])} and {same[-1]}" for same in ids.values() if len(same) > 1]
@@ -131,7 +131,7 @@ def _equal_checkpoints(scores: File) -> list[StudyWarning]:
 
 
 def _trained_on(scores: File) -> list[StudyWarning]:
-    """Warn if most targets are training samples."""
+    """Return a warning if most targets are training samples."""
     n, n_targets = scores.attributes.get("n_trained_on", 0), len(scores.tables["targets"])
     shown = {"n": n, "n_targets": n_targets, "experiment": scores.spec["experiment"]}
     return [StudyWarning("trained_on", shown)] if n > n_targets / 2 else []
@@ -161,7 +161,7 @@ def _matrices(results: Results) -> list[StudyWarning]:
 
 
 def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
-    """Warn if outputs differ more between the ends of runs than between targets."""
+    """Return a warning if outputs differ more between the ends of runs than between targets."""
     targets = [row for file in scores for row in rows_with(file.tables["targets"])]
     if len(scores[0].spec["runs"]) < 2 or len(targets) < _ENOUGH_TARGETS:
         return []
@@ -179,12 +179,12 @@ _FILTERS = (
     *("is_right", "of_target", "of_training_sample"),
 )
 _KINDS = ("ceiling", "scores", "baseline")
-# The largest number of entries shown of a list or mapping in the config.
+# The largest number of shown entries of a list or mapping in the config.
 _LONG = 40
 
 
 def ranked(evaluation: File) -> list[Any]:
-    """Return the rows of an evaluation's summary: ceiling, scores, baselines by LDS."""
+    """Return the rows of an evaluation's summary: ceiling, scores, and baselines sorted by LDS."""
     rows = rows_with(evaluation.tables["summary"])
     return sorted(rows, key=lambda row: (_KINDS.index(row.kind), -row.lds))
 
@@ -201,10 +201,10 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 
 
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
-    """Return the first target with scores of either sign, as an example; None if there is none.
+    """Return the first target with scores of both signs, as an example, or None.
 
-    ``helpful`` and ``harmful`` are the rows of its largest and lowest score, ``ratio`` the ratio of
-    their sizes.
+    ``helpful`` and ``harmful`` are the rows of its largest and its lowest score, and ``ratio`` is
+    the ratio of their absolute values.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
@@ -228,7 +228,7 @@ def _shortened(value: Any) -> Any:
 
 def config_text(config: Mapping[str, Any]) -> str:
     """Return a config as YAML, with long lists shortened."""
-    # Flow style at the leaves, so that lists of ids need few lines.
+    # With flow style at the leaves, lists of ids need few lines.
     return yaml.safe_dump(
         _shortened(config), sort_keys=False, default_flow_style=None, width=90, allow_unicode=True
     ).rstrip()
@@ -240,7 +240,7 @@ def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def versions(files: Sequence[File]) -> list[tuple[str, str]]:
-    """Return names and versions of the software and devices that computed files."""
+    """Return the names and versions of the software, and the devices, that computed files."""
     versions: dict[str, set[str]] = {}
     for provenance in (made for file in files for made in _made(file.provenance)):
         for key, value in provenance.items():
@@ -275,13 +275,13 @@ def _environment() -> Environment:
 
 
 def script_hash() -> str:
-    """Return the hash of the page's script, the only one that its policy allows."""
+    """Return the hash of the page's script. The page's security policy allows no other script."""
     script = _environment().get_template("explore.js.j2").render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def rendered(template: str, **shown: Any) -> str:
-    """Render the template of a name without ``.html.j2``."""
+    """Render a template. Its name is given without ``.html.j2``."""
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
@@ -292,10 +292,10 @@ def report(
     study: str,
     first: tuple[int | str, str],
 ) -> str:
-    """Return the report of a ``study`` as one HTML document, with each experiment's examples.
+    """Return the report of a ``study`` as one HTML document, with the examples of each experiment.
 
-    ``shared`` are training samples of several experiments, which ``examples`` has too. ``first`` is
-    the id of the first training sample and the text that the model reads of it, or "".
+    ``shared`` contains training samples of several experiments, which are also in ``examples``.
+    ``first`` contains the id of the first training sample, and the model's input as a text or "".
     """
     return rendered(
         "report",
@@ -319,8 +319,8 @@ def listed_samples(**shown: Any) -> str:
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 
-    A target has at most ``each`` training samples of either sign. An experiment without a file name
-    has the answers of ``trak ask``.
+    A target has at most ``each`` training samples of either sign. If the experiment has no file
+    name, it contains answers of ``trak ask``.
     """
     output = output_of(shown.experiment)
     warnings = score_warnings(shown.experiment)

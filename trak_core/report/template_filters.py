@@ -1,4 +1,4 @@
-"""Format numbers and labels: the filters of templates."""
+"""Format numbers and labels with the filters of templates."""
 
 from typing import Any
 from urllib.parse import quote
@@ -8,7 +8,7 @@ from trak_core.settings import MEAN_OF
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with ``digits`` digits and a minus sign, without exponent up to 1e6."""
+    """Format a number with ``digits`` significant digits, and without exponent below 1e6."""
     text = f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:.{digits}g}"
     if "e" in text and 1 <= abs(value) < 1e6:
         text = f"{value:,.0f}"
@@ -22,7 +22,7 @@ def signed(value: float) -> str:
 
 def fixed(value: float, decimals: int) -> str:
     """Return a number, such as a correlation, with ``decimals`` decimals."""
-    # With z, a number that rounds to 0 has no sign.
+    # The option z removes the sign of a number that rounds to 0.
     return f"{value:z.{decimals}f}".replace("-", "\N{MINUS SIGN}")
 
 
@@ -48,12 +48,12 @@ def label(value: Any) -> str:
 
 def anchor(sample_id: Any) -> str:
     """Return an id as a URL fragment. Different ids have different fragments."""
-    # A browser compares fragments without decoding them.
+    # Browsers compare fragments without decoding them.
     return quote(str(sample_id), safe="")
 
 
 def is_right(target: Any, output: About) -> bool | None:
-    """Return whether the models predict a target's label; None if predictions are not labels."""
+    """Return whether a target's prediction is its label, or None if predictions are not labels."""
     if hasattr(target, MEAN_OF) or not (output.labels_are_classes or output.needs_pairs):
         return None
     return bool(target.label == target.prediction)
@@ -68,5 +68,5 @@ def of_target(target: Any, output: About) -> str:
 
 
 def of_training_sample(influence: Any, output: About) -> str:
-    """Return the label in a row of ``top_influences``, or "" if the output has no labels."""
+    """Return the label in a row of ``top_influences``, or "" if the model output has no labels."""
     return f"{output.label} {label(influence.train_label)}" if output.label else ""

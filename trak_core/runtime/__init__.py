@@ -1,1 +1,1 @@
-"""Run a rule's job: call its stage, write files atomically, configure the heap, log progress."""
+"""Run the job of a rule: call its stage, write files atomically, and log progress."""

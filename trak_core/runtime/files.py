@@ -1,6 +1,6 @@
-"""Write files atomically, lock the results folder, and keep digests of data between runs.
+"""Write files atomically, lock the results folder, and store digests of data between runs.
 
-Only the standard library is imported, because every start of Snakemake imports this module.
+Only the standard library is imported, because each start of Snakemake imports this module.
 """
 
 import errno
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 # Errors of file systems that do not support locks.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-# The name of the record, in a results folder, of the config of its last start.
+# The file in a results folder with the config of the last run.
 CONFIG_RECORD = "config.json"
-# A spreadsheet interprets a cell that begins with one of these, or with its full-width form, as a
-# formula.
+# Spreadsheets interpret a cell that begins with one of these characters as a formula. The last ones
+# are full-width forms.
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
@@ -44,9 +44,9 @@ def _is_running(process: int) -> bool:
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete partial files that killed processes of this machine have left."""
+    """Delete partial files of killed processes of this machine."""
     if os.name != "posix":
-        return  # on Windows, os.kill(process, 0) ends the process
+        return  # On Windows, os.kill(process, 0) ends the process.
     for partial in path.parent.iterdir():
         process = partial.name.removeprefix(prefix).removesuffix(".part")
         is_ours = process.isdigit() and partial.name == f"{prefix}{process}.part"
@@ -57,10 +57,10 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 def hold_results(results: Path) -> None:
     """Lock a results folder until this process ends, or raise an error if a run has locked it.
 
-    The operating system releases the lock however the process ends. On a file system without locks,
-    such as some network file systems, nothing is locked or refused.
+    The operating system releases the lock even if the process is killed. On file systems without
+    locks, such as some network file systems, this function has no effect.
     """
-    import fcntl  # does not exist on Windows
+    import fcntl  # It does not exist on Windows.
 
     results.mkdir(parents=True, exist_ok=True)
     lock = results / ".lock"
@@ -68,7 +68,7 @@ def hold_results(results: Path) -> None:
         # Some network file systems lock only files that are open for writing.
         file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        file = os.open(lock, os.O_RDONLY)  # created by another user of the folder
+        file = os.open(lock, os.O_RDONLY)  # Another user of the folder has created it.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -84,7 +84,7 @@ def hold_results(results: Path) -> None:
 
 def supports_locks(file: int) -> bool:
     """Return whether the file system of an open file supports locks."""
-    import fcntl  # does not exist on Windows
+    import fcntl  # It does not exist on Windows.
 
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,14 +94,13 @@ def supports_locks(file: int) -> bool:
 
 
 def lock_tables_where_possible(results: Path) -> None:
-    """Turn off HDF5's file locks if the file system of a results folder has none.
+    """Turn off HDF5's file locks if the file system of a results folder does not support locks.
 
-    Without this, PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS but not
-    the errors of network file systems. Locks are not needed, because each job writes a file of
-    another name.
+    PyTables could not write there otherwise. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
+    errors of network file systems. Locks are not needed, because each job writes another file.
 
-    The setting is an environment variable. It affects child processes, and this process if PyTables
-    is not yet imported. A variable that is already set stays unchanged.
+    The setting is an environment variable, which is not changed if it is already set. It affects
+    child processes, and this process if PyTables is not yet imported.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
@@ -112,7 +111,7 @@ def lock_tables_where_possible(results: Path) -> None:
 
 
 def disk_full_error(path: Path, reason: str) -> InputError:
-    """Return the error for a file for which the disk or quota is too small."""
+    """Return the error for a file that does not fit on the disk or in the quota."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
         f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
@@ -123,13 +122,13 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
-    """Write a file atomically: write to the path that is yielded, which is renamed to ``path``.
+    """Yield a path to which the caller writes, and rename it to ``path`` at the end.
 
-    The folder is created. On an exception, such as that of a full disk, ``path`` stays unchanged.
+    The folder is created. On an exception, such as for a full disk, ``path`` is not changed.
 
     Yields:
         A hidden path in the same folder that no other process uses. If the process is killed, the
-        partial file stays until a process on the same machine writes ``path`` again.
+        partial file remains until a process on the same machine writes ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}."
@@ -154,7 +153,7 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell of a CSV, with an apostrophe before a text that looks like a formula."""
+    """Return a cell of a CSV, with an apostrophe added to a text that looks like a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
 
@@ -175,7 +174,7 @@ def _digest(known: dict[str, Any]) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the values that ``write_record`` wrote; empty for a missing or damaged file."""
+    """Return the values that ``write_record`` wrote, or {} for a missing or damaged file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         known = record["known"]
@@ -185,11 +184,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
-    """Write values as JSON with a hash of them, atomically.
+    """Write values as JSON, with their hash, atomically.
 
     Raises:
-        InputError: If the file cannot be written (``config.results_folder``). Without ``must``, a
-            read-only folder is left unchanged instead.
+        InputError: If the file cannot be written (``config.results_folder``). If ``must`` is false,
+            a read-only folder is no error.
     """
     try:
         with atomic_write(path) as partial:
@@ -204,12 +203,12 @@ def may_only_be_read(folder: Path) -> bool:
     """Return whether a folder exists and is read-only for this process."""
     try:
         return folder.is_dir() and not os.access(folder, os.W_OK)
-    except PermissionError:  # of a parent folder
+    except PermissionError:  # A parent folder cannot be read.
         return False
 
 
 def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
-    """Return the error for a file of a results folder that could not be written."""
+    """Return the error for a file in a results folder that could not be written."""
     named = Path(error.filename or path)
     # The user does not know the name of a temporary file.
     failed = path if named.absolute().parent == results.absolute() else named
@@ -221,7 +220,7 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
 
 
 def check_results(results: Path) -> None:
-    """Raise an error for a results folder in which no file can be created."""
+    """Raise an error if no file can be created in a results folder."""
     try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
@@ -230,14 +229,14 @@ def check_results(results: Path) -> None:
         raise unwritable_error(results, results, error) from error
 
 
-# File systems round times to up to two seconds. A file that changed within them may change again
-# without a new time.
+# File systems round times to up to two seconds. If a file changed less than two seconds ago, it can
+# change again without a change of its time.
 CLOCK_NS = 2 * 10**9
 
 
 def _files(pattern: str) -> Iterator[Path]:
-    # A path may contain special characters of a pattern. In Path.glob, the meaning of `**` depends
-    # on the version of Python.
+    # A path can contain special characters of patterns. glob.glob is used because the meaning of
+    # `**` in Path.glob depends on the version of Python.
     names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
     for path in map(Path, names):
         if path.is_file():
@@ -246,7 +245,7 @@ def _files(pattern: str) -> Iterator[Path]:
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
             files = (Path(folder, name) for name in names if not name.startswith("."))
-            yield from (file for file in files if file.is_file())  # no broken link, no pipe
+            yield from (file for file in files if file.is_file())  # Skip broken links and pipes.
 
 
 def matches(path: Path, pattern: str) -> bool:
@@ -254,7 +253,7 @@ def matches(path: Path, pattern: str) -> bool:
 
     def fits(parts: Sequence[str], signs: Sequence[str]) -> bool:
         if not signs or not parts:
-            return not signs  # a folder matches all files below it
+            return not signs  # A folder matches all files below it.
         if signs[0] == "**":
             return any(fits(parts[i:], signs[1:]) for i in range(len(parts) + 1))
         return fnmatchcase(parts[0], signs[0]) and fits(parts[1:], signs[1:])
@@ -264,8 +263,8 @@ def matches(path: Path, pattern: str) -> bool:
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    # The results change during the run, so they cannot be data. Links are not resolved, because
-    # that takes long for thousands of files.
+    # Results change during a run, so they cannot be data. Links are not resolved, because this
+    # would take long for thousands of files.
     plain = os.path.abspath
     folder = plain(results)
     files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
@@ -278,11 +277,11 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     return files
 
 
-_DIGITS = 64  # of a SHA-256
+_DIGITS = 64  # The number of digits of a SHA-256.
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, as 64 hexadecimal digits."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -293,9 +292,9 @@ def file_digest(path: Path) -> str:
 
 
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
-    """Return ``file_digest`` of files, by path, without reading files that did not change.
+    """Return ``file_digest`` of files, by path. Files that did not change are not read.
 
-    A file is unchanged if its size, mtime and ctime equal those in the record. The record is
+    A file has not changed if its size, mtime and ctime equal those in the record. The record is
     updated unless ``writes`` is false.
     """
     known, digests = read_record(record), {}
@@ -306,7 +305,7 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         *before, digest = known.get(name, [None])
         is_kept = (
             before == seen and len(digest or "") == _DIGITS
-        )  # older versions kept shorter digests
+        )  # Older versions stored shorter digests.
         digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
         if stat.st_ctime_ns >= now - CLOCK_NS:
@@ -321,7 +320,8 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
 
     A pattern is relative to the working folder. It is the path of a file, the path of a folder for
     all files below it, or a shell pattern, in which ``**`` matches any folders. Hidden files and
-    the results folder, which has the ``record``, are ignored. A pattern without files is refused.
+    the results folder, which contains ``record``, are ignored. A pattern without files raises an
+    error.
     """
     if not patterns:
         return {}
@@ -330,9 +330,9 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
 
 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
-    """Return hashes of the content of files and folders, such as checkpoints, by path.
+    """Return hashes of the contents of files and folders, such as checkpoints, by path.
 
-    The hash of a folder covers all files in it except hidden ones.
+    The hash of a folder includes all files in it except hidden ones.
     """
     files = {path: sorted(_files(path)) for path in paths}
     each = dict.fromkeys(file for own in files.values() for file in own)

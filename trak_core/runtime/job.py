@@ -1,8 +1,8 @@
-"""Run one job: convert what its Snakemake rule passes, call the stage, write a log, stop cleanly.
+"""Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
 
-A rule passes named files, params, resources and wildcards. The stage receives those that it has as
-keyword arguments. The param ``code`` starts with the name of the stage, because a workflow that
-imports this one as a module may rename its rules.
+A rule passes named files, params, resources and wildcards. The stage receives those that are among
+its keyword arguments. The param ``code`` starts with the name of the stage, because a workflow that
+imports this one as a module can rename its rules.
 """
 
 import atexit
@@ -27,17 +27,17 @@ from typing import Any
 
 from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
-# Options of glibc's mallopt: the free bytes that it keeps at the end of the heap, and the largest
-# allocation that it takes from the heap (glibc allows no larger value than 32 MiB).
+# Options of glibc's mallopt: the free bytes that it keeps at the end of the heap, and the size of
+# the largest allocation on the heap, which glibc limits to 32 MiB.
 _OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
 _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured its heap.
+    """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured the heap.
 
-    By default glibc returns the tensors of every batch to the kernel, which then has to map and
-    zero the same pages again for the next batch.
+    By default, glibc returns the memory of each batch to the kernel, which must map and zero the
+    same pages again for the next batch.
     """
     is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
     is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -48,16 +48,16 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed heap memory to the kernel; call it after a large temporary is freed."""
+    """Return freed heap memory to the kernel. Call this after a large temporary array is freed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
 
 
 def export_library_path() -> None:
-    """Put this copy of trak_core first in PYTHONPATH, unless it is an installed one.
+    """Put this copy of trak_core first in PYTHONPATH, unless it is installed.
 
-    Processes that this one starts then import the same copy.
+    Then child processes import the same copy.
     """
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
@@ -65,7 +65,7 @@ def export_library_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
 
 
-# Libraries read these when they are imported. TQDM_DISABLE is not set: a study may have bars.
+# Libraries read these variables at import. TQDM_DISABLE is not set, because a study can use bars.
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
@@ -88,7 +88,7 @@ _STOP_REASONS = {
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    # A second signal would interrupt the deletion of unfinished files.
+    # Further signals are ignored, because they would interrupt the deletion of unfinished files.
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
@@ -114,15 +114,15 @@ def stop_before_jobs() -> None:
     """Make Ctrl-C end this process with one line, until ``explain_interrupts`` is called."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _end_before_jobs)
-    if os.name == "posix":  # a Ctrl-C that was held back is delivered now
+    if os.name == "posix":  # A blocked SIGINT is delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def explain_interrupts(results: str, *, is_main: bool) -> None:
-    """Make Ctrl-C end Snakemake with a message about what is kept, in place of tracebacks.
+    """Make Ctrl-C end Snakemake with a message on finished files instead of tracebacks.
 
-    Snakemake still waits for running jobs and unlocks the folder. A second Ctrl-C ends the wait. A
-    program with a SIGINT handler of its own keeps it. Only the Snakemake process that the user
+    Snakemake still waits for running jobs and unlocks the folder. A second Ctrl-C ends the wait.
+    SIGINT handlers of other programs are not replaced. Only the Snakemake process that the user
     started (``is_main``) prints the message.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -139,7 +139,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
 
     def end(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, end_at_once)
-        # Snakemake would report each interrupted job as failed. The job's log has the reason.
+        # Snakemake would report each interrupted job as failed. Logs of jobs contain the reason.
         logging.disable(logging.CRITICAL)
         if is_main:
             print("\nStopping by Ctrl-C: running jobs clear up first.", file=sys.stderr)
@@ -150,7 +150,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The last line of a job's log begins with this. Snakemake samples memory and can miss the peak.
+# The beginning of the last line of a job's log. Snakemake samples memory, and can miss the peak.
 PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, to which arrays are cut, or compute.batch_size; or give the job more "
@@ -161,7 +161,7 @@ _MORE_MEMORY = (
 
 
 def _explained(error: Exception) -> str | None:
-    """Return a message that says what to do about an error; None for a defect of this library."""
+    """Return a message with a remedy for an error, or None for a bug of this library."""
     if isinstance(error, InputError):
         return str(error)
     reason = disk_full_reason(error)
@@ -177,8 +177,8 @@ def _explained(error: Exception) -> str | None:
 
 
 def _write_error(message: str, terminal: int) -> None:
-    """Write a message to the log, or to the former standard error if the log's disk is full."""
-    # A file name in the message may contain bytes that are not valid UTF-8.
+    """Write a message to the log, or to the terminal if the disk of the log is full."""
+    # A file name in the message can contain bytes that are not valid UTF-8.
     text = f"Error: {message}\n".encode(errors="backslashreplace")
     for descriptor in (2, terminal):
         with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ def _write_error(message: str, terminal: int) -> None:
 
 
 def _peak_mib() -> float | None:
-    """Return the peak resident memory of this process in MiB; None if the system has no record."""
+    """Return the peak resident memory of this process in MiB, or None if it is not known."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         (line,) = (line for line in lines if line.startswith("VmHWM:"))
@@ -199,12 +199,12 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Redirect standard output and error, also of C libraries, to a job's log file.
 
-    The file is emptied first. SIGTERM and Ctrl-C end the job: unfinished files are deleted, and the
-    log says so. After a successful job the log's last line is the peak memory.
+    The file is emptied first. SIGTERM and Ctrl-C end the job, delete its unfinished files, and
+    write a message to the log. After a successful job, the last line of the log is its peak memory.
 
     Raises:
-        SystemExit: In place of an ``InputError``, a full disk or memory that ran out. The log has
-            a message without traceback.
+        SystemExit: Instead of an ``InputError``, or an error of a full disk or exhausted memory.
+            The log contains a message without traceback.
     """
     stop_cleanly()
     terminal = os.dup(2)
@@ -226,17 +226,17 @@ def logged_to(path: str) -> Generator[None, None, None]:
             sys.stdout.flush()
         _write_error(message, terminal)
         if disk_full_reason(error) is not None:
-            # HDF5 would try to write once more at exit, and crash.
+            # HDF5 would try to write again at exit, and crash.
             os._exit(1)
         raise SystemExit(1) from None
 
 
-# Params that make Snakemake run a job again. A stage need not take them.
+# Params with which Snakemake decides to run a job again. Stages need not take them.
 _TRIGGERS = {"code", "signature", "digest"}
-# Modules and a function that jobs import late, for the server that forks jobs.
+# Modules and a function that jobs import late. The server that forks jobs imports them first.
 _LATER = ("pandas", "tables", "matplotlib.backends.backend_agg")
 _LOAD_COMPILER = "trak_core.projection.cpu.project:load_compiler"
-# Stages that share a module with another stage.
+# The modules of stages that are not in a module with their name.
 _MODULES = {
     "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
@@ -250,7 +250,7 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the dotted name of a stage's module. Most stages have the name of their module."""
+    """Return the dotted name of a stage's module. Most modules have the name of their stage."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 
@@ -276,13 +276,12 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return the rule, the log and the named values of the object that Snakemake gives a script.
+    """Return the rule, the log and the named values in the object that Snakemake passes to scripts.
 
-    ``named`` has all values by name. ``own`` lists the names that the rule itself gives, as files
-    or params.
+    ``named`` contains all values by name. ``own`` lists the names of the rule's files and params.
     """
     named: dict[str, Any] = {"threads": job.threads}
-    # Later groups take precedence, because an input file may have the name of a wildcard.
+    # Later groups take precedence, because an input file can have the name of a wildcard.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
     own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
@@ -290,7 +289,7 @@ def describe_job(job: Any) -> dict[str, Any]:
 
 
 def import_stages() -> None:
-    """Import what the stages import, in the server process that forks jobs."""
+    """Import all stages, and the modules that they use, in the server that forks jobs."""
     quiet_libraries()
     stages = Path(__file__).parents[1] / "stages"
     for file in stages.glob("[a-z]*.py"):
@@ -301,17 +300,17 @@ def import_stages() -> None:
 
 
 def run_script(job: Any) -> None:
-    """Run the job of a Snakemake script and send all that it prints to its log."""
+    """Run the job of a Snakemake script. Its output is written to its log."""
     described = describe_job(job)
     with logged_to(described["log"]):
         run(described)
 
 
 def run(job: Mapping[str, Any]) -> None:
-    """Call a job's stage with the values that its rule names.
+    """Call the stage of a job with the values from its rule.
 
     Raises:
-        TypeError: If the rule names a file or param that the stage does not take.
+        TypeError: If the rule has a named file or param that the stage does not take.
     """
     named = dict(job["named"])
     name, named["code"] = named["code"].split()

@@ -1,4 +1,4 @@
-"""Show progress: lines for log files in jobs, progress bars elsewhere."""
+"""Show progress as lines in the log files of jobs, and as progress bars elsewhere."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from typing import TypeVarTuple
 
 _WIDTH = 20
 _SECONDS = 10.0
-# A function that takes the number of finished rows; None in a job.
+# A function that takes the number of finished rows, or None in a job.
 _advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
 Rest = TypeVarTuple("Rest")
@@ -30,16 +30,16 @@ def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar. ``advance`` takes the number of rows that were finished."""
+    """A progress bar. ``advance`` takes the number of rows that have been processed."""
 
     advance: Callable[[int], object]
 
     def counting(self) -> AbstractContextManager[None]:
-        """Count the rows that ``with_progress`` yields."""
+        """Advance the bar by the rows that ``with_progress`` yields within the context."""
         return reported_to(self.advance)
 
     def silent(self) -> AbstractContextManager[None]:
-        """Ignore the rows that ``with_progress`` yields, and print nothing."""
+        """Ignore the rows that ``with_progress`` yields within the context, and print nothing."""
         return reported_to(lambda n_rows: None)
 
 
@@ -47,11 +47,11 @@ class Bar:
 def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
     """Yield a progress bar for terminals and notebooks, or lines on standard error elsewhere."""
     outer = _advance.get()
-    if outer is not None:  # an outer bar counts the rows
+    if outer is not None:  # An outer bar counts the rows.
         yield Bar(outer)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm warns in notebooks without ipywidgets
+        warnings.simplefilter("ignore")  # Without ipywidgets, tqdm prints a warning in notebooks.
         from tqdm.auto import tqdm
 
         is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
@@ -68,7 +68,7 @@ def notice(text: str) -> None:
 
 
 def log(text: str) -> None:
-    """Print a line for a job's log; nothing if a bar shows the progress."""
+    """Print a line for the log of a job, or nothing if a bar shows the progress."""
     if _advance.get() is None:
         print(text, flush=True)
 
@@ -81,7 +81,7 @@ def with_progress(
     Args:
         blocks: Tuples that begin with the start and stop of consecutive rows.
         n_rows: The number of rows of all blocks.
-        unit: The name of the rows, in the plural.
+        unit: The plural name of the rows, such as "samples".
     """
     advance = _advance.get()
     began = printed = time.monotonic()
@@ -101,6 +101,6 @@ def with_progress(
 
 
 def blocks_with_progress(n_rows: int, block: int, unit: str) -> Iterator[tuple[int, int]]:
-    """Yield the starts and stops of blocks of rows, with the lines of ``with_progress``."""
+    """Yield the start and stop of blocks of rows, and print progress as ``with_progress`` does."""
     starts = range(0, n_rows, block)
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, unit)
