@@ -328,7 +328,7 @@ class Training:
 
 
 def save(path: Path, values: Mapping[str, Any]) -> None:
-    """Write arrays as they are named."""
+    """Write arrays under their names."""
     with path.open("wb") as file:
         np.savez(file, **values)
 

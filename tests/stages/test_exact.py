@@ -16,7 +16,7 @@ from trak_core.gradients import check_finite_gramian
     ("name", "weighting"), [("diabetes", "plain"), ("small_digits", "curvature")]
 )
 def test_without_damping_where_the_gramian_is_well_conditioned(cases, tmp_path, name, weighting):
-    """Of ten training samples only, because the condition number amplifies rounding."""
+    """Ten training samples are used, because the condition number amplifies rounding."""
     case = cases[name]
     text = case.path.read_text()
     for n_train in ("[:150]", "[:342]"):
@@ -30,7 +30,7 @@ def test_without_damping_where_the_gramian_is_well_conditioned(cases, tmp_path, 
 
 @pytest.mark.parametrize("parameters", [None, ["8.*"]])
 def test_gramians_are_inner_products_of_gradients(digits, tmp_path, parameters):
-    """Of all parameters, and of the last layer."""
+    """The gradients are those of all parameters, and of the last layer."""
     digits.stages(tmp_path, 1, batch_size=32, **({"parameters": parameters} if parameters else {}))
     square = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian")
     assert square.index.tolist() == square.columns.tolist() == digits.train.ids

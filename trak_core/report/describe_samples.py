@@ -69,7 +69,7 @@ def find_examples(
     targets: Iterable[Split],
     also: Sequence[Any] = (),
 ) -> list[Examples]:
-    """Return the targets and strongest training samples of each experiment, as they are shown.
+    """Return the targets and strongest training samples of each experiment, ready for display.
 
     The study's ``draw(axes, sample)`` draws a sample, and its ``describe(sample)`` returns a text.
     Without these functions, images are shown and other samples are printed. ``targets`` contains

@@ -178,7 +178,7 @@ def draw_influences(
     The PNG ``figure`` shows a row for each target, with its most helpful and most harmful samples.
     The HTML page ``answer`` shows all targets and longer texts. ``texts`` contains the beginnings
     of the texts of targets and of the training samples in ``top_influences``. For a study without
-    ``describe(sample)``, it contains only the samples on the page, as they are printed there.
+    ``describe(sample)``, it contains only the samples on the page, in their printed form.
 
     ``self_influence`` and ``token_scores`` contain at most one file each. Tokens are coloured by
     their scores. Their texts are from the study's ``token_texts(sample)``, or else their numbers.
