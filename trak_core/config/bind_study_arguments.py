@@ -154,7 +154,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # The arguments of a name that is imported, assigned or a class are not known here.
+            # If the name is imported, assigned or a class, its arguments are not known here.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]

@@ -45,7 +45,7 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the rows of a block, which may use half of the memory beyond the fixed part."""
+        """Return the number of rows in a block, which may use half of the remaining memory."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 

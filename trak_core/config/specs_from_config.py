@@ -178,7 +178,7 @@ class Specs:
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
-        """Return the ascending times of a run's checkpoints, or None for one at the end."""
+        """Return the ascending times of a run's checkpoints, or None if it saves only the last."""
         times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 

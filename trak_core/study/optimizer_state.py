@@ -133,8 +133,8 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # the optimizer was given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Of the prefixes that all names share, remove the one that leaves the most names of the
-        # model. If several do, remove the shortest, because names can recur in submodules.
+        # Remove the shared prefix that leaves the most names of the model, because names can recur
+        # in submodules. If several prefixes do, remove the shortest.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
