@@ -126,6 +126,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         usual = 2 * mean_squared_norm(matrix, len(grads))
         matrix.flat[:: k + 1] += self.lambda_reg
         max_rank = k if self.lambda_reg > 0 or self.max_rank is None else self.max_rank
+        # inv(G^T G + lambda I), or the pseudo-inverse if the rank is below k.
         inverse, rank = inverse_or_pseudo_inverse(matrix, max_rank)
         if rank < k:
             warnings.warn(

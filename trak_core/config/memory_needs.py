@@ -145,7 +145,7 @@ def average_need(
 
 
 def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """Return the first and the last (exclusive) training sample in one shard of an average.
+    """Return the start and the stop index of the training samples in one shard of an average.
 
     Shards consist of whole chunks, and do not depend on ``memory_mb``.
     """

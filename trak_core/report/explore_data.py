@@ -36,7 +36,7 @@ _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful. Compare their labels, or "
     "which of their tokens are scored."
 )
-# The number of levels of colours of tokens.
+# Colours of tokens have levels from 1 to LEVELS. The largest score has the level LEVELS.
 LEVELS = 9
 
 
