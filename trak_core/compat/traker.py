@@ -244,8 +244,8 @@ class TRAKer:
     ) -> tuple[np.ndarray, Tensor | None]:
         """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed.
 
-        Raise an error for labels out of range, and for a model whose output for a sample depends on
-        the other samples of its batch. User-defined tasks are not checked.
+        Raise an error for labels out of range, and if the output for a sample depends on the other
+        samples of its batch. User-defined tasks are not checked.
         """
         # User code may have put the model into training mode since load_checkpoint.
         self.model.eval()

@@ -295,7 +295,7 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the spec of the scores from which a list is computed, also those of a pool."""
+        """Return the spec of the scores from which a list is computed, which may be of a pool."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
