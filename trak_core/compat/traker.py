@@ -373,8 +373,8 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Other
-        weights than those featurized, and another number of targets, raise an error.
+        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Raise an
+        error for other weights than those in ``featurize``, or another number of targets.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)

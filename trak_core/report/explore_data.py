@@ -394,7 +394,7 @@ def _mark_equal(
         target["equal"] = marks
         harmful = {place for place, score in influences if not score.startswith("+")}
         is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
-        # In regression, training on a target with a prediction that is too high lowers it.
+        # In regression, a copy of a target lowers the prediction if it is too high.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 

@@ -61,7 +61,7 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit for fractions of correct predictions, and the error of their difference."""
+    """Return the fit for two fractions, ``value`` and ``guess``, and their difference's error."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
         f"most frequent one alone is right for {100 * guess:.3g} %."
