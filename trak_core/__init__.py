@@ -5,8 +5,8 @@
     attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
     scores = attributor.score(target_data)
 
-Importing this package does not import torch, numba or h5py, because each start of Snakemake imports
-it. They are imported by the modules that use them.
+The import of this package is fast, because each start of Snakemake imports it. torch, numba and
+h5py are imported only by the modules that use them.
 """
 
 # ruff: file-ignore[non-empty-init-module]

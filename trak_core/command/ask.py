@@ -309,7 +309,7 @@ def _typed() -> Iterator[str]:
             while True:
                 yield input(_PROMPT)
         except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)  # No line break was typed.
+            print(file=sys.stderr)  # End the line, because the user typed no line break.
             raise
 
 

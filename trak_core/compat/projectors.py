@@ -112,7 +112,7 @@ class BasicProjector(AbstractProjector):
         super().__init__(grad_dim, proj_dim, seed, ProjectionType(proj_type), device)
         self.block_size, self.max_batch_size = min(proj_dim, block_size), max_batch_size
         self.dtype, self.model_id = dtype, model_id
-        self.spec(0, grad_dim)  # raises for sizes and seeds out of range
+        self.spec(0, grad_dim)  # Raise an error for sizes and seeds out of range.
         self.get_generator_states()
 
     def spec(self, model_id: int, n_params: int) -> ProjectionSpec:

@@ -45,7 +45,7 @@ def _write_json(path: Path, content: Any) -> None:
 def _write_map(path: Path, shape: tuple[int, ...], dtype: Any, values: Any) -> None:
     with atomic_write(path) as partial:
         array = open_memmap(partial, mode="w+", shape=shape, dtype=dtype)
-        if np.any(values):  # zeros are not written, so that the file is sparse
+        if np.any(values):  # Zeros are not written, so that the file is sparse.
             array[:] = values
         array.flush()
 
@@ -209,7 +209,7 @@ class MmapSaver(AbstractSaver):
             raise ModelIDException(message, code="compat.registered")
         self.init_store(model_id)
         if not is_new or self.is_registered(model_id):
-            return  # by another process in the meantime
+            return  # Another process has registered it in the meantime.
         if self.current_store["is_featurized"].any():
             folder = self.save_dir / str(model_id)
             raise ModelIDException(

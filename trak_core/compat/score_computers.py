@@ -46,7 +46,7 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return the product on the CPU. It is computed in blocks of ``bs`` rows, on a GPU if any."""
+    """Return the product on the CPU, computed in blocks of ``bs`` rows on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([
@@ -126,6 +126,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         usual = 2 * mean_squared_norm(matrix, len(grads))
         matrix.flat[:: k + 1] += self.lambda_reg
         max_rank = k if self.lambda_reg > 0 or self.max_rank is None else self.max_rank
+        # inv(G^T G + lambda I), or the pseudo-inverse if the rank is below k.
         inverse, rank = inverse_or_pseudo_inverse(matrix, max_rank)
         if rank < k:
             warnings.warn(

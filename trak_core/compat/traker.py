@@ -184,7 +184,7 @@ class TRAKer:
         """Set ``projector``, a rademacher projection unless one is given, and ``proj_dim``."""
         chosen: Any = projector
         if chosen is None:
-            device = torch.empty(0, device=self.device).device  # raises for a missing device
+            device = torch.empty(0, device=self.device).device  # The device must exist.
             kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
             sizes = self.num_params_for_grad, proj_dim, self.proj_seed
             chosen = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
@@ -201,7 +201,7 @@ class TRAKer:
     def _load_weights(self, checkpoint: Mapping[str, Tensor], model_id: int) -> str:
         """Load a state dict into the model, and return the SHA-256 of the model's weights."""
         self.ckpt_loaded, self._scoring, self._n_classes = "no ckpt loaded", None, None
-        self._projection(model_id)  # raises for model ids out of range
+        self._projection(model_id)  # Raise an error for model ids out of range.
         load_state_dict(self.model, checkpoint, f"model id {model_id}")
         self.gradient_computer.load_model_params(self.model)
         return state_dict_sha256(self.model.state_dict())
@@ -244,8 +244,8 @@ class TRAKer:
     ) -> tuple[np.ndarray, Tensor | None]:
         """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed.
 
-        Raise an error for labels out of range, and for a model whose output for a sample depends on
-        the other samples of its batch. User-defined tasks are not checked.
+        Raise an error for labels out of range, and if the output for a sample depends on the other
+        samples of its batch. User-defined tasks are not checked.
         """
         # User code may have put the model into training mode since load_checkpoint.
         self.model.eval()
@@ -373,8 +373,8 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Other
-        weights than those featurized, and another number of targets, raise an error.
+        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Raise an
+        error for other weights than those in ``featurize``, or another number of targets.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)

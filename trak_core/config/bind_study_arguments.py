@@ -147,14 +147,14 @@ def builder_of(config: Mapping[str, Any]) -> str:
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     """Return the source of a file that passes arguments to the functions of a user's study."""
-    study_modules(study)  # raises an error for a missing file
+    study_modules(study)  # Raise an error for a missing file.
     nodes = ast.parse(study.read_bytes(), filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
     bound_otherwise = {name for node in nodes for name in _bound_by(node)}
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # The arguments of a name that is imported, assigned or a class are not known here.
+            # If the name is imported, assigned or a class, its arguments are not known here.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]

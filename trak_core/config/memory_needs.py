@@ -45,7 +45,7 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the rows of a block, which may use half of the memory beyond the fixed part."""
+        """Return the number of rows in a block, which may use half of the remaining memory."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 
@@ -145,7 +145,7 @@ def average_need(
 
 
 def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """Return the first and the last (exclusive) training sample in one shard of an average.
+    """Return the start and the stop index of the training samples in one shard of an average.
 
     Shards consist of whole chunks, and do not depend on ``memory_mb``.
     """

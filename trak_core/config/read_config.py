@@ -147,7 +147,7 @@ def record_config(
 
     The record also contains the working folder, to which paths are relative, the path of the
     results folder, the ``config_files``, and the values ``given`` by ``--config``. ``entries`` are
-    the same values as ``key=value`` words. If ``must`` is false, a read-only folder is no error.
+    the same values as ``key=value`` words. With ``must``, a read-only folder is an error.
     """
     known = {
         "config": dict(config),
@@ -292,7 +292,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Raise an error for dates, sets and bytes, and for keys that are not texts or checkpoints."""
+    """Raise an error for dates, sets, bytes, and keys other than texts and ids of checkpoints."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")

@@ -15,7 +15,7 @@ from trak_core.settings import (
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``, for checkpoints from several times of training or not."""
+    """Return the default ``combine``. With ``along``, runs have checkpoints of several times."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 

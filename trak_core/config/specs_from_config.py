@@ -178,7 +178,7 @@ class Specs:
         return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
 
     def times(self, run: str) -> list[float] | None:
-        """Return the ascending times of a run's checkpoints, or None for one at the end."""
+        """Return the ascending times of a run's checkpoints, or None if it saves only the last."""
         times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 
@@ -295,7 +295,7 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the spec of the scores from which a list is computed, also those of a pool."""
+        """Return the spec of the scores from which a list is computed, which may be of a pool."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 

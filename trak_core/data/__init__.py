@@ -1,1 +1,1 @@
-"""Read files whose rows are samples."""
+"""Read files that have a sample in each row."""

@@ -169,7 +169,7 @@ def read_rows(path: str | Path) -> RowFile:
             rows, numbers = list(numbered.values()), list(numbered)
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
-    except Exception as error:  # A damaged .parquet can raise any error, with several lines.
+    except Exception as error:  # For a damaged .parquet, this is any error, with several lines.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "

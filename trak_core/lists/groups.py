@@ -115,6 +115,9 @@ class GroupSums:
         contains an array for each column: the numbers of the samples' groups, shape (rows,). The
         groups of all columns are numbered consecutively.
         """
+        # With weights v_c of the checkpoints in a draw and V = sum_c v_c, the score of sample i is
+        # (sum_c v_c A_c[i] / V) (sum_c v_c Q_c[i] / V) for product_of_averages, and otherwise
+        # sum_c v_c A_c[i] Q_c[i] / ||B_c|| / V, without ||B_c|| unless combine is unit_average.
         times = self._random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES
         if not is_product:
@@ -171,7 +174,9 @@ def group_interval(
     ``draws`` has shape (..., N_DRAWS), and the other arrays have shape (...).
     """
     if n_runs > 1:
-        # The variance between draws of runs also contains the variance of samples / SAMPLE_DRAWS.
+        # A mean over SAMPLE_DRAWS draws of samples still has the variance of these draws, divided
+        # by SAMPLE_DRAWS. It is subtracted, so that only the variance between runs remains. The
+        # factor R / (R - 1) for R runs makes the bootstrap's variance unbiased.
         remainder = _within_runs(draws) / SAMPLE_DRAWS
         runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - remainder, 0)
         samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))

@@ -89,7 +89,7 @@ def image_folder(
     def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         try:
             return sample(row)
-        except OSError as error:  # also raised for files that are missing or that PIL cannot read
+        except OSError as error:  # The file is missing, or PIL cannot read it.
             raise InputError(
                 f"The image of a line must be a file that PIL can read. Reading {row['path']} from "
                 f"{Path.cwd()} failed: {error}.",

@@ -115,7 +115,7 @@ def language_model(
         own = "" if row.get("prompt") is None else "{prompt}"  # ruff: ignore[missing-f-string-syntax]
         own = own if prompt is None else prompt
         answer, asked = (messages_in(row.get(_only_field(part))) for part in (template, own))
-        if answer and not own:  # a whole conversation
+        if answer and not own:  # The field contains a whole conversation.
             asked, answer = answer[:-1], answer[-1:]
         if answer is not None and asked is not None:
             return chat(asked, answer, row)
@@ -140,7 +140,7 @@ def language_model(
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
-            add_special_tokens=not is_chat,  # a chat template writes them
+            add_special_tokens=not is_chat,  # A chat template writes them.
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )

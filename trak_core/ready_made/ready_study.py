@@ -95,7 +95,7 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """
 
     def decoded(first: int, end: int) -> str:
-        # The option would remove spaces, depending on the token that follows.
+        # Clean-up would remove a space if a certain token follows it.
         return tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
 
     texts, first, whole = list[str](), 0, 0

@@ -36,7 +36,7 @@ _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful. Compare their labels, or "
     "which of their tokens are scored."
 )
-# The number of levels of colours of tokens.
+# Colours of tokens have levels from 1 to LEVELS. The largest score has the level LEVELS.
 LEVELS = 9
 
 
@@ -394,7 +394,7 @@ def _mark_equal(
         target["equal"] = marks
         harmful = {place for place, score in influences if not score.startswith("+")}
         is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
-        # In regression, training on a target with a prediction that is too high lowers it.
+        # In regression, a copy of a target lowers the prediction if it is too high.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 

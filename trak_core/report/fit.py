@@ -47,7 +47,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
-        # Samples on which the models and the guess agree do not contribute to the difference.
+        # Let d be the number of samples on which exactly one of the models and the guess is right.
+        # The standard error of the difference of both fractions is at most sqrt(d) / n.
         error = np.sqrt((right != guessed).sum()) / len(labels)
         return _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
     if about.counts_parts:
@@ -60,7 +61,7 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit for fractions of correct predictions, and the error of their difference."""
+    """Return the fit for two fractions, ``value`` and ``guess``, and their difference's error."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
         f"most frequent one alone is right for {100 * guess:.3g} %."

@@ -192,7 +192,7 @@ def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
 def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
     """Return the number of targets with the id, label and model output of a training sample.
 
-    Ids are not enough, because training samples and targets can both be numbered from 0.
+    Equal ids are not enough, because training samples and targets can both be numbered from 0.
     """
     if MEAN_OF in targets:
         return 0

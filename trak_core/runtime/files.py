@@ -188,7 +188,7 @@ def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> Non
 
     Raises:
         InputError: If the file cannot be written (``config.results_folder``). If ``must`` is false,
-            a read-only folder is no error.
+            a read-only folder is not an error.
     """
     try:
         with atomic_write(path) as partial:
@@ -210,7 +210,7 @@ def may_only_be_read(folder: Path) -> bool:
 def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     """Return the error for a file in a results folder that could not be written."""
     named = Path(error.filename or path)
-    # The user does not know the name of a temporary file.
+    # Do not name a temporary file, because the user does not know it.
     failed = path if named.absolute().parent == results.absolute() else named
     return InputError(
         f"{results}: the results folder must be writable. Found {error.strerror or error} at "

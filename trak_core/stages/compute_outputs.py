@@ -79,7 +79,7 @@ def compute_outputs(
         writer.vector("predictions", predictions.numpy())
 
 
-# Texts are sorted by length in windows of this many samples, whose embeddings are kept in memory.
+# The number of samples that are sorted by length, and that have embeddings in memory.
 _WINDOW = 1024
 
 

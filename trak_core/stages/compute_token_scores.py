@@ -71,7 +71,7 @@ def compute_token_scores(
         check_made_for(file, spec)
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
-    # A target whose scores are all 0 has no row in the table.
+    # The table has no row for a target with only scores of 0.
     with_scores = set(top["target_id"].tolist())
     target_ids = [sample_id for sample_id in target_ids if sample_id in with_scores][:_TARGETS]
     is_split = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)

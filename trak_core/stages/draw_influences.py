@@ -1,4 +1,4 @@
-"""Write pages that show targets with their most influential training samples, or a list."""
+"""Write pages of targets with their most influential training samples, and pages of lists."""
 
 import re
 import warnings

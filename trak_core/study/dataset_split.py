@@ -31,7 +31,7 @@ class Samples(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return one sample, a tuple whose last entry is the label, or a dict with `labels`."""
+        """Return one sample: a tuple with the label as last entry, or a dict with `labels`."""
         ...
 
 

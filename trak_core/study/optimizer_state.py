@@ -78,6 +78,7 @@ def adam_scales(
                 code="study.second_moments",
             )
         v = v.float()
+        # v / (1 - b^t) corrects the bias of the running mean, which starts from 0.
         root = (v / (1 - group["betas"][1] ** float(moment["step"]))).sqrt()
         scales[name] = torch.where(v > 0, 1 / (root + group["eps"]), 0)
     return scales, sha256
@@ -128,13 +129,13 @@ def _numbers(
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
 ) -> dict[str, int]:
-    """Return the optimizer's number of each of its parameters, by name."""
+    """Return the number of each parameter in the optimizer's state, by the parameter's name."""
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
-    if all("param_names" in group for group in groups):  # the optimizer was given names
+    if all("param_names" in group for group in groups):  # The optimizer has names.
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Remove the prefix shared by all names that leaves the most names of the model. If several
-        # do, remove the shortest, because names can recur in submodules.
+        # Remove the shared prefix that leaves the most names of the model, because names can recur
+        # in submodules. If several prefixes do, remove the shortest.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))

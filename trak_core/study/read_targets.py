@@ -56,7 +56,7 @@ def split_of(
         split = Study.load(question).split("target", None)
     else:
         ids, rows = read_questions(question)
-        study.function("encode")  # raises an error if it is missing
+        study.function("encode")  # Raise an error if it is missing.
         split = Split(_Encoded(study, rows), ids)
     return split if targets is None else split.take(targets)
 

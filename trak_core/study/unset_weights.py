@@ -57,7 +57,7 @@ class _WithoutDraws(TorchDispatchMode):
         raise _ReadError
 
     def are_all_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether each undrawn storage that still exists is all of one of these tensors."""
+        """Return whether a tensor of these fills each undrawn storage that still exists."""
         whole = {
             t.untyped_storage()._cdata for t in tensors if t.untyped_storage().nbytes() == t.nbytes
         }
