@@ -11,7 +11,7 @@ from refusals import check, save_weights
 from workspace import REPOSITORY, Workspace, snakemake
 
 FIRST, TRUST = "docs/tutorial/first-study.md", "docs/tutorial/trust.md"
-SUSPECTS, LISTS = "docs/how-to/clean-data.md", "docs/how-to/lists.md"
+LISTS = "docs/how-to/lists.md"
 
 
 def test_the_tutorial(tmp_path, monkeypatch):
@@ -36,9 +36,8 @@ def test_the_tutorial(tmp_path, monkeypatch):
     assert lds["random"] < lds["scores"] < lds["noise_ceiling"]
     for results in ("results-tumours", "results-trust", "results-along"):
         assert "tumour-213" in study.path(f"{results}/report.html").read_text()
-    (suspects,) = follow(SUSPECTS, study.folder, monkeypatch, runs)
+    (suspects,) = follow(LISTS, study.folder, monkeypatch, runs)
     assert len(suspects.splitlines()) == 4  # three samples below a header
-    assert follow(LISTS, study.folder, monkeypatch) == []  # the list is there
     check_lists(study)
 
 

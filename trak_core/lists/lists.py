@@ -45,7 +45,7 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
     ``train``, the table of a scores file. ``worth_a_look`` is 1 if the harm is larger than the
     help. This does not mean that the label is wrong.
 
-    Source: docs/how-to/clean-data.md, "Find wrong labels".
+    Source: docs/how-to/lists.md, "Help and harm".
     """
     table = train.rename(columns={"harmed_label": "suggested_label"})
     harm, help_ = table["harm"].to_numpy(), table["help"].to_numpy()
