@@ -17,17 +17,19 @@ from trak_core.stages.select_targets import select_targets
 
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
 SECTIONS = re.findall(r"^## `results/(\S+\.h5)`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
-ROW = re.compile(r"^\| (\*?)`(\w+)`\*? \| (\w+) \| ?(.*?) \| (.*) \|$", flags=re.M)
+ROW = re.compile(r"^\| (\*?`[^|]+`\*?) \| (\w+) \| ?(.*?) \| (.*) \|$", flags=re.M)
 TYPES = {"text": "SO", "id": "iSO", "float": "f", "as the study's": "iufS"}
 
 
 def described(section):
     """Yield the objects of a file: name, kind, types, whether it is there always and searchable."""
     table = None
-    for searchable, name, kind, types, meaning in ROW.findall(section):
-        table = name if kind == "table" else table
+    for names, kind, types, meaning in ROW.findall(section):
         always = not re.search(r"only|[Nn]ot with|where|for classes", meaning)
-        yield (table, name) if kind == "column" else name, kind, types, always, bool(searchable)
+        for searchable, name in re.findall(r"(\*?)`(\w+)`", names):
+            table = name if kind == "table" else table
+            key = (table, name) if kind == "column" else name
+            yield key, kind, types, always, bool(searchable)
 
 
 def has_type(dtype, types):
