@@ -19,7 +19,7 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
     page = "docs/how-to/language-models.md"
     # One run in place of two, and less training; a checkpoint of the Trainer's less.
-    less = {r"  seed1: .*\n": "", "epochs: 5": "epochs: 2", "_epochs=3": "_epochs=2"}
+    less = {r"  seed1: .*\n": "", "epochs: 5": "epochs: 2", "manual-out 3": "manual-out 2"}
     printed, attributes = follow(page, workspace.folder, monkeypatch, less)
     influences = printed.splitlines()
     assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3
