@@ -15,7 +15,7 @@ from typing import Any
 
 from trak_core.command.choose_weights import ENDING, loadable, of_one_network, times_of
 from trak_core.config.read_config import ALL_TARGETS
-from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, read_rows
+from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
 from trak_core.errors import InputError, listed
 
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -35,7 +35,7 @@ _N_TARGETS, _MOST_TARGETS = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
     "checkpoint-<step>) and texts, or PyTorch checkpoints and a table or a folder of images for "
-    f"each class. Rows are in {', '.join(SUFFIXES)}"
+    f"each class. Rows are in {', '.join(SUFFIXES)} or a saved Dataset"
 )
 
 # A line of the config: key, value, and a comment on what the user must check or fill in, or "".
@@ -122,6 +122,7 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     plain = [path for path in inside if path not in weights]
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
     rows = [path for path in files if path.suffix in SUFFIXES]
+    rows += filter(is_saved_dataset, inside)
     states = [path for path in files if ENDING.search(path.name) and path.parent in plain]
     kinds = {"weights": weights, "folders of images": images, "rows": rows, "checkpoints": states}
     report += [f"found: {k}: {', '.join(map(str, paths))}" for k, paths in kinds.items() if paths]

@@ -1,4 +1,4 @@
-"""Read rows of samples from .jsonl, .csv, .tsv and .parquet files.
+"""Read rows of samples from .jsonl, .csv, .tsv and .parquet files, and from saved data sets.
 
 Values are not converted. Cells of .csv and .tsv are texts, and values in JSON and Parquet have
 types. ``as_number`` and ``class_number`` convert values if a number is needed.
@@ -19,6 +19,7 @@ from typing import Any
 from trak_core.errors import InputError
 
 LINES, PARQUET = ".jsonl", ".parquet"
+_SPLITS = "dataset_dict.json"  # A file in the folder of a saved DatasetDict.
 # The separators of cells in tables, by the ending of the file.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, *TABLES, PARQUET)
@@ -50,8 +51,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: The fields of each row.
-        numbers: The line in which each row begins, from 1; for Parquet the number of the row. Empty
-            for a folder of images.
+        numbers: The line in which each row begins, from 1; for Parquet and saved data sets the
+            number of the row. Empty for a folder of images.
     """
 
     path: Path
@@ -69,7 +70,7 @@ class RowFile(Sequence[dict[str, Any]]):
         """Return the file and the line of a row, for error messages."""
         if not self.numbers:
             return f"{self.path}, {self.rows[index].get('id', index)}"
-        noun = "row" if self.path.suffix == PARQUET else "line"
+        noun = "line" if self.path.suffix in {LINES, *TABLES} else "row"
         return f"{self.path}, {noun} {self.numbers[index]}"
 
     def column(self, name: str) -> list[Any]:
@@ -137,7 +138,10 @@ class RowFile(Sequence[dict[str, Any]]):
 
 
 def read_rows(path: str | Path) -> RowFile:
-    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file.
+    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file, or of a data set.
+
+    A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. Values of its
+    ``ClassLabel`` columns are read as the names of the classes, and -1 as None.
 
     A line of ``.jsonl`` is a JSON object. The first line of a table contains the names of fields,
     and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
@@ -146,15 +150,20 @@ def read_rows(path: str | Path) -> RowFile:
         InputError: If the file does not exist, has no rows, or has a line that cannot be read.
     """
     file = Path(path)
-    if not file.is_file():
+    if not (file.is_file() or is_saved_dataset(file) or (file / _SPLITS).is_file()):
         raise InputError(
-            f"Rows must be in a file. Found nothing at {path} (from {Path.cwd()}).",
+            "Rows must be in a file, or in a folder that save_to_disk of a Dataset wrote. Found "
+            f"nothing at {path} (from {Path.cwd()}).",
             code="data.missing_rows",
         )
     try:
-        if file.suffix not in SUFFIXES:
+        numbers: Sequence[int] = ()
+        if file.is_dir():
+            rows: list[Any] = _saved_rows(file)
+            numbers = range(1, len(rows) + 1)
+        elif file.suffix not in SUFFIXES:
             raise ValueError(f"its ending is {file.suffix or 'none'}")
-        if file.suffix == PARQUET:
+        elif file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
             # pandas is not used, because it converts integers to floats if one is missing. A
@@ -162,21 +171,57 @@ def read_rows(path: str | Path) -> RowFile:
             table = parquet.read_table(file)
             index = (table.schema.pandas_metadata or {}).get("index_columns", [])
             unread = [name for name in index if isinstance(name, str) and name != "id"]
-            rows: list[Any] = table.drop_columns(unread).to_pylist()
-            numbers: Sequence[int] = range(1, len(rows) + 1)
+            rows = table.drop_columns(unread).to_pylist()
+            numbers = range(1, len(rows) + 1)
         else:
             numbered = dict(_numbered_rows(file))
             rows, numbers = list(numbered.values()), list(numbered)
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
+    except InputError:
+        raise
     except Exception as error:  # For a damaged .parquet, this is any error, with several lines.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
-            f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
-            f"it failed: {reason}.",
+            f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv, .parquet or a saved "
+            f"Dataset. Reading it failed: {reason}.",
             code="data.rows",
         ) from error
     return RowFile(file, rows, numbers)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether ``save_to_disk`` of a ``datasets.Dataset`` wrote the folder."""
+    return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+
+
+def _saved_rows(folder: Path) -> list[dict[str, Any]]:
+    if (folder / _SPLITS).is_file():
+        names = json.loads((folder / _SPLITS).read_text())["splits"]
+        raise InputError(
+            f"{folder}: rows must be those of one Dataset. Found a DatasetDict. Name the folder of "
+            f"one of its splits: {', '.join(str(folder / name) for name in names)}.",
+            code="data.splits",
+        )
+    from datasets import ClassLabel, Dataset  # pyright: ignore[reportMissingImports] -- optional
+
+    data = Dataset.load_from_disk(str(folder))
+    # The format of the data set may convert values, or leave columns out.
+    rows: list[dict[str, Any]] = data.with_format(None).to_list()
+    for column, feature in data.features.items():
+        if not isinstance(feature, ClassLabel):
+            continue
+        if any(as_number(name) not in {None, i} for i, name in enumerate(feature.names)):
+            raise InputError(
+                f"{folder}: the names of the classes of {column} must not be numbers of other "
+                f"classes. Found {', '.join(feature.names)}. Save the data set with the numbers of "
+                f"the training: cast_column({column!r}, Value('int64')).",
+                code="data.class_names",
+            )
+        for row in rows:
+            number = row[column]
+            row[column] = None if number in {None, -1} else feature.names[number]
+    return rows
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:

@@ -46,7 +46,7 @@ def language_model(
     """Return the study of a language model that was trained on texts.
 
     Args:
-        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
+        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
         targets: Rows to explain, by id. Experiments with ``data`` do not need them.

@@ -38,7 +38,7 @@ def text_classification(
     """Return the study of a classifier that was trained on labelled texts.
 
     Args:
-        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
+        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
         weights: A folder with the model's ``config.json`` and tokenizer.
         targets: Rows to explain, by id. The default is ``texts``.
         text: The text, as a template with a row's fields.
@@ -108,7 +108,8 @@ def text_classification(
         if number is None:
             raise InputError(
                 f"A label must be a class's number or one of {listed([*numbers])}. Found "
-                f"{value!r:.80}.",
+                f"{value!r:.80}. `classes` in study_arguments lists the rows' labels in the order "
+                "of the model's logits.",
                 code="studies.label",
             )
         written = filled_in(text, row)

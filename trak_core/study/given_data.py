@@ -106,11 +106,21 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     Args:
         data: A tuple of tensors or arrays (model inputs, then labels) with a row for each sample.
             Or a dict of them (the model's named inputs and ``labels``). Or a torch Dataset, a list,
-            a Hugging Face dataset, or another sequence of samples with ``len()`` and ``[i]``. Or a
-            ``Split``. Or a DataLoader: its dataset is read in order, for any ``shuffle``,
-            ``batch_size`` and ``drop_last``. A ``collate_fn`` is called with one sample at a time.
+            or another sequence of samples with ``len()`` and ``[i]``. Or a ``datasets.Dataset`` of
+            Hugging Face, whose column ``id`` has the ids. Or a ``Split``. Or a DataLoader: its
+            dataset is read in order, for any ``shuffle``, ``batch_size`` and ``drop_last``. A
+            ``collate_fn`` is called with one sample at a time.
         ids: An id for each sample, integers or short texts; None for 0, 1, 2, ...
     """
+    if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
+        ids = data.with_format(None)["id"] if ids is None else ids
+        data = data.remove_columns("id")
+    if isinstance(data, Mapping) and any(hasattr(v, "column_names") for v in data.values()):
+        raise InputError(
+            "Data must be one Dataset. Found a DatasetDict. Give one of its splits: "
+            f"{', '.join(map(str, data))}.",
+            code="study.given_splits",
+        )
     if isinstance(data, Split):
         return data
     if isinstance(data, DataLoader):
