@@ -117,7 +117,7 @@ def test_columns_are_scaled_as_scikit_learn_does(tmp_path, monkeypatch):
     asked, label = study.encode(**{name: str(rows[name][45]) for name in rows})
     assert torch.equal(asked, study.target_data()[5][0])
     assert label.item() == np.float32(rows["price"][45])
-    shown = re.findall("(area|same|share) ([^,]+)", study.describe((asked, label)))
+    shown = re.findall(r"(area|same|share) ([^,]+)", study.describe((asked, label)))
     assert [name for name, _ in shown] == ["area", "same", "share"]
     # A number is rounded to a power of ten of at most ten times its float32 error, and to 7 digits.
     eps = np.finfo(np.float32).eps
