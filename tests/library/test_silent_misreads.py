@@ -186,3 +186,10 @@ def test_images(tmp_path, capsys):
     Image.fromarray(np.full((2, 2), 300, np.uint16)).save(tmp_path / "images/dog/2.png")
     with refused("studies.image_depth", "I;16", "dog/2.png"):
         image_folder(*arguments).train_data()[1]
+    frames = [Image.new("L", (2, 2), shade) for shade in (0, 255)]
+    for suffix in ("gif", "tif"):
+        path = tmp_path / f"images/dog/{suffix}.{suffix}"
+        frames[0].save(path, save_all=True, append_images=frames[1:])
+        with refused("studies.image_frames", 2, f"dog/{suffix}.{suffix}"):
+            image_folder(*arguments).train_data()[2]
+        path.unlink()

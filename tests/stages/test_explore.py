@@ -1,20 +1,16 @@
 """The page of an experiment: its script in a browser, and the limit of its size."""
 
-import hashlib
 import json
 import re
-import shutil
-import subprocess
-from base64 import b64encode
 from dataclasses import replace
 from itertools import pairwise
 from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
-import patience
 import pytest
 import torch
+from in_browser import CHROMIUM, in_browser
 from report_page import Page
 from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with, unspaced
 from reported import write as report_of
@@ -29,8 +25,6 @@ from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.show_samples import contents_digest, show_sample
 from trak_core.study.study import Study
 
-CHROMIUM = shutil.which("chromium")
-
 
 def test_the_script_is_the_same_for_each_study(shown_as):
     pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
@@ -44,25 +38,6 @@ def test_the_script_is_the_same_for_each_study(shown_as):
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function|setHTML", script
     )
-
-
-def in_browser(answer, folder, probe):
-    """Return what a script passes to ``done`` in a browser that shows the page."""
-    shown = "document.body.textContent = JSON.stringify(found)"
-    done = f"const done = (found) => {{ document.title = ''; {shown}; }};"
-    probe = f"{{ {done} {probe} }}"
-    allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
-    page = folder / "page.html"
-    # The policy of the page allows the probe too.
-    markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
-    page.write_text(markup.replace("<svg class", f"<script>{probe}</script><svg class", 1))
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000")
-    command = [CHROMIUM, *options, f"--user-data-dir={folder}/profile", "--dump-dom", str(page)]
-    dumped = patience.run(command, 60, stdout=subprocess.PIPE, text=True)
-    assert dumped.returncode == 0
-    text = Page(dumped.stdout).text
-    assert text.startswith("["), text[:2000]
-    return json.loads(text)
 
 
 # Targets of each query, the effect of links, dialogs of training samples, levels of headings, and

@@ -158,6 +158,7 @@ def test_an_answer_has_the_columns_of_training_samples(projected):
         assert row["described_text"] == f"progress {row['label']:.2f}"
     assert answer.side(-1)["train_id"].tolist() == expected.index[::-1][:3].tolist()
     assert answer._repr_html_().count("<table") == 2
+    assert answer._repr_html_().count('<td style="text-align: left">progress ') == 6
     words = {"function": "outputs.py:f", "label": "clinic"}  # the name of a column
     columns = replace(answer, model_output=words).side(1).columns
     assert {"label", "clinic"} <= {*columns}

@@ -5,6 +5,7 @@ from urllib.parse import quote
 
 import pandas as pd
 import pytest
+from in_browser import CHROMIUM, in_browser
 from linear_study import with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_stages, scores_spec
 from report_page import Page
@@ -16,6 +17,7 @@ from trak_core.runtime.files import write_csv
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.draw_influences import _facts, show_list
+from trak_core.stages.retrain import listed_rows
 from trak_core.stages.write_list import find_duplicates, write_list
 from trak_core.study.sample_columns import with_class_names
 
@@ -187,6 +189,52 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     rows.assign(suggested_label=1).to_csv(listed, index=False)
     show_list(page=page, listed=listed, kind="suspects", **about)
     assert "The suggested label is the class" in Page(page.read_text()).text
+
+
+# Tick two rows, filter, save the CSV, and load the page again.
+TICK = """
+addEventListener("load", async () => {
+  const boxes = [...document.querySelectorAll(".tick input")];
+  const ticked = () => boxes.map((box) => box.checked);
+  if (sessionStorage.saved) {
+    done([...JSON.parse(sessionStorage.saved), ticked()]);
+    return;
+  }
+  let saved;
+  URL.createObjectURL = (blob) => { saved = blob; return "#saved"; };
+  for (const i of [1, 3]) boxes[i].click();
+  const select = document.querySelector(".find select");
+  select.value = "=cat";
+  select.dispatchEvent(new Event("input", { bubbles: true }));
+  const seen = boxes.map((box) => box.checkVisibility());
+  document.querySelector(".find button").click();
+  const output = document.querySelector(".find output").textContent;
+  sessionStorage.saved = JSON.stringify([seen, await saved.text(), output]);
+  location.reload();
+});
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_ticked_rows_are_saved_as_a_list(results, tmp_path):
+    """The saved CSV is a list that removals can read. Ids may look like formulas."""
+    ids, labels = ["row-3", 'a"b, c', "row-5", "=1+1"], ["cat", "dog", "cat", "dog"]
+    code = STUDY.replace("TARGETS", repr(ids)).replace("x[0] *= 3", "x[0] *= 2")
+    (tmp_path / "pool.py").write_text(code)
+    listed, page = tmp_path / "select.csv", tmp_path / "select.html"
+    write_csv(listed, pd.DataFrame({"id": ids, "rank": [1, 2, 3, 4], "label": labels}))
+    about = {"study_file": study_with(tmp_path, DRAW), "pool": tmp_path / "pool.py", "code": "code"}
+    show_list(page=page, listed=listed, kind="select", experiment="mine", **about)
+    check_alone(Page(page.read_text()))
+    seen, saved, output, ticked = in_browser(page, tmp_path, TICK)
+    assert seen == [True, False, True, False]
+    assert ticked == [False, True, False, True]
+    assert output == "2 of 4 ticked"
+    (tmp_path / "saved.csv").write_text(saved)
+    read, written = pd.read_csv(tmp_path / "saved.csv"), pd.read_csv(listed)
+    assert read["id"].tolist() == written["id"].tolist()[1::2]
+    assert read["decision"].tolist() == ["keep", "keep"]
+    assert listed_rows(tmp_path / "saved.csv", ids).tolist() == [1, 3]
 
 
 def test_a_long_number_of_a_list_is_short_on_its_page():

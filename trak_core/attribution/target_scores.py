@@ -221,7 +221,8 @@ class Scores:
     def _repr_html_(self) -> str:
         """Return the first targets with their strongest training samples, for Jupyter."""
         n, m = len(self.train), len(self.targets)
-        rows = ["<tr><th>Target<th>Pushed up by<th>Pushed down by</tr>"]
+        head = "<th>Target<th>Pushed up by<th>Pushed down by"
+        rows = [f"<tr>{head}</tr>".replace("<th>", '<th style="text-align: left">')]
         tables = self.top(_EACH), self.bottom(_EACH)
         known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
         for target in known:
@@ -242,7 +243,13 @@ class Scores:
 
     def _shown(self, is_target: bool, sample_id: Any, caption: str) -> str:
         """Return a sample with its id and caption, as HTML."""
-        sample = "" if self.show is None else f"{self.show(is_target, sample_id)}<br>"
+        table = self.targets if is_target else self.train
+        sample = ""
+        if self.show is not None:
+            sample = f"{self.show(is_target, sample_id)}<br>"
+        elif "described_text" in table:  # Scores of a file have the texts, not the samples.
+            text = table["described_text"].get(sample_id)
+            sample = f"{html.escape(text)}<br>" if isinstance(text, str) else ""
         about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(caption)}"
         return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{about}</div>'
 

@@ -25,7 +25,7 @@ from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.read_targets import encoded_line, split_of
 from trak_core.study.sample_columns import columns_of
-from trak_core.study.show_samples import short_text, shown_tokens
+from trak_core.study.show_samples import short_text, shown_tokens, table_as_html
 from trak_core.study.study import Study
 
 
@@ -81,7 +81,7 @@ class OpenRun(FittedAttributor):
         known = {name: self.scores(name) for name in self.experiments}
         rows = [(name, len(s.targets), len(s.train), s.unit) for name, s in known.items()]
         columns = ["experiment", "targets", "training samples", "unit of a score"]
-        return pd.DataFrame(rows, columns=columns).to_html(index=False)
+        return table_as_html(pd.DataFrame(rows, columns=columns))
 
     def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
         """Return a training sample, or a target of an experiment, from the study."""

@@ -13,6 +13,7 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.report.read_results import named
 from trak_core.report.template_filters import of_target
 from trak_core.study.dataset_split import label_of, with_label
+from trak_core.study.show_samples import table_as_html
 from trak_core.study.study import Study
 
 
@@ -140,5 +141,5 @@ class Answer:
         parts = [f"<p>{html.escape(self.text)}</p><p>{html.escape(self.said())}</p>"]
         with pd.option_context("display.max_colwidth", None):
             for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):
-                parts += [f"<p><b>{words}</b></p>", self.side(sign).to_html(index=False)]
+                parts += [f"<p><b>{words}</b></p>", table_as_html(self.side(sign))]
         return "".join(parts)

@@ -77,6 +77,13 @@ def image_folder(
                     "training had it.",
                     code="studies.image_depth",
                 )
+            n_frames = getattr(image, "n_frames", 1)
+            if n_frames > 1:
+                raise InputError(
+                    f"An image file must have one frame, because only the first is read. Found "
+                    f"{n_frames} in {row['path']}. Save the frame of training as a file.",
+                    code="studies.image_frames",
+                )
             pixels = prepared(image.convert("RGB"))
         if not isinstance(pixels, Tensor):
             raise InputError(

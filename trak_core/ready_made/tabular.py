@@ -95,8 +95,11 @@ def tabular(
         return ((values - means) / deviations).float(), torch.tensor(answer)
 
     def describe(sample: tuple[Tensor, Tensor]) -> str:
-        values = (sample[0].double() * deviations + means).tolist()
-        return ", ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=True))
+        differences = sample[0].double() * deviations
+        # A float32 input has a relative error of up to 2^-24. Digits below the error are not shown.
+        errors = (differences.abs() * 2.0**-23).clamp_min(1e-300).log10().ceil().int().tolist()
+        values = zip(names, (differences + means).tolist(), errors, strict=True)
+        return ", ".join(f"{name} {round(value, -e) + 0.0:.7g}" for name, value, e in values)
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         values = zip(names, sample[0].tolist(), strict=True)

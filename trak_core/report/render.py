@@ -274,9 +274,9 @@ def _environment() -> Environment:
     return environment
 
 
-def script_hash() -> str:
-    """Return the hash of the page's script. The page's security policy allows no other script."""
-    script = _environment().get_template("explore.js.j2").render()
+def script_hash(template: str) -> str:
+    """Return the hash of a page's script. The page's security policy allows no other script."""
+    script = _environment().get_template(template).render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 

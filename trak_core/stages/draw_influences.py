@@ -48,6 +48,8 @@ _MAX_TARGETS = 20_000
 
 # The number of rows of a list on its page, and the number of characters of a text.
 _N_ROWS, _CHARACTERS = 100, 600
+# With more different labels, a list's page has no filter by label.
+_N_LABELS = 40
 _NUMBERS = frozenset({
     *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 })
@@ -250,6 +252,9 @@ def show_list(
         sample_id, sample = own[row["id"]]
         entry: dict[str, Any] = {
             "rank": row["rank"],
+            "cell": row["id"],
+            "key": f"{row['id']} {row.get('other_id', '')}",
+            "label": row.get("label", ""),
             "facts": _facts(row, classes=classes),
             "samples": [("train" if pool is None else "pool", sample_id, sample)],
             "anchor": anchor(sample_id),
@@ -259,6 +264,7 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
+    labels = sorted({entry["label"] for entry in entries})
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
     tables = [file.tables["targets"] for file in files]
@@ -266,6 +272,7 @@ def show_list(
         kind=kind,
         experiment=experiment,
         entries=entries,
+        labels=labels if 1 < len(labels) <= _N_LABELS else [],
         n_rows=len(rows),
         n_looks=n_looks,
         n_targets=sum(len(targets) for targets in tables if few_targets(targets)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from trak_core.study.dataset_split import Split, users_code
@@ -21,6 +22,7 @@ BEGINNING = 200  # The number of characters that lists show of a text.
 _INCHES, _DPI = 1.0, 200
 # A larger PNG is assumed to be a photograph. As JPEG, it has about a fifth of the size.
 _PNG_BYTES = 12_000
+_LEFT = "\N{LEFT-TO-RIGHT MARK}"  # Marks the cells of a table that are aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
 _N_VALUES, _CHARACTERS = 12, 240  # The limits of printed samples.
 # Python does not count these as printable, but they join letters in some scripts, and emoji.
@@ -98,6 +100,14 @@ def sample_as_html(
         return html.escape(shown)
     text = html.escape(shown.text)
     return f'<img src="{shown.src}" alt="" style="height: {_NOTEBOOK_PIXELS}px"> {text}'
+
+
+def table_as_html(table: pd.DataFrame) -> str:
+    """Return a table without its index as HTML for notebooks, which would align texts right."""
+    left = table.select_dtypes(exclude="number").columns
+    columns = {name: [f"{_LEFT}{cell}" for cell in table[name]] for name in left}
+    cells = table.assign(**columns).to_html(index=False, justify="left")
+    return cells.replace(f"<td>{_LEFT}", '<td style="text-align: left">')
 
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
