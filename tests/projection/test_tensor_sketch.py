@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from trak_core.projection import OuterProducts, project
+from trak_core.projection import OuterProducts, project, tensor_sketch
 from trak_core.projection.reference import project_reference
-from trak_core.projection.tensor_sketch import _add_squares, _counts, add_rows
+from trak_core.projection.tensor_sketch import _add_transforms, _fill_counts, add_rows
 from trak_core.settings import ProjectionSpec
 
 CPU = torch.device("cpu")
@@ -28,20 +28,28 @@ def factors(shapes, n_samples, n_tokens):
     ]
 
 
+# By Numba's kernels, or by torch as on a GPU.
+BOTH_WAYS = pytest.mark.parametrize("by_kernels", [True, False])
 # Sides shorter than k, longer, and a multiple of it; odd and even k; a vector, a single entry.
 SHAPES = [(5, 7), (64, 1), (130, 33), (1, 1), (3, 200)]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("proj_dim", [1, 2, 37, 64, 65, 512])
 @pytest.mark.parametrize(("n_samples", "n_tokens"), [(1, 1), (3, 1), (4, 9)])
-def test_factors_give_the_sketch_of_what_they_stand_for(proj_dim, n_samples, n_tokens, monkeypatch):
+def test_factors_give_the_sketch_of_what_they_stand_for(
+    proj_dim, n_samples, n_tokens, by_kernels, monkeypatch
+):
+    monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
     spec, pairs = spec_of(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
     formed = torch.cat([(a.mT @ b).flatten(1) for a, b in pairs], dim=1)
     expected = project_reference(formed.numpy(), spec)
     # What is added up, without cancellation.
     size = sum((a.norm(dim=2) * b.norm(dim=2)).sum(1, keepdim=True) for a, b in pairs).numpy()
-    for piece in (1, 2**19):
-        monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", piece * proj_dim)
+    # Pieces of one token; of some; sketches of several parameters that are transformed together.
+    for piece in (1, 8, 2 * n_samples * n_tokens, 2**19):
+        for name in ("_PIECE", "_PIECE_OF_GPU"):
+            monkeypatch.setattr(tensor_sketch, name, piece * proj_dim)
         sums = OuterProducts(spec, n_samples, CPU)
         for number, (a, b) in enumerate(pairs):
             sums.add_products(number, a, b)
@@ -55,9 +63,11 @@ def sketches(pairs, spec):
     return sums.total().double()
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("exponents", [(0, 0), (-26, 20), (25, -30), (30, 4)])
-def test_factors_of_any_size_are_sketched_as_exactly(exponents):
+def test_factors_of_any_size_are_sketched_as_exactly(exponents, by_kernels, monkeypatch):
     """Powers of ten whose squares float32 doesn't hold; other tokens keep their own precision."""
+    monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
     spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 6)
     scaled = [tuple(side.double() for side in pair) for pair in pairs]
     for sides in scaled:
@@ -70,7 +80,9 @@ def test_factors_of_any_size_are_sketched_as_exactly(exponents):
     assert (np.abs(found.numpy() - expected) <= 1e-6 * size).all()
 
 
-def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite():
+@BOTH_WAYS
+def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite(by_kernels, monkeypatch):
+    monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
     spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 3, 2)
     expected = sketches([(a[:, :1], b[:, :1]) for a, b in pairs], spec)
     for a, b in pairs:
@@ -83,25 +95,30 @@ def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite():
     assert torch.equal(found[2], expected[2])
 
 
-def test_pairs_are_counted_and_squared_by_torch_as_by_the_kernels():
+def test_pairs_are_counted_by_torch_as_by_the_kernels(monkeypatch):
     """What runs on a GPU: exactly, with sums of small integers and no scale."""
     spec, generator = spec_of(SHAPES, 64), torch.Generator().manual_seed(1)
     for number, (n0, n1) in enumerate(SHAPES):
-        a, b = (torch.randint(-3, 4, (5, n), generator=generator).float() for n in (n0, n1))
-        scales = torch.ones(5, 2)
-        given = spec, number, a, b, scales
-        counted, apart = (
-            [_counts(*given, by_kernel=kernel, interleaved=in_turn) for kernel in (True, False)]
-            for in_turn in (True, False)
-        )
+        a, b = (torch.randint(-3, 4, (2, 5, n), generator=generator).float() for n in (n0, n1))
+        counted = [torch.empty(5, 2, 2, 64) for _ in range(2)]
+        for has_kernels, counts in zip((True, False), counted, strict=True):
+            monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _, has=has_kernels: has)
+            _fill_counts(spec, number, a, b, counts, 2)
         assert torch.equal(*counted)
-        assert torch.equal(*apart)
-        assert torch.equal(counted[0].mT, apart[0])
-        pairs = torch.view_as_complex(counted[0])
-        sums = [torch.zeros(1, 64, dtype=torch.complex128) for _ in counted]
-        for into, kernel in zip(sums, (True, False), strict=True):
-            _add_squares(into, pairs.unsqueeze(0), kernel)
-        assert torch.equal(*sums)
+        together = torch.empty(5, 2, 64, 2)
+        _fill_counts(spec, number, a, b, together, 3)
+        assert torch.equal(together, counted[0].mT)
+
+
+@BOTH_WAYS
+def test_squares_are_summed_over_tokens(by_kernels, monkeypatch):
+    monkeypatch.setattr(tensor_sketch, "_has_kernels", lambda _: by_kernels)
+    counts = torch.randn(3, 2, 64, 2, generator=torch.Generator().manual_seed(1))
+    counts /= counts.norm(dim=2, keepdim=True)
+    expected = torch.fft.fft(torch.view_as_complex(counts.double())).square().sum(0)
+    sums = torch.zeros(2, 64, dtype=torch.complex128)
+    _add_transforms(counts, sums)
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("proj_dim", [37, 256])
@@ -118,18 +135,21 @@ def test_rows_of_a_table_are_looked_up(proj_dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_added_by_torch_as_by_the_kernel(dtype):
+def test_rows_are_added_by_torch_as_by_the_kernel(dtype, monkeypatch):
     """Exactly: sums of small integers."""
     spec = spec_of(SHAPES, 64)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-8, 9, (3, spec.n_params), generator=generator).to(dtype)
     expected = project(x, spec)
     whole = torch.zeros(3, 64)
-    add_rows(whole, list(x.split([30, 1000, spec.n_params - 1030], dim=1)), spec, 0)
+    sizes = [30, 1000, spec.n_params - 1030]
+    add_rows(whole, list(zip((0, 30, 1030), x.split(sizes, dim=1), strict=True)), spec)
     assert torch.equal(whole, expected)
     part = torch.zeros(3, 64)
-    add_rows(part, [x[:, :100]], spec, 0)
-    add_rows(part, [x[:, 100:]], spec, 100)
+    monkeypatch.setattr(tensor_sketch, "_MOST_KEPT", 70)
+    monkeypatch.setattr(tensor_sketch, "_MOST_PLACES", 150)  # and pieces of it
+    add_rows(part, [(0, x[:, :100]), (4000, x[:, 4000:])], spec)
+    add_rows(part, [(100, x[:, 100:4000])], spec)
     assert torch.equal(part, expected)
 
 

@@ -15,7 +15,7 @@ from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
 from trak_core.gradients.margins_in_pieces import MarginFactors
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.projection import OuterProducts, add_projection, prefers_factors
+from trak_core.projection import OuterProducts, add_projection, add_rows, prefers_factors
 from trak_core.settings import ProjectionSpec, matrix_shape
 
 # The largest accepted relative error, in norm, of a sample's features in a stored dtype. float16
@@ -132,7 +132,14 @@ class Features:
         return True
 
     def _project_held(self) -> None:
-        """Project the collected parts, with one call for each run of consecutive coordinates."""
+        """Project the collected parts, with one call for each run of consecutive coordinates.
+
+        On a GPU, one call sketches all parts.
+        """
+        if self.products is not None and self.rows.device.type == "cuda":
+            add_rows(self.rows, sorted(self._held.items()), self._projection)
+            self._held, self._n_held = {}, 0
+            return
         run: list[Tensor] = []
         start = stop = 0
         for first in sorted(self._held):

@@ -115,7 +115,9 @@ def add_projection(
             columns[:, offset : offset + block.shape[1]] += block
             offset += block.shape[1]
     elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
-        add_rows(out, [block for block in blocks if isinstance(block, Tensor)], spec, offset)
+        starts = itertools.accumulate((block.shape[1] for block in blocks), initial=offset)
+        parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
+        add_rows(out, parts, spec)
     elif isinstance(out, Tensor) and out.device.type == "cuda":
         # Imported here because it needs numba-cuda, which machines without a GPU lack.
         from trak_core.projection.cuda import project_cuda

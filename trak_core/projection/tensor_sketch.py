@@ -19,7 +19,7 @@ Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit featur
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
@@ -60,83 +60,87 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 
 @lru_cache(maxsize=16)
+def _flat_hashes_on(spec: ProjectionSpec, device: torch.device) -> tuple[Tensor, ...]:
+    """Return parameters' numbers of columns and the fields of ``Hashes`` on a device.
+
+    They are int64, except the signs, which are float32.
+    """
+    assert spec.shapes is not None
+    fields = (x if x.dtype == "float32" else x.astype("int64") for x in hashes_of(spec))
+    widths = torch.tensor([n1 for _, n1 in spec.shapes])
+    return tuple(x.to(device) for x in (widths, *map(torch.from_numpy, fields)))
+
+
+@lru_cache(maxsize=16)
 def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
     """Return buckets and signs of each parameter's rows and of its columns, on a device."""
     assert spec.shapes is not None
-    hashes = hashes_of(spec)
-    on_device: list[list[tuple[Tensor, Tensor]]] = []
+    _, _, _, *flat = _flat_hashes_on(spec, device)
+    sizes = [n for shape in spec.shapes for n in shape]
+    pairs = list(zip(*(x.split(sizes) for x in flat), strict=True))
+    return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+
+
+@lru_cache(maxsize=2)
+def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return which entry of [a, b] each parameter's count sketches have in a bucket, and its sign.
+
+    Both tensors have shape (runs, k, 2). A run of k entries has no bucket twice. The sign is 0 if
+    the run has no entry in the bucket.
+    """
+    assert spec.shapes is not None
+    hashes, k = hashes_of(spec), spec.proj_dim
+    on_device: list[tuple[Tensor, Tensor]] = []
     for number, shape in enumerate(spec.shapes):
-        pairs = [hashes.of(number, axis, shape[axis]) for axis in (0, 1)]
-        on_device.append([
-            (torch.from_numpy(buckets.astype("int64")).to(device), torch.tensor(signs).to(device))
-            for buckets, signs in pairs
-        ])
+        entries = torch.zeros(-(-max(shape) // k), k, 2, dtype=torch.int32)
+        signs = torch.zeros(entries.shape)
+        for side, (first, n) in enumerate(zip((0, shape[0]), shape, strict=True)):
+            buckets, own_signs = map(torch.from_numpy, hashes.of(number, side, n))
+            i = torch.arange(n)
+            at = i // k, buckets.long(), side
+            entries[at], signs[at] = (first + i).int(), own_signs
+        on_device.append((entries.to(device), signs.to(device)))
     return on_device
 
 
-def _count_sketches(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Tensor:
-    """Return the count sketches of rows (r, n), shape (r, proj_dim)."""
-    rows = rows.float()
-    sketches = rows.new_zeros(len(rows), proj_dim)
-    # A run of proj_dim entries has no bucket twice, so the order of the sums is fixed.
-    for first in range(0, rows.shape[1], proj_dim):
-        run = slice(first, first + proj_dim)
-        sketches.index_add_(1, buckets[run], rows[:, run] * signs[run])
-    return sketches
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
-def _scales(left: Tensor, right: Tensor) -> Tensor:
-    """Return factors that make the norms of each pair of rows equal, shape (b, tokens, 2).
+def _fill_counts(
+    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, dim: int
+) -> None:
+    """Write the count sketches x and y of pairs of rows to ``counts``, float32.
 
-    Both factors are 0 if one of the rows is 0, unless the other one is not finite.
+    On a CPU, numbers x + i y are scaled to equal norms of x and y.
+
+    Args:
+        spec: The projection.
+        number: The parameter.
+        left: Rows a, shape (b, tokens, n0).
+        right: Rows b, shape (b, tokens, n1).
+        counts: Contiguous, shape (tokens, b, k, 2) or (tokens, b, 2, k).
+        dim: The dimension of x and y: 3 for numbers x + i y, else 2.
     """
-    roots = torch.stack([_norms(left), _norms(right)], dim=2).sqrt_()
-    scales = roots.flip(2).div_(roots)
-    return scales.masked_fill_((roots == 0).any(2, keepdim=True), 0)
-
-
-def _norms(rows: Tensor) -> Tensor:
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(rows, dim=2, dtype=dtype).float()
-    is_extreme = ~((norms > 1e-18) & (norms < 1e18))  # squares overflow or underflow in float32
-    if is_extreme.any():
-        exact = torch.linalg.vector_norm(rows[is_extreme], dim=1, dtype=torch.float64)
-        norms[is_extreme] = exact.float()
-    return norms
-
-
-def _counts(
-    spec: ProjectionSpec,
-    number: int,
-    left: Tensor,
-    right: Tensor,
-    scales: Tensor,
-    *,
-    by_kernel: bool,
-    interleaved: bool,
-) -> Tensor:
-    """Return the count sketches x and y of each pair of rows, multiplied by its scales, float32.
-
-    The shape is (tokens, k, 2) if ``interleaved``, else (tokens, 2, k). The kernel runs on CPUs.
-    """
-    k = spec.proj_dim
-    if not by_kernel:
-        hashes = hashes_on(spec, left.device)[number]
-        factors = zip((left, right), scales.T, hashes, strict=True)
-        sketches = [_count_sketches(x * scale[:, None], *hash_, k) for x, scale, hash_ in factors]
-        return torch.stack(sketches, dim=2 if interleaved else 1)
-    assert spec.shapes is not None
-    rows, columns = spec.shapes[number]
-    hashes = hashes_of(spec)
-    counts = torch.empty(len(left), *((k, 2) if interleaved else (2, k)))
-    fill_pairs_cpu(
-        *(tensor.detach().contiguous().numpy() for tensor in (left, right, scales)),
-        *hashes.of(number, 0, rows),
-        *hashes.of(number, 1, columns),
-        counts.view(-1, 2 * k).numpy(),
-        *((2, 1) if interleaved else (1, k)),
-    )
-    return counts
+    if _has_kernels(left.device):
+        assert spec.shapes is not None
+        hashes, (rows, columns) = hashes_of(spec), spec.shapes[number]
+        fill_pairs_cpu(
+            *(factor.detach().float().contiguous().numpy() for factor in (left, right)),
+            *hashes.of(number, 0, rows),
+            *hashes.of(number, 1, columns),
+            counts.flatten(2).numpy(),
+            *((2, 1, True) if dim == 3 else (1, spec.proj_dim, False)),
+        )
+        return
+    entries, signs = _entries_on(spec, left.device)[number]
+    picked = torch.cat([left, right], dim=2).index_select(2, entries.flatten())
+    picked = picked.view(*picked.shape[:2], *entries.shape).transpose(0, 1)
+    into = counts if dim == 3 else counts.mT
+    if len(entries) == 1:
+        torch.mul(picked[:, :, 0], signs[0], out=into)
+    else:
+        torch.sum(picked * signs, 2, out=into)
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
@@ -149,30 +153,19 @@ def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
     return [(slice(b, b + step), slice(0, n_tokens)) for b in range(0, n_samples, step)]
 
 
-def _transforms(
-    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the samples with the transforms of x + i y, shape (samples, tokens, k)."""
-    scales, by_kernel = _scales(left, right), left.device.type == "cpu"
-    most = _PIECE if by_kernel else _PIECE_OF_GPU
-    for piece in _pieces(left, most // spec.proj_dim):
-        a, b = (factor[piece].flatten(0, 1).float() for factor in (left, right))
-        pairs = _counts(
-            *(spec, number, a, b, scales[piece].flatten(0, 1)),
-            by_kernel=by_kernel,
-            interleaved=True,
-        )
-        transformed = torch.fft.fft(torch.view_as_complex(pairs))
-        yield piece[0], transformed.view(*scales[piece].shape[:2], -1)
+def _add_transforms(counts: Tensor, sums: Tensor) -> None:
+    """Add sum_t F(x_t + i y_t)^2 to ``sums`` (b, k), complex128, and overwrite ``counts``.
 
-
-def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
-    """Add the squares of transforms, shape (samples, tokens, k), summed over the tokens."""
-    if not by_kernel:
-        into += transformed.square().sum(1)
+    The shape of ``counts`` is (tokens, b, k, 2).
+    """
+    if _has_kernels(counts.device):
+        transformed = torch.view_as_real(torch.fft.fft(torch.view_as_complex(counts)))
+        add_squares_cpu(transformed.flatten(2).numpy(), torch.view_as_real(sums).flatten(1).numpy())
         return
-    numbers, sums = (torch.view_as_real(tensor).flatten(-2) for tensor in (transformed, into))
-    add_squares_cpu(numbers.numpy(), sums.numpy())
+    norms = torch.linalg.vector_norm(counts, dim=2, keepdim=True, dtype=torch.float64)
+    # Both factors are 0 if x or y is 0. NaN and infinity remain, because 0 times them is NaN.
+    counts *= (norms.flip(3) / norms).sqrt_().nan_to_num_(0, 0, 0).float()
+    sums += torch.fft.fft(torch.view_as_complex(counts)).square_().sum(0)
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -194,26 +187,43 @@ def _add_lookups(
     _add_at(out, columns.flatten(1), values.flatten(1))
 
 
-def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: int) -> None:
+def _places(
+    spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the columns and signs of the coordinates start, ..., stop - 1 of each bound."""
+    widths, starts, positions, buckets, signs = _flat_hashes_on(spec, device)
+    coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
+    numbers = torch.searchsorted(starts, coordinates, right=True) - 1
+    entries, widths = coordinates - starts[numbers], widths[numbers]
+    i, j = positions[numbers, 0] + entries // widths, positions[numbers, 1] + entries % widths
+    return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
+
+
+# The places of few coordinates, such as those of all biases, are the same in each batch.
+_MOST_KEPT, _MOST_PLACES = 2**20, 2**22
+_kept_places = lru_cache(maxsize=4)(_places)
+
+
+def add_rows(out: Tensor, parts: Sequence[tuple[int, Tensor]], spec: ProjectionSpec) -> None:
     """Add the sketches of formed gradients to ``out``, shape (b, k).
 
-    The blocks have shape (b, n_i) and contain consecutive coordinates from ``offset`` on.
+    A part is a first coordinate and gradients of consecutive coordinates, shape (b, n_i).
     """
-    assert spec.shapes is not None
-    stop = offset
-    for block in blocks:
-        start, stop = stop, stop + block.shape[1]
-        first = 0
-        for number, (n0, n1) in enumerate(spec.shapes):
-            last = first + n0 * n1
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                (bucket0, sign0), (bucket1, sign1) = hashes_on(spec, out.device)[number]
-                entries = torch.arange(low - first, high - first, device=out.device)
-                i, j = entries // n1, entries % n1
-                values = block[:, low - start : high - start].float() * (sign0[i] * sign1[j])
-                _add_at(out, (bucket0[i] + bucket1[j]) % spec.proj_dim, values)
-            first = last
+    pieces = [
+        (first + at, block[:, at : at + _MOST_PLACES])
+        for first, block in parts
+        for at in range(0, block.shape[1], _MOST_PLACES)
+    ]
+    while pieces:
+        n, taken = 0, 0
+        while taken < len(pieces) and n + pieces[taken][1].shape[1] <= _MOST_PLACES:
+            n, taken = n + pieces[taken][1].shape[1], taken + 1
+        bounds = tuple((first, first + block.shape[1]) for first, block in pieces[:taken])
+        places = _kept_places if n <= _MOST_KEPT else _places
+        columns, signs = places(spec, out.device, bounds)
+        values = torch.cat([block for _, block in pieces[:taken]], dim=1)
+        _add_at(out, columns, (values * signs).to(out.dtype))
+        pieces = pieces[taken:]
 
 
 class OuterProducts:
@@ -231,14 +241,36 @@ class OuterProducts:
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
+        # Count sketches of few tokens of each parameter, which are transformed together.
+        self._held, self._n_held = torch.empty(0, device=device), 0
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
         """Add sum_t left[b, t] right[b, t]^T to the gradient of parameter ``number``.
 
         Shapes are (b, tokens, n0) and (b, tokens, n1).
         """
-        for samples, transformed in _transforms(self.spec, number, left, right):
-            _add_squares(self.spectrum[samples], transformed, left.device.type == "cpu")
+        assert self.spec.shapes is not None
+        k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
+        has_kernels = _has_kernels(left.device)
+        most = (_PIECE if has_kernels else _PIECE_OF_GPU) // k
+        if 2 * n_samples * n_tokens <= most:
+            if not len(self._held):
+                self._held = self.rows.new_empty(most // n_samples, n_samples, k, 2)
+            if self._n_held + n_tokens > len(self._held):
+                self._add_held()
+            start, self._n_held = self._n_held, self._n_held + n_tokens
+            _fill_counts(self.spec, number, left, right, self._held[start : self._n_held], 3)
+            return
+        runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
+        for samples, tokens in _pieces(left, most // runs):
+            a, b = left[samples, tokens], right[samples, tokens]
+            counts = self.rows.new_empty(a.shape[1], a.shape[0], k, 2)
+            _fill_counts(self.spec, number, a, b, counts, 3)
+            _add_transforms(counts, self.spectrum[samples])
+
+    def _add_held(self) -> None:
+        _add_transforms(self._held[: self._n_held], self.spectrum)
+        self._n_held = 0
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
         """Add sum_t e_i right[b, t]^T, where e_i is the unit vector of i = indices[b, t]."""
@@ -246,6 +278,8 @@ class OuterProducts:
 
     def total(self) -> Tensor:
         """Return the sketches, shape (b, k), float32."""
+        if self._n_held:
+            self._add_held()
         # The imaginary part of sum_t F^-1(F(x_t + i y_t)^2) is 2 sum_t x_t * y_t.
         return self.rows + (torch.fft.ifft(self.spectrum).imag / 2).float()
 
@@ -307,18 +341,16 @@ class Contractions:
             directions: The row of ``vectors`` in each pair, shape (pairs,).
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
-        by_kernel = left.device.type == "cpu"
         if len(groups) < len(left):
             used = [b for b, _ in groups]
             left, right = left[used], right[used]
         pairs_of = [pairs for _, pairs in groups]
-        scales = left.new_ones(left.shape[0] * left.shape[1], 2, dtype=torch.float32)
-        for rows, tokens in _pieces(left, 2 * _PIECE // self.spec.proj_dim):
-            a, b = (factor[rows, tokens].flatten(0, 1).float() for factor in (left, right))
-            counts = _counts(
-                *(self.spec, number, a, b, scales[: len(a)]), by_kernel=by_kernel, interleaved=False
-            )
-            x, y = torch.fft.rfft(counts).unbind(1)
+        k = self.spec.proj_dim
+        for rows, tokens in _pieces(left, 2 * _PIECE // k):
+            a, b = (factor[rows, tokens].flatten(0, 1) for factor in (left, right))
+            counts = self.vectors.new_empty(len(a), 1, 2, k)
+            _fill_counts(self.spec, number, a[None], b[None], counts, 2)
+            x, y = torch.fft.rfft(counts).squeeze(1).unbind(1)
             spectra = torch.view_as_real(x.mul_(y)).flatten(1).chunk(len(pairs_of[rows]))
             for pairs, spectrum in zip(pairs_of[rows], spectra, strict=True):
                 products[pairs, tokens] = self.spectra[directions[pairs]] @ spectrum.T

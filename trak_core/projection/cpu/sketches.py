@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 
 from trak_core.projection.cpu.simd_lanes import (
     LANES,
@@ -241,38 +241,55 @@ def tensor_sketch_slice_cpu(
     fill_from_lanes(out, total)
 
 
-@compiled
-def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out, step, second):
-    """Write the count sketches of both factors of each token to ``out``, shape (tokens, 2 k).
+@njit(fastmath={"reassoc"})
+def _norm(numbers):
+    """Return the norm of float32 numbers. Their squares would overflow or underflow in float32."""
+    total = 0.0
+    for number in numbers:
+        total += np.float64(number) * np.float64(number)
+    return np.sqrt(total)
 
-    The factors have shapes (tokens, n0) and (tokens, n1). They are first multiplied by ``scales``,
-    shape (tokens, 2). Entry i of the sketch of ``left`` is ``out[:, step * i]``, and entry i of the
-    sketch of ``right`` is ``out[:, step * i + second]``. Numbers are float32.
+
+@compiled
+def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, step, second, is_balanced):
+    """Write the count sketches of both factors of each token to ``out``, shape (tokens, b, 2 k).
+
+    The factors have shapes (b, tokens, n0) and (b, tokens, n1). Entry i of the sketch of ``left``
+    is ``out[..., step * i]``, and entry i of the sketch of ``right`` is
+    ``out[..., step * i + second]``. Numbers are float32. If ``is_balanced``, the factors of each
+    token are first scaled to equal norms, or to 0 if one is 0.
     """
-    for t in range(len(left)):
-        row = out[t]
-        row[:] = 0
-        scale0, scale1 = scales[t]
-        for i in range(left.shape[1]):
-            row[step * bucket0[i]] += sign0[i] * (left[t, i] * scale0)
-        for j in range(right.shape[1]):
-            row[step * bucket1[j] + second] += sign1[j] * (right[t, j] * scale1)
+    scale0 = scale1 = np.float32(1)
+    for b in range(len(left)):
+        for t in range(left.shape[1]):
+            if is_balanced:
+                norm0, norm1 = _norm(left[b, t]), _norm(right[b, t])
+                scale0 = scale1 = np.float32(0)  # 0 times NaN or infinity is NaN
+                if norm0 > 0 and norm1 > 0:
+                    scale0 = np.float32(np.sqrt(norm1 / norm0))
+                    scale1 = np.float32(np.sqrt(norm0 / norm1))
+            row = out[t, b]
+            row[:] = 0
+            for i in range(left.shape[2]):
+                row[step * bucket0[i]] += sign0[i] * (left[b, t, i] * scale0)
+            for j in range(right.shape[2]):
+                row[step * bucket1[j] + second] += sign1[j] * (right[b, t, j] * scale1)
 
 
 @compiled
 def add_squares_cpu(numbers, out):
     """Add the squares of complex numbers, summed over the tokens, to ``out``.
 
-    Real and imaginary parts alternate. ``numbers`` has shape (samples, tokens, 2 k), float32, and
+    Real and imaginary parts alternate. ``numbers`` has shape (tokens, samples, 2 k), float32, and
     ``out`` has shape (samples, 2 k), float64.
     """
     sums = np.empty(2 * _FREQUENCIES, np.float32)
-    for b in range(len(numbers)):
+    for b in range(len(out)):
         for first in range(0, out.shape[1], 2 * _FREQUENCIES):
             target = out[b, first : first + 2 * _FREQUENCIES]
             sums[:] = 0
-            for t in range(numbers.shape[1]):
-                part = numbers[b, t, first : first + 2 * _FREQUENCIES]
+            for t in range(len(numbers)):
+                part = numbers[t, b, first : first + 2 * _FREQUENCIES]
                 for f in range(len(target) // 2):
                     real, imaginary = part[2 * f], part[2 * f + 1]
                     sums[2 * f] += real * real - imaginary * imaginary
