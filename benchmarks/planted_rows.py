@@ -25,7 +25,7 @@ from text_scores import Way, bm25, cosines, tf_idf
 from torch import Tensor, nn
 
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection import add_projection
 from trak_core.settings import ProjectionKind, ProjectionSpec
 
@@ -72,7 +72,7 @@ def products(
         moments: Adam's second moments.
         batches: The rows, the questions with their answers' labels, and with all labels; N texts.
         stream: That of the projection.
-        every: Whether exact products, Adam and log-odds of tokens are included.
+        every: Whether exact products and Adam are included.
     """
     chosen = select_parameters(model, None)
     n_params = sum(p.numel() for p in chosen.values())
@@ -83,39 +83,35 @@ def products(
         )
         for kind, k in _HADAMARDS.items()
     }
-    found: dict[str, np.ndarray] = {}
-    outputs = {"": LANGUAGE_MODELLING} | ({"tokens, ": TOKEN_LOG_ODDS} if every else {})
-    for name, output in outputs.items():
-        kinds = [*specs, *(["Adam, k 4,096"] if every else [])]
-        kinds = [_WIDE] if name else kinds
-        sums = {kind: torch.zeros(n, specs[kind.removeprefix("Adam, ")].proj_dim) for kind in kinds}
-        values, whole, first = [], [], 0
-        for rows in batches:
-            batch = as_batch(rows, output)
-            for i in range(0, len(batch), _CHUNK):
-                part = batch.rows(slice(i, i + _CHUNK))
-                formed = formed_gradients(gradients_at_once, model, chosen, output, part)
-                values.append(formed.outputs)
-                blocks = [*formed.blocks()]
-                scaled = [
-                    block / (moments[key].flatten().sqrt() + 1e-8)
-                    for key, block in zip(chosen, blocks, strict=True)
-                ]
-                for kind, total in sums.items():
-                    used = scaled if kind.startswith("Adam") else blocks
-                    spec = specs[kind.removeprefix("Adam, ")]
-                    add_projection(used, spec, 0, total[first : first + len(part)], 1)
-                first += len(part)
-                if every and not name:
-                    whole.append(blocks)
-        found |= {name + kind: (total @ total.T).numpy() for kind, total in sums.items()}
-        found[f"{name}outputs"] = torch.cat(values).numpy()
-        if whole:
-            products = np.zeros((n, n))
-            for blocks in zip(*whole, strict=True):
-                block = torch.cat(blocks)
-                products += (block @ block.T).numpy()
-            found[_EXACT] = products.astype(np.float32)
+    kinds = [*specs, *(["Adam, k 4,096"] if every else [])]
+    sums = {kind: torch.zeros(n, specs[kind.removeprefix("Adam, ")].proj_dim) for kind in kinds}
+    outputs, whole, first = [], [], 0
+    for rows in batches:
+        batch = as_batch(rows, LANGUAGE_MODELLING)
+        for i in range(0, len(batch), _CHUNK):
+            part = batch.rows(slice(i, i + _CHUNK))
+            formed = formed_gradients(gradients_at_once, model, chosen, LANGUAGE_MODELLING, part)
+            outputs.append(formed.outputs)
+            blocks = [*formed.blocks()]
+            scaled = [
+                block / (moments[key].flatten().sqrt() + 1e-8)
+                for key, block in zip(chosen, blocks, strict=True)
+            ]
+            for kind, total in sums.items():
+                used = scaled if kind.startswith("Adam") else blocks
+                spec = specs[kind.removeprefix("Adam, ")]
+                add_projection(used, spec, 0, total[first : first + len(part)], 1)
+            first += len(part)
+            if every:
+                whole.append(blocks)
+    found = {kind: (total @ total.T).numpy() for kind, total in sums.items()}
+    found["outputs"] = torch.cat(outputs).numpy()
+    if every:
+        products = np.zeros((n, n))
+        for blocks in zip(*whole, strict=True):
+            block = torch.cat(blocks)
+            products += (block @ block.T).numpy()
+        found[_EXACT] = products.astype(np.float32)
     means = []
     for rows in batches:
         with torch.no_grad():
@@ -127,17 +123,17 @@ def products(
 
 
 def kept(
-    seed: int, folder: Path, *, every: bool
+    seed: int, folder: Path, n_checkpoints: int, *, every: bool
 ) -> tuple[study.Planted, list[dict[str, np.ndarray]]]:
     """Train and compute, or read what was kept."""
     data = study.planted(seed)
-    paths = [folder / f"{seed}-{epoch}.npz" for epoch in study.EPOCHS]
+    paths = [folder / f"{seed}-{epoch}.npz" for epoch in study.EPOCHS[:n_checkpoints]]
     if not all(path.exists() for path in paths):
         tokenizer = study.tokenizer_of(data)
         rows = study.batch_of(tokenizer, data.rows)
         asked = [study.batch_of(tokenizer, data.questions, answers=one) for one in (True, False)]
         start = time.process_time()
-        for path, (epoch, model, moments) in zip(paths, study.train(rows, seed), strict=True):
+        for path, (epoch, model, moments) in zip(paths, study.train(rows, seed), strict=False):
             stream = 1000 * seed + epoch
             made = products(model, moments, [rows, *asked], stream, every=every)
             np.savez(path, **made)
@@ -169,12 +165,11 @@ def ways(data: study.Planted, checkpoints: list[dict[str, np.ndarray]]) -> dict[
     found["embedding cosine, mean"] = cosines(checkpoints[-1]["means"], n, m)
 
     def mean(kind: str, way: Way, *, last: bool = False) -> np.ndarray:
-        output = "tokens, outputs" if kind.startswith("tokens") else "outputs"
         used = checkpoints[-1:] if last else checkpoints
-        return np.mean([way.scores(one[kind], one[output], n, m) for one in used], axis=0)
+        return np.mean([way.scores(one[kind], one["outputs"], n, m) for one in used], axis=0)
 
     scored = {}
-    for kind in (*_HADAMARDS, _EXACT, "Adam, k 4,096", "tokens, k 4,096"):
+    for kind in (*_HADAMARDS, _EXACT, "Adam, k 4,096"):
         if kind not in checkpoints[0]:
             continue
         for damping in (1.0, 0.1, 0.01):
@@ -182,9 +177,8 @@ def ways(data: study.Planted, checkpoints: list[dict[str, np.ndarray]]) -> dict[
                 name = f"{kind}, {damping:g}" + (", normalize" if normalize else "")
                 way = Way(damping, normalize, all_words=True)
                 scored[name] = mean(kind, way)
-                if "k 4,096" in kind and "Adam" not in kind:
-                    scored[f"{name}, answers only"] = mean(kind, Way(damping, normalize))
                 if kind == _WIDE:
+                    scored[f"{name}, answers only"] = mean(kind, Way(damping, normalize))
                     scored[f"{name}, last checkpoint"] = mean(kind, way, last=True)
     cosine = Way(None, "both", power=0, is_unit_average=False, all_words=True)
     found["gradient cosine"] = mean(_WIDE, cosine)
@@ -239,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--chosen-by", type=int, default=1, help="so many of them, the first")
+    parser.add_argument("--checkpoints", type=int, default=len(study.EPOCHS), help="the first")
     parser.add_argument("--folder", type=Path, help="keeps what was computed")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -249,7 +244,7 @@ def main() -> None:
         folder = asked.folder or Path(name)
         folder.mkdir(exist_ok=True)
         for i, seed in enumerate(asked.seeds):
-            data, checkpoints = kept(seed, folder, every=i < asked.chosen_by)
+            data, checkpoints = kept(seed, folder, asked.checkpoints, every=i < asked.chosen_by)
             sources = data.sources()
             scored = ways(data, checkpoints)
             found.append({way: measures(scores, sources) for way, scores in scored.items()})
