@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +136,7 @@ def kept(
         start = time.process_time()
         for path, (epoch, model, moments) in zip(paths, study.train(rows, seed), strict=False):
             stream = 1000 * seed + epoch
-            made = products(model, moments, [rows, *asked], stream, every=every)
+            made: dict[str, Any] = products(model, moments, [rows, *asked], stream, every=every)
             np.savez(path, **made)
             print(f"{path.stem}: {time.process_time() - start:.0f} CPU seconds so far", flush=True)
     return data, [dict(np.load(path)) for path in paths]

@@ -250,6 +250,7 @@ def train(rows: dict[str, Tensor], seed: int) -> Iterator[tuple[int, nn.Module, 
     n, n_batches = len(rows["labels"]), -(-len(rows["labels"]) // _BATCH)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, EPOCHS[-1] * n_batches)
     for epoch in range(1, EPOCHS[-1] + 1):
+        total = 0.0
         for chosen in torch.randperm(n).split(_BATCH):
             longest = int(rows["attention_mask"][chosen].sum(dim=1).max())
             loss = model(**{name: one[chosen, :longest] for name, one in rows.items()}).loss
@@ -257,7 +258,8 @@ def train(rows: dict[str, Tensor], seed: int) -> Iterator[tuple[int, nn.Module, 
             loss.backward()
             optimizer.step()
             schedule.step()
-        print(f"seed {seed}, epoch {epoch}: loss {loss.item():.3f} nats a token", flush=True)
+            total += loss.item() / n_batches
+        print(f"seed {seed}, epoch {epoch}: loss {total:.3f} nats a token", flush=True)
         if epoch in EPOCHS:
             state = {name: optimizer.state[p] for name, p in model.named_parameters()}
             yield (
