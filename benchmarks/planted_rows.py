@@ -2,14 +2,13 @@
 
     python benchmarks/planted_rows.py --folder kept --csv planted_rows.csv
 
-The data and the model are those of benchmarks/studies/planted_rows.py, with other facts and another
+The data and the model are those of benchmarks/planted_rows_study.py, with other facts and another
 training for each seed. Settings are chosen by the first seeds and compared again by the others.
 Ranks are those of a question's sources among all rows. Intervals are 95 % bootstrap intervals over
 seeds and questions, paired for differences. --folder keeps the inner products for a second start.
 """
 
 import argparse
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import planted_rows_study as study
 import torch
 from planted_facts import planted_ranks
 from scipy.stats import rankdata
@@ -29,9 +29,6 @@ from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, s
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection import add_projection
 from trak_core.settings import ProjectionKind, ProjectionSpec
-
-sys.path.insert(0, str(Path(__file__).parent / "studies"))
-import planted_rows_study as study
 
 _CHUNK, _DRAWS, _FUSED = 64, 2000, 10
 _HADAMARDS = {"k 1,024": 1024, "k 4,096": 4096}
