@@ -18,7 +18,7 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 from trak_core.settings import ProjectionSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledNormal:
     """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
 
@@ -49,7 +49,7 @@ class SampledNormal:
     def __post_init__(self) -> None:
         """Begin with zeros."""
         k = self.projection.proj_dim
-        object.__setattr__(self, "total", np.zeros((k, k), order="F"))
+        self.total = np.zeros((k, k), order="F")
 
     def add(
         self,
