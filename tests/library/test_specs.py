@@ -104,6 +104,19 @@ def test_a_preconditioner_decides_features_and_all_that_follows(made):
     assert after["train"].as_dict()["preconditioner"] == "adam"
 
 
+def test_drawn_labels_decide_the_features_of_training_samples_and_what_follows(made):
+    before, after = (all_specs(made(label_draws=n)) for n in (0, 4))
+    changed = {name for name, spec in after.items() if spec != before[name]}
+    assert {"train", "normal_matrix", "scores", "self_influence"} <= changed
+    assert not {"features", "embeddings"} & changed
+    assert after["train"].as_dict() == before["train"].as_dict() | {"label_draws": 4}
+    # Curvature, the default for several times of a run, is not used.
+    times = {f"c{i}": {"path": f"c{i}.pt", "run": "a", "at": i} for i in (0, 1)}
+    own = {"training": None, "checkpoints": times}
+    along = [made(**own, label_draws=n).self_influence.weighting for n in (0, 4)]
+    assert along == ["curvature", "plain"]
+
+
 @pytest.mark.parametrize("other", ["c0", "c1"])
 def test_the_choice_of_a_state_dict_decides_what_its_checkpoint_does_and_averages(made, other):
     paths = {"c0": "a.pt", "c1": {"path": "b.pt", "state_dict": "model"}}

@@ -7,7 +7,15 @@ import pytest
 
 from trak_core.attribution.solve import DampedMatrix, Spectrum, mean_squared_norm, weighted_gramians
 from trak_core.evaluation.baselines import Bm25
-from trak_core.evaluation.subset_sums import damped_sums, read_blocks, weighted_sums
+from trak_core.evaluation.subset_sums import (
+    CheckpointRows,
+    average_weights,
+    damped_sums,
+    read_blocks,
+    setting_sums,
+    weighted_sums,
+)
+from trak_core.settings import Combine, Setting
 
 N, K, M, S = 90, 24, 5, 11
 
@@ -35,6 +43,23 @@ def test_damped_sums_are_sums_of_scores(dim):
         for j, w in enumerate(WEIGHTS):
             expected = MASKS @ (scores * w[:, None])
             assert np.abs(result[i, j] - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("combine", list(Combine))
+def test_a_normal_matrix_that_is_given_replaces_that_of_features(combine):
+    rows = RNG.standard_normal((3 * K, K))
+    normal, q, power, dim = rows.T @ rows, WEIGHTS[0], 0.75, 7
+    setting = Setting(damping=0.3, loss_weight_power=power, combine=combine, proj_dim=dim)
+    own = {power: np.ones(N)}, lambda start, stop: PHI[start:stop]
+    checkpoint = CheckpointRows(q, *own, TARGETS, 13, normal)
+    averages = average_weights([setting], [q])
+    (result,) = setting_sums(MASKS, [setting], averages, checkpoint).values()
+    phi, normal = PHI[:, :dim].astype(float), normal[:dim, :dim]
+    inverse = np.linalg.inv(normal + 0.3 * np.trace(normal) / N * np.eye(dim))
+    scores = q[:, None] ** power * (phi @ inverse @ TARGETS[:, :dim].T)
+    if combine is Combine.UNIT_AVERAGE:
+        scores /= np.linalg.norm(q[:, None] ** power * (phi @ inverse @ phi.T))
+    np.testing.assert_allclose(result, MASKS @ scores, rtol=1e-8)
 
 
 def test_squares_are_the_diagonal_of_the_scores():

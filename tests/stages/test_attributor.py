@@ -34,6 +34,11 @@ SETTINGS = {
     },
     "normalized": {"projection": {"proj_dim": 9}, "scoring": {"normalize": True, "damping": 0.3}},
     "some": {"parameters": ["weight"], "scoring": {"combine": "unit_average", "damping": 1}},
+    "drawn": {
+        "label_draws": 2,
+        "projection": {"proj_dim": 5},
+        "scoring": {"combine": "unit_average", "damping": 0.3},
+    },
     "exact": {"projection": "exact", "scoring": {"weighting": "curvature", "damping": 1}},
     "along": {
         "checkpoints": {n: {"path": f"{n}.pt", "run": "a", "at": int(n[1])} for n in ("c0", "c1")}
@@ -65,7 +70,8 @@ def keywords(config):
     """The config's settings as an attributor's keywords."""
     projection = config.get("projection", {})
     own = {"projection": projection} if isinstance(projection, str) else projection
-    others = {k: config[k] for k in ("parameters", "features_dtype") if k in config}
+    names = ("parameters", "features_dtype", "label_draws")
+    others = {k: config[k] for k in names if k in config}
     return {**own, **config.get("scoring", {}), **others}
 
 
@@ -130,7 +136,8 @@ def test_settings_have_the_defaults_of_the_config():
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },
         **{k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")},
-        **{k: properties[k] for k in ("parameters", "preconditioner", "features_dtype")},
+        **{k: properties[k] for k in ("parameters", "preconditioner", "label_draws")},
+        "features_dtype": properties["features_dtype"],
     }
     defaults = {n: p.default for n, p in inspect.signature(Attributor).parameters.items()}
     assert {name: about.get("default") for name, about in given.items()} == {

@@ -1,6 +1,7 @@
 """Gauss-Newton scores against dense matrices in float64."""
 
 import copy
+import itertools
 import re
 from functools import cache
 
@@ -242,6 +243,46 @@ def test_the_hessian_of_a_loss_in_its_logits(name):
     torch.testing.assert_close(hessian(z, y, v), expected)
     several = torch.vmap(hessian)(z[None], y[None], v[None])[0]
     torch.testing.assert_close(several, expected)
+
+
+def with_probability(name, z, y):
+    """Numbers that draw each value of each part of a label, with the value's probability."""
+    if name == "regression":
+        return [[(0.25, 0.5), (0.75, 0.5)]]
+    if name == "multi_label":
+        p = z.sigmoid().tolist()
+        pairs = [[(q / 2, q), ((1 + q) / 2, 1 - q)] for q in p]
+    else:
+        p = z.movedim(0, -1) if name == "segmentation" else z
+        p = p.softmax(-1).reshape(-1, p.shape[-1])
+        if name == "language_modelling":
+            p = torch.cat([p[-1:], p[:-1]])  # logits predict the next token
+        pairs = [
+            list(zip((row.cumsum(0) - row / 2).tolist(), row.tolist(), strict=True)) for row in p
+        ]
+    is_used = (y.flatten() != -100).tolist()
+    if name == "language_modelling":
+        is_used[0] = False
+    return [pair if used else [(0.5, 1)] for pair, used in zip(pairs, is_used, strict=True)]
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *ALIKE])
+def test_the_noise_of_a_loss_has_its_hessian_as_covariance(name):
+    """By an enumeration of all labels that can be drawn."""
+    kind = ALIKE.get(name, name)
+    shape, label, _ = LOSSES[kind]
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y, output = torch.tensor(label), TABLE[name].load()
+    draws = list(itertools.product(*with_probability(kind, z, y)))
+    uniform = torch.tensor([[u for u, _ in draw] for draw in draws]).reshape(-1, *y.shape)
+    weights = torch.tensor([[p for _, p in draw] for draw in draws], dtype=torch.float64).prod(1)
+    noise = torch.vmap(output.loss_noise, in_dims=(None, None, 0))(z, y, uniform)
+    assert noise.shape == (len(draws), *shape)
+    rows = noise.flatten(1)
+    basis = torch.eye(z.numel(), dtype=torch.float64).reshape(-1, *shape)
+    hessian = torch.vmap(output.loss_hessian, in_dims=(None, None, 0))(z, y, basis).flatten(1)
+    torch.testing.assert_close(rows.T @ (weights[:, None] * rows), hessian)
+    torch.testing.assert_close(weights @ rows, torch.zeros(z.numel(), dtype=torch.float64))
 
 
 TEXTS = """

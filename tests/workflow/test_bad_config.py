@@ -136,6 +136,17 @@ REFUSALS = {
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
         "second moments in no matrix": (ADAM | NEWTON, "adam", "`projection: gauss_newton`"),
     },
+    "config.label_draws": {
+        "drawn labels without a projection": ({"label_draws": 2} | EXACT, 2, "`projection: exact`"),
+        "drawn labels of an unknown loss": (
+            {"label_draws": 2, "model_output": "loss"},
+            *("regression", "Found loss"),
+        ),
+        "drawn labels weighted by curvature": (
+            {"label_draws": 2, "scoring": {"weighting": "curvature"}},
+            "scoring.weighting",
+        ),
+    },
     "config.list_experiment": {
         "a list of one of several experiments": (
             {"experiments": {"a": {"targets": [1]}, "b": {"targets": [2]}}, "lists": ["drop"]},

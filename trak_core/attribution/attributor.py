@@ -30,7 +30,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
 from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
-from trak_core.config.cross_checks import check_exact, check_preconditioner
+from trak_core.config.cross_checks import check_exact, check_label_draws, check_preconditioner
 from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest
@@ -95,6 +95,9 @@ class Attributor(FittedAttributor):
         parameters: Patterns of names of the parameters to differentiate, such as ``"head.*"``.
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
+        label_draws: The number of labels that are drawn from the model for each training sample.
+            The normal matrix is then the projected Gauss-Newton matrix of the training loss, in
+            expectation. ``fit`` needs as many further backward passes. 0 for Phi_c^T W_c Phi_c.
         features_dtype: Stored dtype of features: ``"float32"``, ``"float16"`` or ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         batch_size: The largest number of samples to differentiate at once.
@@ -139,6 +142,7 @@ class Attributor(FittedAttributor):
         normalize: bool = False,
         parameters: Literal["all"] | Sequence[str] = "all",
         preconditioner: Literal["none", "adam"] = "none",
+        label_draws: int = 0,
         features_dtype: str = "float32",
         device: str | torch.device = "cpu",
         batch_size: int = 128,
@@ -161,6 +165,7 @@ class Attributor(FittedAttributor):
             ),
             "parameters": parameters if parameters == "all" else [*parameters],
             "preconditioner": preconditioner,
+            "label_draws": label_draws,
             "features_dtype": features_dtype,
             **{"compute": {"shards": 1}, "experiments": {}, "answers": {"tokens": False}},
         }
@@ -168,6 +173,7 @@ class Attributor(FittedAttributor):
         check_scoring(config["scoring"])
         check_exact(config)
         check_preconditioner(config)
+        check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
         torch_device = device_named(device, is_projected=projection is None)
@@ -183,12 +189,12 @@ class Attributor(FittedAttributor):
 
         ``fit()`` without data uses the study's training samples. The config must have the keys
         ``checkpoints`` and ``model_output``. It may have ``projection``, ``scoring``,
-        ``parameters``, ``preconditioner``, ``features_dtype`` and ``compute``. Other keys are
-        ignored.
+        ``parameters``, ``preconditioner``, ``label_draws``, ``features_dtype`` and ``compute``.
+        Other keys are ignored.
         """
         projection, compute = config.get("projection", {}), config.get("compute", {})
         scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}
-        others = ("parameters", "preconditioner", "features_dtype")
+        others = ("parameters", "preconditioner", "label_draws", "features_dtype")
         checkpoints = config["checkpoints"]
         if isinstance(checkpoints, str):  # the path of a table of checkpoints
             table = checkpoint_table(checkpoints, None)

@@ -228,7 +228,8 @@ class FittedAttributor(ABC):
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        return loaded.file_spec(own, projection)
+        # A spec without this key does not match a file with it.
+        return {"label_draws": None} | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
         if keep not in {"full", "top_k"}:

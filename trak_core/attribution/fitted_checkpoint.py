@@ -116,6 +116,8 @@ def write_normal_matrix(
 ) -> None:
     """Write N = Phi^T W Phi, its mean squared norm and its extreme eigenvalues.
 
+    With ``label_draws`` N is the sum in the file of features (see ``SampledNormal``).
+
     Training features are read once, block by block. If ``spec.norm_power`` is set, all eigenvalues
     and the k x k products of ``Spectrum.norm_products`` are written too. They determine ||B|| for
     any damping without another pass over the features.
@@ -138,6 +140,10 @@ def write_normal_matrix(
             yield rows(start, stop), [own[start:stop] for own in weights]
 
     matrix, *others = weighted_gramians(blocks())
+    # If all weights are 1, this is Phi^T Phi.
+    gramian = others[1] if len(others) > 1 else matrix
+    if spec.features.label_draws:
+        matrix = train.matrix("sampled_normal")[:]
     own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
     file_spec = {**train.spec, **own, "features": train.content_hash}
     provenance = software(code, "cpu", "numpy", "scipy")
@@ -150,8 +156,7 @@ def write_normal_matrix(
             spectrum = Spectrum.decompose(matrix)
             smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
             writer.vector("eigenvalues", spectrum.eigenvalues)
-            # If all weights are 1, Phi^T Phi is N itself.
-            products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
+            products = spectrum.norm_products(others[0], gramian)
             writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
         else:
             smallest, largest = extreme_eigenvalues(matrix)

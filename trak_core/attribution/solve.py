@@ -47,11 +47,15 @@ def weighted_gramians(
         message = "The normal matrix needs at least one training sample. Found none."
         raise InputError(message, code="scoring.no_rows")
     for total in totals:
-        # dsyrk leaves zeros above the diagonal. `+=` saves the memory of a third matrix.
-        diagonal = np.diagonal(total).copy()
-        total += total.T
-        total.flat[:: len(total) + 1] = diagonal
+        fill_upper(total)
     return totals
+
+
+def fill_upper(lower: np.ndarray) -> None:
+    """Make the result of ``dsyrk``, which has zeros above the diagonal, symmetric in place."""
+    diagonal = np.diagonal(lower).copy()
+    lower += lower.T  # this saves the memory of a third matrix
+    lower.flat[:: len(lower) + 1] = diagonal
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:

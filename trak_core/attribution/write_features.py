@@ -13,6 +13,7 @@ from trak_core.attribution.device import device_name
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import batch_features, compilers, stored_rows
 from trak_core.attribution.sample_outputs import write_columns
+from trak_core.attribution.sampled_normal import SampledNormal, no_loss_noise
 from trak_core.dependency_digests import content_digest
 from trak_core.gradients import GradientMethod, Variety, check_labels, in_chunks
 from trak_core.runtime.progress import log, with_progress
@@ -41,6 +42,7 @@ def feature_blocks(
     memory_mb: int,
     threads: int,
     must_differ: bool,
+    sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
     """Yield features phi = scale R^T g of samples in their order, one block at a time.
 
@@ -55,6 +57,7 @@ def feature_blocks(
         memory_mb: Memory in MiB for gradients and activations, which may reduce the batch size.
         threads: CPU threads of the projection.
         must_differ: Whether to raise an error if all features are equal.
+        sampled: A sum to which the terms of all samples are added, or None.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -66,7 +69,10 @@ def feature_blocks(
     # The features of a window are in memory until they are yielded in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(data, window=window)
-    loaded = loaded.in_pieces(samples, memory_mb)
+    if sampled is None:
+        loaded = loaded.in_pieces(samples, memory_mb)
+    elif loaded.output.loss_noise is None:
+        raise no_loss_noise()
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb)
     with samples.naming_longest():
@@ -86,6 +92,8 @@ def feature_blocks(
         check_labels(batch.labels, loaded.output, n_classes, ids)
         given = loaded.model, loaded.parameters, loaded.output, batch
         rows, columns = batch_features(method, *given, projection, ids, threads, loaded.scales)
+        if sampled is not None:
+            sampled.add(method, loaded, batch, ids, threads)
         return [torch.from_numpy(rows), *(column.cpu() for column in columns)]
 
     variety, n = Variety(), len(data.ids)
@@ -128,14 +136,17 @@ def write_features(
         f"{'' if 'kind' in spec.projection else ', by their number'}), gradients on {where}"
     )
     own = subset(data, range(start, stop))
+    sampled = SampledNormal(projection, spec.label_draws) if spec.label_draws else None
+    left_mb = memory_mb - (0 if sampled is None else sampled.total.nbytes // 2**20)
     blocks = feature_blocks(
         loaded,
         own,
         spec,
         method_of=method_of,
         batch_size=batch_size,
-        memory_mb=memory_mb,
+        memory_mb=max(0, left_mb),
         threads=threads,
+        sampled=sampled,
         # A shard may have a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
@@ -152,3 +163,6 @@ def write_features(
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part
         write_columns(writer, own.ids, kept, spec)
+        if sampled is not None:
+            matrix = writer.matrix("sampled_normal", names, names, dtype=np.float64)
+            matrix[:] = sampled.matrix()

@@ -75,6 +75,30 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
     _refuse("config.preconditioner", setting, rules, "Leave either out.")
 
 
+def check_label_draws(config: Mapping[str, Any]) -> None:
+    """Raise an error if ``label_draws`` is set with incompatible keys."""
+    if not (draws := config.get("label_draws", 0)):
+        return
+    projection, output, scoring = config["projection"], config["model_output"], config["scoring"]
+    about = about_output(output)
+    known = ", ".join(name for name, row in TABLE.items() if row.has_loss_hessian)
+    rules = [
+        (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
+        (
+            not (about.is_own or about.has_loss_hessian),
+            f"model_output must be a function or one of {known}",
+            output_name(output),
+        ),
+        (
+            scoring["weighting"] == Weighting.CURVATURE,
+            "scoring.weighting must be plain",
+            Weighting.CURVATURE,
+        ),
+        (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
+    ]
+    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave either out.")
+
+
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of a config's lists by name, with the experiment of each list.
 

@@ -52,6 +52,9 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         reasons.append(f"combine is {scoring['combine']}, because {reason}")
     combine = scoring["combine"]
     usual = f"the default with {combine} of {output_name(model_output)}"
+    if "weighting" not in scoring and config.get("label_draws"):
+        scoring["weighting"] = str(Weighting.PLAIN)
+        reasons.append(f"weighting is {Weighting.PLAIN}, the only one with label_draws")
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
         reasons.append(f"weighting is {scoring['weighting']}, {usual}")
@@ -79,6 +82,7 @@ def features_spec(
         study_digest=study_digest,
         preconditioner=None if config["preconditioner"] == "none" else "adam",
         state_dicts=state_dicts or None,
+        label_draws=config.get("label_draws", 0),
     )
 
 

@@ -17,6 +17,7 @@ from trak_core.config.cross_checks import (
     check_conditions,
     check_evaluation,
     check_exact,
+    check_label_draws,
     check_lists,
     check_means,
     check_preconditioner,
@@ -266,6 +267,7 @@ class Specs:
             dtype="float32",
             study_digest=self.study_digest,
             preconditioner=None,
+            label_draws=0,
             split="all",
         )
 
@@ -278,6 +280,7 @@ class Specs:
             projection={"kind": "none"},
             dtype="float32",
             preconditioner=None,
+            label_draws=0,
             split="all",
         )
 
@@ -415,6 +418,7 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))
     check_exact(config)
     check_preconditioner(config)
+    check_label_draws(config)
     check_conditions(config)
     check_means(config)
     experiments = {

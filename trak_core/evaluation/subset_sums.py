@@ -50,6 +50,7 @@ class CheckpointRows:
         read: Returns rows of Phi_c from start to stop, shape (rows, k).
         target_features: T_c, shape (m, k), float64.
         block: The number of training samples to read at once.
+        normal_matrix: N, shape (k, k), if it is not Phi_c^T W Phi_c.
     """
 
     loss_weights: np.ndarray
@@ -57,6 +58,7 @@ class CheckpointRows:
     read: ReadRows
     target_features: np.ndarray
     block: int
+    normal_matrix: np.ndarray | None = None
 
     def blocks(self) -> Blocks:
         """Yield all rows of Phi_c."""
@@ -125,8 +127,10 @@ def setting_sums(
         first = [gramian[:dim, :dim] for gramian in gramians]
         for index in sorted(set(normal.values())):
             own = [s for s in settings if (s.proj_dim, normal[s.loss_weight_power]) == (dim, index)]
-            spectrum = Spectrum.decompose(first[index])
-            mean_square = mean_squared_norm(first[index], len(q))
+            given = checkpoint.normal_matrix
+            matrix = first[index] if given is None else given[:dim, :dim]
+            spectrum = Spectrum.decompose(matrix)
+            mean_square = mean_squared_norm(matrix, len(q))
             ridges = {s.damping: s.damping * mean_square for s in own}
             used = sorted({weightings.index(s.loss_weighting) for s in own})
             targets = checkpoint.target_features[:, :dim]

@@ -95,7 +95,7 @@ def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> A
     """Remove the logits of virtual tokens, which PEFT's prompt tuning adds before a text."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)
-    if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim != 2:
+    if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim < 2:
         return returned
     if logits.shape[1] == labels.shape[1] + n_virtual:
         returned.logits = logits[:, n_virtual:]

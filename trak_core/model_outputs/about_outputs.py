@@ -40,7 +40,7 @@ class About:
             and for whole texts. Their probabilities p, such as e^-100, make the curvature p (1 - p)
             so small that the shortest text would dominate.
         has_loss_hessian: Whether the Hessian of the training loss with respect to the logits is
-            known, which `projection: gauss_newton` needs.
+            known, which `projection: gauss_newton` and `label_draws` need.
         needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.
     """
 

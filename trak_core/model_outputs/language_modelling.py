@@ -13,6 +13,7 @@ from trak_core.model_outputs.supervised import (
     probability_curvature,
     probability_weight,
     softmax_hessian,
+    softmax_noise,
 )
 
 
@@ -49,6 +50,12 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         product = torch.where(counted, softmax_hessian(logits[:n], vector[:n]), 0)
         return torch.cat([product, torch.zeros_like(vector[n:], dtype=product.dtype)])
 
+    def noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
+        n = len(logits) - ahead
+        counted = (labels[ahead:] != IGNORED).unsqueeze(-1)
+        drawn = torch.where(counted, softmax_noise(logits[:n], uniform[ahead:]), 0)
+        return torch.cat([drawn, torch.zeros_like(logits[n:], dtype=drawn.dtype)])
+
     return ModelOutput(
         read=read_logits,
         value=value,
@@ -62,6 +69,7 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         takes_labels=takes_labels,
         joins_tokens=True,
         loss_hessian=hessian,
+        loss_noise=noise,
     )
 
 
@@ -124,6 +132,7 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
         prediction=tokens_right,
         n_classes=lambda tokens: n_classes(),
         loss_hessian=None,
+        loss_noise=None,
     )
 
 

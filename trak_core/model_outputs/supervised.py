@@ -48,6 +48,19 @@ def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
     return p * (vector - (p * vector).sum(-1, keepdim=True))
 
 
+def softmax_noise(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Return onehot(y) - softmax(logits) with labels y drawn by the inverse distribution function.
+
+    ``uniform`` are numbers in [0, 1), shape (...). Logits and the result have shape (..., classes).
+    E[z z^T] is the Hessian of ``softmax_hessian``. The result is float32 or float64.
+    """
+    p = at_least_float32(logits).softmax(-1)
+    drawn = (p.cumsum(-1) <= uniform.unsqueeze(-1)).sum(-1, keepdim=True)
+    # The probabilities may sum to less than 1 by rounding.
+    drawn = drawn.clamp(max=p.shape[-1] - 1)
+    return (torch.arange(p.shape[-1], device=p.device) == drawn).to(p.dtype) - p
+
+
 # l = -log p_y = log(1 + exp(-f)).
 CLASSIFICATION = ModelOutput(
     read=read_logits,
@@ -58,6 +71,7 @@ CLASSIFICATION = ModelOutput(
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
     loss_hessian=lambda logits, label, vector: softmax_hessian(logits, vector),
+    loss_noise=lambda logits, label, uniform: softmax_noise(logits, uniform),
 )
 
 
@@ -122,6 +136,12 @@ def _pixels_hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
     return torch.where(counted, product, 0) / counted.sum()
 
 
+def _pixels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
+    counted = labels != IGNORED
+    noise = softmax_noise(logits.movedim(0, -1), uniform).movedim(-1, 0)
+    return torch.where(counted, noise, 0) / counted.sum().sqrt()
+
+
 SEGMENTATION = ModelOutput(
     read=read_logits,
     value=mean_pixel_margin,
@@ -132,6 +152,7 @@ SEGMENTATION = ModelOutput(
     label_ndim=2,
     n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
     loss_hessian=_pixels_hessian,
+    loss_noise=_pixels_noise,
 )
 
 
@@ -170,6 +191,11 @@ def _labels_hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
     return torch.where(labels != IGNORED, probability_curvature(logits) * vector, 0)
 
 
+def _labels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
+    p = torch.sigmoid(at_least_float32(logits))
+    return torch.where(labels != IGNORED, (uniform < p).to(p.dtype) - p, 0)
+
+
 MULTI_LABEL = ModelOutput(
     read=read_logits,
     value=labels_log_odds,
@@ -179,11 +205,18 @@ MULTI_LABEL = ModelOutput(
     label_number=lambda labels: (labels != IGNORED).sum(),
     n_classes=lambda logits: 2,
     loss_hessian=_labels_hessian,
+    loss_noise=_labels_noise,
 )
 
 
 def _value(outputs: Tensor, _: Tensor | None = None) -> Tensor:
     return at_least_float32(outputs.squeeze())
+
+
+def _sign(outputs: Tensor, _: Tensor, uniform: Tensor) -> Tensor:
+    """Return 1 or -1 with equal probability, in the shape of the outputs."""
+    signs = torch.where(uniform < 0.5, -1.0, 1.0).reshape(outputs.shape)
+    return signs.to(at_least_float32(outputs).dtype)
 
 
 # l = (y - f)^2 / 2, so that Q is the residual and W is 1.
@@ -195,6 +228,7 @@ REGRESSION = ModelOutput(
     prediction=_value,
     label_ndim=0,
     loss_hessian=lambda outputs, label, vector: vector,
+    loss_noise=_sign,
 )
 
 

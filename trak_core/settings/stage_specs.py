@@ -123,6 +123,8 @@ class FeaturesSpec:
         targets_digest: Hash of the experiment's target ids. None for the training samples.
         state_dicts: For each checkpoint id, the keys that lead to the state dict in the checkpoint.
             None if the config does not select a state dict.
+        label_draws: The number of labels that are drawn from the model for each training sample,
+            for the normal matrix. 0 for a normal matrix of the features.
     """
 
     model_output: str
@@ -135,6 +137,7 @@ class FeaturesSpec:
     split: str | None = None
     targets_digest: str | None = None
     state_dicts: Mapping[str, str] | None = None
+    label_draws: int = 0
 
     def under(self, checkpoint: str) -> Self:
         """Return the spec of one checkpoint."""
@@ -144,11 +147,13 @@ class FeaturesSpec:
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
         """Return the spec of one split. The training samples have no digest of targets."""
-        return replace(self, split=split, targets_digest=targets_digest)
+        draws = self.label_draws if split == TRAIN else 0
+        return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values for JSON."""
-        return ordered(asdict(self))
+        """Return the fields as plain values for JSON, without ``label_draws`` if it is 0."""
+        values = ordered(asdict(self))
+        return values if self.label_draws else {k: values[k] for k in values if k != "label_draws"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

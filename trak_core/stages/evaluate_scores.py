@@ -116,6 +116,9 @@ def _rows(
         read=read_rows(train.matrix("features"), normalize=unit_dim is not None, first=unit_dim),
         target_features=targets.matrix("features")[:].astype(np.float64),
         block=block,
+        normal_matrix=(
+            train.matrix("sampled_normal")[:] if train.spec.get("label_draws") else None
+        ),
     )
 
 

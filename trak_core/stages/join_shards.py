@@ -65,3 +65,6 @@ def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, c
             for key in (*PER_SAMPLE, "loss_weights", "curvature"):
                 if first.has(key):
                     writer.vector(key, np.concatenate([part.vector(key) for part in parts]))
+            if spec.label_draws:
+                total = writer.matrix("sampled_normal", columns, columns, dtype=np.float64)
+                total[:] = sum(part.matrix("sampled_normal")[:] for part in parts)

@@ -1,0 +1,239 @@
+"""Scores with a normal matrix of labels drawn from the model, against dense float64 matrices."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from pipeline import ON_CPU, features_spec, read_scores
+from refused import refused
+from trained_cases import assert_close
+
+from trak_core import Attributor
+from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.sampled_normal import SampledNormal
+from trak_core.attribution.write_features import projection_for
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.projection.reference import projection_matrix
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.join_shards import join_shards
+from trak_core.study.study import Study
+
+K, DRAWS = 12, 3
+
+TEXTS = """
+import torch
+from transformers import {config}, {model}
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = {config}({settings})
+    return {model}(config)
+
+
+def _texts(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(2, 11, (3 + i % 4,), generator=generator) for i in range(n)]
+    return [{{"input_ids": text, "labels": text}} for text in texts]
+
+
+def train_data():
+    return _texts(1, 10)
+"""
+CAUSAL = {
+    "config": "GPT2Config",
+    "model": "GPT2LMHeadModel",
+    "settings": "vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, "
+    "initializer_range=0.3, use_cache=False",
+}
+PAIRED = {
+    "config": "T5Config",
+    "model": "T5ForConditionalGeneration",
+    "settings": "vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, "
+    "decoder_start_token_id=0, use_cache=False",
+}
+
+
+def normal_of(file):
+    return file.matrix("sampled_normal")[:]
+
+
+def computed(path, study_file, checkpoint, spec, **settings):
+    compute_features(
+        features=path, checkpoint=checkpoint, study_file=study_file, spec=spec, **ON_CPU | settings
+    )
+    with open_artifact(path, FEATURES) as file:
+        return normal_of(file), file.matrix("features")[:]
+
+
+def dense_normal(model, logits_of, samples, sampled, matrix):
+    """N by plain autograd in float64, with labels that NumPy draws from the same numbers.
+
+    ``logits_of`` returns a sample's logits, (parts, classes), and the numbers of its label's parts.
+    A single class is the output of a regression.
+    """
+    model = copy.deepcopy(model).double().eval()
+    parameters, total = list(model.parameters()), 0.0
+    for i, sample in samples:
+        logits, uniform = logits_of(model, sample, i)
+        for draw in range(DRAWS):
+            p, u = logits.detach().softmax(-1).numpy(), uniform[..., draw].reshape(-1)
+            z = np.stack([
+                np.eye(len(q))[np.searchsorted(np.cumsum(q), v, side="right")] - q
+                for q, v in zip(p, u, strict=True)
+            ])
+            if p.shape[-1] == 1:
+                z = np.where(u[:, None] < 0.5, -1.0, 1.0)
+            f = (logits * torch.from_numpy(z)).sum()
+            gradients = torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True)
+            flat = [
+                torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.flatten()
+                for p, g in zip(parameters, gradients, strict=True)
+            ]
+            phi = torch.cat(flat).numpy() @ matrix
+            total = total + np.outer(phi, phi) / DRAWS
+    return total
+
+
+def of_case(case, checkpoint="c0"):
+    """The spec, the dense normal matrix and R of a case's checkpoint."""
+    spec = features_spec(case.output, K, label_draws=DRAWS, checkpoint=checkpoint)
+    path = case.checkpoints[checkpoint]
+    loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
+    projection = projection_for(loaded, spec)
+    sampled = SampledNormal(projection, DRAWS)
+    matrix = projection_matrix(projection) / np.sqrt(K)
+
+    def logits_of(model, sample, i):
+        *inputs, _ = sample
+        uniform = sampled._uniform(case.train.ids[i], ())
+        return model(*(x.double().unsqueeze(0) for x in inputs)), uniform
+
+    samples = [(i, case.train.samples[i]) for i in range(len(case.train.ids))]
+    model = case.models[checkpoint]
+    return spec, dense_normal(model, logits_of, samples, sampled, matrix), matrix
+
+
+def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
+    """Also in other batches and in shards. Features are those without draws."""
+    spec, expected, matrix = of_case(case)
+    given = case.path, case.checkpoints["c0"], spec
+    normal, features = computed(tmp_path / "all.h5", *given)
+    assert_close(normal, expected, 1e-4)
+    assert (normal == normal.T).all()
+    assert_close(computed(tmp_path / "few.h5", *given, batch_size=7)[0], normal, 1e-5)
+    parts = [tmp_path / f"{i}.h5" for i in (1, 2, 3)]
+    for i, part in enumerate(parts, start=1):
+        computed(part, *given, shard=i, n_shards=3)
+    join_shards(features=tmp_path / "joined.h5", shards=parts, spec=spec, code="code")
+    with open_artifact(tmp_path / "joined.h5", FEATURES) as file:
+        assert_close(normal_of(file), normal, 1e-5)
+    (j, *_), _ = case.jacobians["c0"]
+    assert_close(features, j @ matrix, 1e-4)
+
+
+@pytest.mark.parametrize("combine", ["product_of_averages", "unit_average"])
+def test_scores_are_those_of_the_formula(case, tmp_path, combine):
+    damping, power = 0.3, 0.75
+    results = tmp_path / "results"
+    settings = {"combine": combine, "damping": damping, "power": power, "label_draws": DRAWS}
+    scores = read_scores(case.stages(results, 2, proj_dim=K, **settings))
+    similarities, weights = [], []
+    for checkpoint in ("c0", "c1"):
+        _, normal, matrix = of_case(case, checkpoint)
+        (j, f, y), (j_t, *_) = case.jacobians[checkpoint]
+        phi, targets = j @ matrix, j_t @ matrix
+        damped = normal + damping * np.trace(normal) / len(phi) * np.eye(K)
+        q = 1 / (1 + np.exp(f)) if case.output == "image_classification" else y - f
+        weights.append(np.sign(q) * np.abs(q) ** power)
+        a = phi @ np.linalg.solve(damped, targets.T)
+        own = np.abs(weights[-1])[:, None] * (phi @ np.linalg.solve(damped, phi.T))
+        similarities.append(a / np.linalg.norm(own) if combine == "unit_average" else a)
+    a, q = np.array(similarities), np.array(weights)[:, :, None]
+    expected = (a * q).mean(0) if combine == "unit_average" else a.mean(0) * q.mean(0)
+    assert_close(scores.to_numpy(), expected, 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["causal", "paired"])
+def test_texts_of_different_lengths(tmp_path, kind):
+    """Also if the model itself gets the labels, which are then those of the study."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "short_texts.py"
+    path.write_text(TEXTS.format(**(CAUSAL if kind == "causal" else PAIRED)))
+    study, output = Study.load(path), "language_modelling"
+    output = output if kind == "causal" else "sequence_to_sequence"
+    model = study.make_model()
+    torch.save(model.state_dict(), tmp_path / "c0.pt")
+    spec = features_spec(output, K, label_draws=DRAWS)
+    loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", spec, torch.device("cpu"))
+    projection = projection_for(loaded, spec)
+    sampled = SampledNormal(projection, DRAWS)
+    train = study.split("train", None)
+
+    def logits_of(model, text, i):
+        uniform = sampled._uniform(train.ids[i], text["labels"].shape)
+        if kind == "causal":
+            return model(text["input_ids"][None]).logits[0, :-1], uniform[1:]
+        return model(**{key: value[None] for key, value in text.items()}).logits[0], uniform
+
+    matrix = projection_matrix(projection) / np.sqrt(K)
+    samples = list(enumerate(train.samples))
+    expected = dense_normal(model, logits_of, samples, sampled, matrix)
+    given = path, tmp_path / "c0.pt", spec
+    for batch_size in (1, 4):
+        file = tmp_path / f"{batch_size}.h5"
+        assert_close(computed(file, *given, batch_size=batch_size)[0], expected, 1e-4)
+
+
+def test_an_attributor_gives_the_scores_of_the_pipeline(digits, tmp_path):
+    expected = read_scores(digits.stages(tmp_path / "run", 2, proj_dim=K, label_draws=DRAWS))
+    checkpoints = {name: digits.checkpoints[name] for name in ("c0", "c1")}
+    study = Study.load(digits.path)
+    settings = {"kind": "rademacher", "proj_dim": K, "loss_weight_power": 1.0}
+    given = study.make_model, digits.output, checkpoints
+
+    def attributor(**more):
+        fitted = Attributor(*given, **settings, **more)
+        return fitted.fit(digits.train, tmp_path / "fitted", ids=digits.train.ids)
+
+    drawn = attributor(label_draws=DRAWS)
+    assert_close(drawn.score(digits.target_split).frame.to_numpy(), expected.to_numpy(), 1e-5)
+    again = attributor(label_draws=DRAWS)
+    assert_close(again.score(digits.target_split).frame.to_numpy(), expected.to_numpy(), 1e-5)
+    for other in (0, DRAWS + 1):
+        with refused("attribution.other_folder", "label_draws"):
+            attributor(label_draws=other)
+
+
+def test_specs_without_draws_are_those_of_before(digits):
+    spec = features_spec(digits.output, K)
+    assert "label_draws" not in spec.as_dict()
+    drawn = features_spec(digits.output, K, label_draws=DRAWS)
+    assert drawn.as_dict() == spec.as_dict() | {"label_draws": DRAWS}
+    assert "label_draws" not in drawn.of("mine", "digest").as_dict()
+
+
+def test_outputs_without_noise_are_refused(digits, tmp_path):
+    spec = features_spec("loss", K, label_draws=DRAWS)
+    with refused("model.no_loss_noise"):
+        computed(tmp_path / "a.h5", digits.path, digits.checkpoints["c0"], spec)
+    with refused("config.label_draws", "loss", "text_classification"):
+        Attributor(torch.nn.Linear(2, 1), "loss", label_draws=1)
+    for settings, text in (
+        ({"projection": "exact"}, "`projection: exact`"),
+        ({"projection": "gauss_newton"}, "`projection: gauss_newton`"),
+        ({"weighting": "curvature"}, "curvature"),
+        ({"normalize": True}, "scoring.normalize"),
+    ):
+        with refused("config.label_draws", text):
+            Attributor(torch.nn.Linear(2, 1), "regression", label_draws=1, **settings)
+    made = ModelOutput(
+        read=lambda returned: (returned,),
+        value=lambda read, label: read[0].sum(),
+        loss_noise=lambda read, label, uniform: read,
+    )
+    data = torch.randn(4, 2), torch.zeros(4)
+    with refused("model.no_loss_noise"):
+        Attributor(torch.nn.Linear(2, 1), made, label_draws=1, proj_dim=4).fit(data)

@@ -1,0 +1,115 @@
+"""Sum the normal matrix of gradients with labels that are drawn from the model."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
+from torch import Tensor
+
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.project_gradients import batch_features
+from trak_core.attribution.solve import fill_upper
+from trak_core.errors import InputError
+from trak_core.gradients import Batch, GradientMethod, in_evaluation_mode
+from trak_core.model_outputs.model_output import ModelOutput, rows_in
+from trak_core.settings import ProjectionSpec
+
+
+@dataclass(slots=True)
+class SampledNormal:
+    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
+
+    phi_is = scale R^T B_i^T z_is is a projected gradient, where B_i is the derivative of the logits
+    with respect to the parameters and z_is is drawn by ``ModelOutput.loss_noise``. The expectation
+    of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. It is the
+    Fisher matrix if the loss is minus the log-probability of the label.
+
+    The random numbers depend on the projection's seed, the checkpoint, the sample's id and the
+    number of draws. The sizes and the order of batches change the result by rounding only, except
+    that rounding may change a drawn label whose random number is at the boundary of two labels.
+
+    Not supported: logits in pieces, and model outputs that read several tensors.
+
+    Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
+        sections 5 and 9.
+
+    Attributes:
+        projection: The projection of the gradients.
+        n_draws: S, at least 1.
+        total: The sum of the terms so far, float64. ``add`` fills the lower triangle.
+    """
+
+    projection: ProjectionSpec
+    n_draws: int
+    total: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with zeros."""
+        k = self.projection.proj_dim
+        self.total = np.zeros((k, k), order="F")
+
+    def add(
+        self,
+        method: GradientMethod,
+        loaded: LoadedModel,
+        batch: Batch,
+        ids: Sequence[object],
+        threads: int,
+    ) -> None:
+        """Add the terms of a batch. If an error is raised, the sum is unchanged."""
+        # The gradient of f = <logits, z> is B^T z.
+        output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
+        given = loaded.model, loaded.parameters, output
+        parts = [
+            batch_features(method, *given, part, self.projection, ids, threads, loaded.scales)[0]
+            for part in self._drawn(loaded, batch, ids)
+        ]
+        rows = np.concatenate(parts).astype(np.float64)
+        # The sum is column-major, so that BLAS adds to it without a copy.
+        dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
+
+    def matrix(self) -> np.ndarray:
+        """Return N, float64, exactly symmetric. No batch can be added after this call."""
+        fill_upper(self.total)
+        return self.total
+
+    def _drawn(self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]) -> Iterator[Batch]:
+        """Yield the batch with z of each draw in place of the labels."""
+        noise = loaded.output.loss_noise
+        with torch.no_grad(), in_evaluation_mode(loaded.model):
+            read = loaded.output.read(batch.given_to(loaded.model))
+        if noise is None or not isinstance(read, Tensor):
+            raise no_loss_noise()
+        rows_in(read, len(batch))
+        labels = batch.labels
+        uniform = np.stack([self._uniform(sample_id, labels.shape[1:]) for sample_id in ids])
+        if batch.gives_labels:
+            along = batch.along if batch.lengths is None else batch.along | {"labels"}
+            kwargs = {**batch.kwargs, "labels": labels}
+            batch = replace(batch, kwargs=kwargs, along=along, gives_labels=False)
+        for draw in range(self.n_draws):
+            numbers = torch.from_numpy(np.ascontiguousarray(uniform[..., draw])).to(read.device)
+            with torch.no_grad():
+                z = torch.vmap(noise)(read, labels, numbers)
+            yield replace(batch, labels=z)
+
+    def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
+        """Return random numbers in [0, 1) of a sample, shape (*shape, n_draws), float32.
+
+        Padding of the first dimension does not change the numbers before it.
+        """
+        text = f"{self.projection.seed} {self.projection.stream} {sample_id}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
+        return np.random.default_rng(seed).random((*shape, self.n_draws), dtype=np.float32)
+
+
+def no_loss_noise() -> InputError:
+    """Return the error for a model output whose labels cannot be drawn."""
+    return InputError(
+        "label_draws needs a ModelOutput with `loss_noise`, which reads one tensor. This model "
+        "output has none. Leave label_draws out.",
+        code="model.no_loss_noise",
+    )
