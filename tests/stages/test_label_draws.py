@@ -221,6 +221,8 @@ def test_outputs_without_noise_are_refused(digits, tmp_path):
         computed(tmp_path / "a.h5", digits.path, digits.checkpoints["c0"], spec)
     with refused("config.label_draws", "loss", "text_classification"):
         Attributor(torch.nn.Linear(2, 1), "loss", label_draws=1)
+    with refused("config.label_draws", "Found -1"):
+        Attributor(torch.nn.Linear(2, 1), "regression", label_draws=-1)
     for settings, text in (
         ({"projection": "exact"}, "`projection: exact`"),
         ({"projection": "gauss_newton"}, "`projection: gauss_newton`"),

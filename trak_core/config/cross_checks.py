@@ -83,6 +83,7 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
     about = about_output(output)
     known = ", ".join(name for name, row in TABLE.items() if row.has_loss_hessian)
     rules = [
+        (draws < 0, "the number must be at least 0", draws),
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
         (
             not (about.is_own or about.has_loss_hessian),
