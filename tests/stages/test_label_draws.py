@@ -239,3 +239,7 @@ def test_outputs_without_noise_are_refused(digits, tmp_path):
     data = torch.randn(4, 2), torch.zeros(4)
     with refused("model.no_loss_noise"):
         Attributor(torch.nn.Linear(2, 1), made, label_draws=1, proj_dim=4).fit(data)
+    # A number would be multiplied with each of the returned numbers.
+    made = ModelOutput(value=lambda read, label: read.sum(), loss_noise=lambda read, *_: read.sum())
+    with refused("model.no_loss_noise", "(3,)", "()"):
+        Attributor(torch.nn.Linear(2, 3), made, label_draws=1, proj_dim=4).fit(data)

@@ -94,6 +94,12 @@ class SampledNormal:
             numbers = torch.from_numpy(np.ascontiguousarray(uniform[..., draw])).to(read.device)
             with torch.no_grad():
                 z = torch.vmap(noise)(read, labels, numbers)
+            if z.shape != read.shape:
+                raise InputError(
+                    "loss_noise must return the shape of the tensor that it gets, "
+                    f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
+                    code="model.no_loss_noise",
+                )
             yield replace(batch, labels=z)
 
     def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:

@@ -253,7 +253,9 @@ class OuterProducts:
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
         most = (_PIECE if has_kernels else _PIECE_OF_GPU) // k
-        if 2 * n_samples * n_tokens <= most:
+        # Each run of k entries of a row takes as much memory as a sketch.
+        runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
+        if 2 * runs * n_samples * n_tokens <= most:
             if not len(self._held):
                 self._held = self.rows.new_empty(most // n_samples, n_samples, k, 2)
             if self._n_held + n_tokens > len(self._held):
@@ -261,7 +263,6 @@ class OuterProducts:
             start, self._n_held = self._n_held, self._n_held + n_tokens
             _fill_counts(self.spec, number, left, right, self._held[start : self._n_held], 3)
             return
-        runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
         for samples, tokens in _pieces(left, most // runs):
             a, b = left[samples, tokens], right[samples, tokens]
             counts = self.rows.new_empty(a.shape[1], a.shape[0], k, 2)

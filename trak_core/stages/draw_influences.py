@@ -264,7 +264,8 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
-    labels = sorted({entry["label"] for entry in entries})
+    # Class 10 follows class 9.
+    labels = sorted({entry["label"] for entry in entries}, key=lambda text: (len(text), text))
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]
     tables = [file.tables["targets"] for file in files]

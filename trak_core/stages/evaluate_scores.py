@@ -64,6 +64,7 @@ from trak_core.settings import (
     RetrainedSpec,
     ScoresSpec,
     Setting,
+    Weighting,
     curvature_power,
     settings_of,
 )
@@ -87,7 +88,8 @@ def _passes(
         output, combine = spec.features.model_output, usual_combine(along=False)
         ends = replace(configured, loss_weight_power=usual_power(combine, output), combine=combine)
         averages = average_weights([ends], [loss_weights[checkpoint] for checkpoint in spec.ends])
-        weighting = usual_weighting(combine, output)
+        draws = spec.features.label_draws
+        weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, averages, weighting, unit_dim))
     averages = average_weights(settings, list(loss_weights.values()))
     # Rows must be normalized again for each number of dimensions.

@@ -67,4 +67,7 @@ def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, c
                     writer.vector(key, np.concatenate([part.vector(key) for part in parts]))
             if spec.label_draws:
                 total = writer.matrix("sampled_normal", columns, columns, dtype=np.float64)
-                total[:] = sum(part.matrix("sampled_normal")[:] for part in parts)
+                matrix = first.matrix("sampled_normal")[:]
+                for part in parts[1:]:
+                    matrix += part.matrix("sampled_normal")[:]
+                total[:] = matrix
