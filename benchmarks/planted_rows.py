@@ -32,7 +32,7 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 _CHUNK, _DRAWS, _FUSED = 64, 2000, 10
 _HADAMARDS = {"k 1,024": 1024, "k 4,096": 4096}
-_WIDE, _EXACT = "k 4,096", "exact"
+_WIDE, _EXACT, _BASELINE = "k 4,096", "exact", "BM25, completion"
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,10 @@ def fused(scores: np.ndarray, lexical: np.ndarray) -> np.ndarray:
 def ways(data: study.Planted, checkpoints: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return all ways' scores, (n, m)."""
     n, m = len(data.rows), len(data.questions)
-    parts = {"prompt": "prompt", "completion": "completion", "both": "both"}
     found = {}
-    for name, field in parts.items():
+    for name in ("prompt", "completion", "both"):
         texts, asked = (
-            [study.words(getattr(one, field)) for one in side]
+            [study.words(getattr(text, name)) for text in side]
             for side in (data.rows, data.questions)
         )
         found[f"BM25, {name}"] = bm25(texts, asked)
@@ -197,19 +196,19 @@ def measures(scores: np.ndarray, sources: list[list[int]]) -> np.ndarray:
     return np.array(columns).T
 
 
-def table(found: list[dict[str, np.ndarray]], beside: str, seeds: list[int]) -> list[Row]:
-    """Return the rows from measures (3, m) by way, of each seed."""
+def table(of_seeds: list[dict[str, np.ndarray]], seeds: list[int]) -> list[Row]:
+    """Return a row for each way from its measures (3, m) for each seed."""
     ends = np.cumsum([0, *study.KINDS.values()])
     rng = np.random.default_rng(0)
-    n_seeds, m = len(found), ends[-1]
+    n_seeds, m = len(of_seeds), ends[-1]
     rows = []
     draws = [
         [(s, rng.integers(m, size=m)) for s in rng.integers(n_seeds, size=n_seeds)]
         for _ in range(_DRAWS)
     ]
-    for way in found[0]:
-        values = np.stack([one[way] for one in found])  # (seeds, 3, m)
-        more = values - np.stack([one[beside] for one in found])
+    for way in of_seeds[0]:
+        values = np.stack([measured[way] for measured in of_seeds])  # (seeds, 3, m)
+        more = values - np.stack([measured[_BASELINE] for measured in of_seeds])
         drawn = np.array([
             np.mean([more[s][:, f].mean(axis=1) for s, f in d], axis=0) for d in draws
         ])
@@ -230,14 +229,24 @@ def main() -> None:
     """Train, score, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--chosen-by", type=int, default=1, help="so many of them, the first")
-    parser.add_argument("--checkpoints", type=int, default=len(study.EPOCHS), help="the first")
+    parser.add_argument(
+        "--chosen-by",
+        type=int,
+        default=1,
+        help="the number of seeds, from the first, that choose settings",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=int,
+        default=len(study.EPOCHS),
+        help="the number of checkpoints, from the first",
+    )
     parser.add_argument("--folder", type=Path, help="keeps what was computed")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     start = time.process_time()
-    found = []
+    measured = []
     with tempfile.TemporaryDirectory() as name:
         folder = asked.folder or Path(name)
         folder.mkdir(exist_ok=True)
@@ -245,13 +254,13 @@ def main() -> None:
             data, checkpoints = kept(seed, folder, asked.checkpoints, every=i < asked.chosen_by)
             sources = data.sources()
             scored = ways(data, checkpoints)
-            found.append({way: measures(scores, sources) for way, scores in scored.items()})
+            measured.append({way: measures(scores, sources) for way, scores in scored.items()})
     rows = []
     splits = {"chosen by": slice(0, asked.chosen_by), "confirmed by": slice(asked.chosen_by, None)}
     for title, which in splits.items():
-        if found[which]:
+        if measured[which]:
             seeds = asked.seeds[which]
-            rows += (own := table(found[which], "BM25, completion", seeds))
+            rows += (own := table(measured[which], seeds))
             print(f"\n{title} seeds {seeds}\n")
             print("| way | MRR | P@5 | R@50 | MRR more | P@5 more | plain, conflict, trigger |")
             print("|---|---|---|---|---|---|---|")

@@ -71,6 +71,12 @@ class SampledNormal:
         # The sum is column-major, so that BLAS adds to it without a copy.
         dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
 
+    def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
+        """Return the memory of logits, z, probabilities and their sums for a sample of ``few``."""
+        with torch.no_grad(), in_evaluation_mode(loaded.model):
+            rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
+        return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
+
     def matrix(self) -> np.ndarray:
         """Return N, float64, exactly symmetric. No batch can be added after this call."""
         fill_upper(self.total)

@@ -1,6 +1,7 @@
 """Compute the features of samples for one checkpoint, in memory or in a file."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,9 @@ def feature_blocks(
         raise no_loss_noise()
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb)
+    if sampled is not None:
+        more = sampled.bytes_of_sample(loaded, few)
+        needed = needed.mapped(lambda m: replace(m, activation_bytes=m.activation_bytes + more))
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     chunk = min(batch_size, room.most(needed.longest))

@@ -107,7 +107,7 @@ def fit_weights(
 ) -> Fit:
     """Return a checkpoint's weights under the names of a model.
 
-    These names are tried in order: the names as they are; names without a shared prefix; names, in
+    These names are tried in order: the unchanged names; names without a shared prefix; names, in
     the state and in the model, without the parts that FSDP, torch.compile, activation checkpointing
     and data parallelism add, if they remain distinct; and the names after a conversion by
     transformers. ``source`` names the checkpoint in messages. ``within`` contains the keys that

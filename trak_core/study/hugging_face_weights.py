@@ -183,7 +183,7 @@ class Adapter:
 
 
 def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an adapter's settings as they are saved, and with peft's defaults added."""
+    """Return an adapter's saved settings, and the same settings with peft's defaults added."""
     from peft import PeftConfig
 
     kind = None
