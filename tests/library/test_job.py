@@ -43,23 +43,36 @@ def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path
 
 
 STOPPED = """
-import os, signal, time
+import ctypes, os, signal, time
 from pathlib import Path
 from trak_core.runtime.files import atomic_write
 from trak_core.runtime.job import logged_to
 
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0)
+
+class Deleted:
+    __del__ = lambda self: stop()
+
+def callback():
+    ctypes.CFUNCTYPE(None)(stop)()
+
 with logged_to("a.log"), atomic_write(Path("half.h5")) as partial:
     partial.touch()
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        WHERE()
         time.sleep(30)
     except Exception:
         print("went on")
 """
 
 
-def test_a_job_that_is_told_to_stop_says_so_and_leaves_nothing_half_written(tmp_path):
-    subprocess.run([sys.executable, "-c", STOPPED], cwd=tmp_path, timeout=20, check=False)
+@pytest.mark.parametrize("where", ["stop", "Deleted", "callback"])
+def test_a_job_that_is_told_to_stop_says_so_and_leaves_nothing_half_written(where, tmp_path):
+    """Python ignores what ``__del__`` and callbacks raise, so that the signal is sent again."""
+    code = STOPPED.replace("WHERE", where)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=20, check=False)
     (line,) = (tmp_path / "a.log").read_text().splitlines()
     assert line.startswith("Error: the job was told to stop (SIGTERM), as when")
     assert {path.name for path in tmp_path.iterdir()} == {"a.log"}

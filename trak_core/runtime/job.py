@@ -92,6 +92,18 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
+    report = sys.unraisablehook
+
+    def repeat(ignored: "sys.UnraisableHookArgs") -> None:
+        """Send the signal again if Python ignores the stop, as in callbacks and ``__del__``."""
+        if isinstance(ignored.exc_value, StoppedError):
+            sys.unraisablehook = report
+            stop_cleanly()
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+        else:
+            report(ignored)
+
+    sys.unraisablehook = repeat
     # StoppedError is not a subclass of Exception, so `except Exception` does not catch it.
     raise StoppedError(
         f"Error: the job was told to stop ({stop.name}), {_STOP_REASONS[stop]}. It left nothing "
