@@ -9,7 +9,7 @@ for each checkpoint, averaged over checkpoints, times average loss weights. The 
 rademacher and normal projections are projections themselves.
 
 It uses the last checkpoint of each run, as TRAK's users do, and all checkpoints (``trak_along``) if
-there are more. Prints the table ``summary`` of ``docs/reference/evaluation-files.md``, with its
+there are more. Prints the table ``summary`` of ``docs/reference/files.md``, with its
 bootstrap intervals.
 """
 

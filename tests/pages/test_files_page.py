@@ -18,7 +18,16 @@ from trak_core.stages.select_targets import select_targets
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
 SECTIONS = re.findall(r"^## `results/(\S+\.h5)`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
 ROW = re.compile(r"^\| (\*?`[^|]+`\*?) \| (\w+) \| ?(.*?) \| (.*) \|$", flags=re.M)
+SAME = "as in features"
 TYPES = {"text": "SO", "id": "iSO", "float": "f", "as the study's": "iufS"}
+
+
+def types_in_features(name):
+    """Return the types of ``train_ids``, for example: those of ``sample_ids`` in features."""
+    features = next(text for path, text in SECTIONS if path.startswith("features/"))
+    types = {key: types for key, _, types, *_ in described(features)}
+    plain = re.sub(r"^(train|target)_", "", name)
+    return types["sample_ids" if plain == "ids" else plain]
 
 
 def described(section):
@@ -29,7 +38,8 @@ def described(section):
         for searchable, name in re.findall(r"(\*?)`(\w+)`", names):
             table = name if kind == "table" else table
             key = (table, name) if kind == "column" else name
-            yield key, kind, types, always, bool(searchable)
+            of_object = types_in_features(name) if types == SAME else types
+            yield key, kind, of_object, always, bool(searchable)
 
 
 def has_type(dtype, types):
@@ -159,7 +169,7 @@ def test_a_page_that_is_wrong_is_found(tmp_path):
     for right, wrong in (
         ("*`rank`*", "`rank`"),
         ("`rank`", "`place`"),
-        ("column | float32 | its score", "column | int64 | its score"),
+        ("column | float32 | the score", "column | int64 | the score"),
         ("| `scores` | frame |", "| `score` | frame |"),
     ):
         with pytest.raises((AssertionError, KeyError)):

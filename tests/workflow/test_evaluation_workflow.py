@@ -38,22 +38,15 @@ def study(evaluated, tmp_path):
     return evaluated.copy(tmp_path / "study")
 
 
-def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
-    page = (REPOSITORY / "docs/reference/evaluation-files.md").read_text()
+def test_tables_of_an_evaluation_miss_no_value(evaluated):
     results = evaluated.path("results")
     for name, tables in {
         "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],
         "self_influence.h5": ["train"],
         "removals/few.h5": ["summary", "targets"],
     }.items():
-        heading = name.replace("few", "{experiment}")
-        section = page.split(f"`results/{heading}`")[1].split("\n## ")[0].replace("\n", " ")
         for table in tables:
-            frame = pd.read_hdf(results / name, table)
-            columns = re.search(rf"`{table}`(?:\)?:| \|) (.*?)(?: \||$)", section).group(1)
-            described = re.findall(r"`(\w+)`", columns)
-            assert set(frame.columns) <= set(described), (name, table)
-            assert not frame.isna().to_numpy().any()
+            assert not pd.read_hdf(results / name, table).isna().to_numpy().any(), (name, table)
     assert pd.read_hdf(results / "evaluation/few.h5", "summary")["method"].tolist() == [
         *("scores", "gradient_dot", "embedding_cosine", "random", "same_class"),
         "noise_ceiling",

@@ -48,7 +48,7 @@ def compare_removals(
 ) -> None:
     """Write tables of the outputs of retrained models.
 
-    ``docs/reference/evaluation-files.md`` describes the tables.
+    ``docs/reference/files.md`` describes the tables.
 
     ``naming`` maps each choice of samples (the kind of a list, or ``top`` for scores, ``random``
     and baselines) to the ``naming`` of its retraining jobs. ``retrained`` contains the files of

@@ -1,6 +1,6 @@
 """Compare scores and baselines with the outputs of retrained models.
 
-``docs/reference/evaluation-files.md`` describes the tables in the file of results.
+``docs/reference/files.md`` describes the tables in the file of results.
 """
 
 import hashlib
