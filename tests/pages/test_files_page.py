@@ -18,27 +18,28 @@ from trak_core.stages.select_targets import select_targets
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
 SECTIONS = re.findall(r"^## `results/(\S+\.h5)`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
 ROW = re.compile(r"^\| (\*?`[^|]+`\*?) \| (\w+) \| ?(.*?) \| (.*) \|$", flags=re.M)
-SAME = "as in features"
 TYPES = {"text": "SO", "id": "iSO", "float": "f", "as the study's": "iufS"}
 
 
-def types_in_features(name):
-    """Return the types of ``train_ids``, for example: those of ``sample_ids`` in features."""
-    features = next(text for path, text in SECTIONS if path.startswith("features/"))
-    types = {key: types for key, _, types, *_ in described(features)}
+def types_in(name, section):
+    """Return the types of a column, or of ``train_ids``, for example, as those of ``sample_ids``."""
     plain = re.sub(r"^(train|target)_", "", name)
-    return types["sample_ids" if plain == "ids" else plain]
+    names = {name, "sample_ids" if plain == "ids" else plain}
+    rows = described(section)
+    return next(types for key, _, types, *_ in rows if {key, key[1]} & names)
 
 
 def described(section):
     """Yield the objects of a file: name, kind, types, whether it is there always and searchable."""
     table = None
+    others = {path.split("/")[0]: text for path, text in reversed(SECTIONS)} | {"above": section}
     for names, kind, types, meaning in ROW.findall(section):
         always = not re.search(r"only|[Nn]ot with|where|for classes", meaning)
         for searchable, name in re.findall(r"(\*?)`(\w+)`", names):
             table = name if kind == "table" else table
             key = (table, name) if kind == "column" else name
-            of_object = types_in_features(name) if types == SAME else types
+            other = types.removeprefix("as in ").removeprefix("as ")
+            of_object = types_in(name, others[other]) if other in others else types
             yield key, kind, of_object, always, bool(searchable)
 
 
