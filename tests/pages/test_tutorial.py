@@ -36,7 +36,7 @@ def test_the_tutorial(tmp_path, monkeypatch):
     assert lds["random"] < lds["scores"] < lds["noise_ceiling"]
     for results in ("results-tumours", "results-trust", "results-along"):
         assert "tumour-213" in study.path(f"{results}/report.html").read_text()
-    (suspects,) = follow(LISTS, study.folder, monkeypatch, runs)
+    (suspects,) = follow(LISTS, study.folder, monkeypatch)
     assert len(suspects.splitlines()) == 4  # three samples below a header
     check_lists(study)
 
