@@ -22,7 +22,7 @@ TYPES = {"text": "SO", "id": "iSO", "float": "f", "as the study's": "iufS"}
 
 
 def types_in(name, section):
-    """Return the types of a column, or of ``train_ids``, for example, as those of ``sample_ids``."""
+    """Return the types of a column; ``train_ids`` has those of ``sample_ids``, for example."""
     plain = re.sub(r"^(train|target)_", "", name)
     names = {name, "sample_ids" if plain == "ids" else plain}
     rows = described(section)
