@@ -108,7 +108,7 @@ def of_case(case, checkpoint="c0"):
 
     def logits_of(model, sample, i):
         *inputs, _ = sample
-        uniform = sampled._uniform(case.train.ids[i], ())
+        uniform = sampled.draws._uniform(case.train.ids[i], ())
         return model(*(x.double().unsqueeze(0) for x in inputs)), uniform
 
     samples = [(i, case.train.samples[i]) for i in range(len(case.train.ids))]
@@ -173,7 +173,7 @@ def test_texts_of_different_lengths(tmp_path, kind):
     train = study.split("train", None)
 
     def logits_of(model, text, i):
-        uniform = sampled._uniform(train.ids[i], text["labels"].shape)
+        uniform = sampled.draws._uniform(train.ids[i], text["labels"].shape)
         if kind == "causal":
             return model(text["input_ids"][None]).logits[0, :-1], uniform[1:]
         return model(**{key: value[None] for key, value in text.items()}).logits[0], uniform

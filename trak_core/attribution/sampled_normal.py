@@ -18,58 +18,25 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 from trak_core.settings import ProjectionSpec
 
 
-@dataclass(slots=True)
-class SampledNormal:
-    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
+@dataclass(frozen=True, slots=True)
+class LabelDraws:
+    """Labels that are drawn from a checkpoint's model for each sample.
 
-    phi_is = scale R^T B_i^T z_is is a projected gradient, where B_i is the derivative of the logits
-    with respect to the parameters and z_is is drawn by ``ModelOutput.loss_noise``. The expectation
-    of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. It is the
-    Fisher matrix if the loss is minus the log-probability of the label.
-
-    The random numbers depend on the projection's seed, the checkpoint, the sample's id and the
-    number of draws. The sizes and the order of batches change the result by rounding only, except
-    that rounding may change a drawn label whose random number is at the boundary of two labels.
+    The random numbers depend on the seed, the stream, the sample's id and the number of draws. The
+    sizes and the order of batches do not change them, except that rounding may change a label whose
+    random number is at the boundary of two labels.
 
     Not supported: logits in pieces, and model outputs that read several tensors.
 
-    Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
-        sections 5 and 9.
-
     Attributes:
-        projection: The projection of the gradients.
         n_draws: S, at least 1.
-        total: The sum of the terms so far, float64. ``add`` fills the lower triangle.
+        stream: The number of the checkpoint (see ``stream_of``).
+        seed: Seed of all checkpoints.
     """
 
-    projection: ProjectionSpec
     n_draws: int
-    total: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Begin with zeros."""
-        k = self.projection.proj_dim
-        self.total = np.zeros((k, k), order="F")
-
-    def add(
-        self,
-        method: GradientMethod,
-        loaded: LoadedModel,
-        batch: Batch,
-        ids: Sequence[object],
-        threads: int,
-    ) -> None:
-        """Add the terms of a batch. If an error is raised, the sum is unchanged."""
-        # The gradient of f = <logits, z> is B^T z.
-        output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
-        given = loaded.model, loaded.parameters, output
-        parts = [
-            batch_features(method, *given, part, self.projection, ids, threads, loaded.scales)[0]
-            for part in self._drawn(loaded, batch, ids)
-        ]
-        rows = np.concatenate(parts).astype(np.float64)
-        # The sum is column-major, so that BLAS adds to it without a copy.
-        dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
+    stream: int
+    seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
         """Return the memory of logits, z, probabilities and their sums for a sample of ``few``."""
@@ -77,14 +44,16 @@ class SampledNormal:
             rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
         return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
 
-    def matrix(self) -> np.ndarray:
-        """Return N, float64, exactly symmetric. No batch can be added after this call."""
-        fill_upper(self.total)
-        return self.total
+    def drawn(
+        self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
+    ) -> Iterator[tuple[ModelOutput, Batch]]:
+        """Yield for each draw f = <logits, z>, and the batch with z in place of the labels.
 
-    def _drawn(self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]) -> Iterator[Batch]:
-        """Yield the batch with z of each draw in place of the labels."""
+        The gradient of f is B^T z, where B is the derivative of a sample's logits with respect to
+        the parameters and z is drawn by ``ModelOutput.loss_noise``.
+        """
         noise = loaded.output.loss_noise
+        output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(batch.given_to(loaded.model))
         if noise is None or not isinstance(read, Tensor):
@@ -106,16 +75,74 @@ class SampledNormal:
                     f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
                     code="model.no_loss_noise",
                 )
-            yield replace(batch, labels=z)
+            yield output, replace(batch, labels=z)
 
     def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
         """Return random numbers in [0, 1) of a sample, shape (*shape, n_draws), float32.
 
         Padding of the first dimension does not change the numbers before it.
         """
-        text = f"{self.projection.seed} {self.projection.stream} {sample_id}"
+        text = f"{self.seed} {self.stream} {sample_id}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
         return np.random.default_rng(seed).random((*shape, self.n_draws), dtype=np.float32)
+
+
+@dataclass(slots=True)
+class SampledNormal:
+    """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
+
+    phi_is = scale R^T B_i^T z_is is a projected gradient, where B_i is the derivative of the logits
+    with respect to the parameters and z_is is drawn by ``ModelOutput.loss_noise``. The expectation
+    of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. It is the
+    Fisher matrix if the loss is minus the log-probability of the label.
+
+    See ``LabelDraws`` for the random numbers. Batches change the result by rounding only.
+
+    Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
+        sections 5 and 9.
+
+    Attributes:
+        projection: The projection of the gradients.
+        n_draws: S, at least 1.
+        total: The sum of the terms so far, float64. ``add`` fills the lower triangle.
+    """
+
+    projection: ProjectionSpec
+    n_draws: int
+    total: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with zeros."""
+        k = self.projection.proj_dim
+        self.total = np.zeros((k, k), order="F")
+
+    @property
+    def draws(self) -> LabelDraws:
+        """The labels that are drawn."""
+        return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
+
+    def add(
+        self,
+        method: GradientMethod,
+        loaded: LoadedModel,
+        batch: Batch,
+        ids: Sequence[object],
+        threads: int,
+    ) -> None:
+        """Add the terms of a batch. If an error is raised, the sum is unchanged."""
+        given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
+        parts = [
+            batch_features(method, *given, *one, *more, loaded.scales)[0]
+            for one in self.draws.drawn(loaded, batch, ids)
+        ]
+        rows = np.concatenate(parts).astype(np.float64)
+        # The sum is column-major, so that BLAS adds to it without a copy.
+        dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
+
+    def matrix(self) -> np.ndarray:
+        """Return N, float64, exactly symmetric. No batch can be added after this call."""
+        fill_upper(self.total)
+        return self.total
 
 
 def no_loss_noise() -> InputError:

@@ -77,7 +77,7 @@ def feature_blocks(
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb)
     if sampled is not None:
-        more = sampled.bytes_of_sample(loaded, few)
+        more = sampled.draws.bytes_of_sample(loaded, few)
         needed = needed.mapped(lambda m: replace(m, activation_bytes=m.activation_bytes + more))
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
