@@ -1,7 +1,5 @@
 """Models with backward hooks, sparse gradients, or derivatives of their own."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from architectures import Net
@@ -9,7 +7,6 @@ from refused import refused
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from trak_core.attribution.gauss_newton_scores import _Tangents
 from trak_core.compat.gradient_computers import FunctionalGradientComputer
 from trak_core.compat.modelout_functions import ImageClassificationModelOutput
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
@@ -184,14 +181,6 @@ def test_hooks_on_modules_change_the_gradient_of_each_sample(place, is_before, h
     elif place:  # the first module's inputs have no gradient
         model[place].register_full_backward_hook(both(MODULE_HOOKS[hook]))
     assert_all_give(model, inputs, by_backward(model, inputs))
-
-
-def test_tangents_refuse_hooks():
-    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        model = nn.Sequential(nn.Linear(3, 2))
-        getattr(model[0], register)(lambda *_: None)
-        with refused("gradients.hooks", "0", "projection: gauss_newton"):
-            _Tangents(SimpleNamespace(model=model, parameters=dict(model.named_parameters())))
 
 
 class OwnTask(ImageClassificationModelOutput):
