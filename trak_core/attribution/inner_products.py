@@ -76,7 +76,7 @@ def inner_products(
 
     The first n rows of R are J, the gradients of the model output. With S ``label_draws``, n S rows
     follow: the gradients with labels that ``LabelDraws`` draws, in the order of draws. J_t are the
-    targets' gradients. Half of the memory is for a block of rows of the right factor, which is
+    targets' gradients. Three quarters of the memory are for a block of rows of the right factor, which is
     multiplied with batches of the left factor. So the gradients of training samples are computed
     once for each block. Products are sums of float32 products in float64. The result must fit into
     ``memory_mb``. Batch size and memory change it by rounding only.
@@ -99,7 +99,7 @@ def inner_products(
     method, room = _prepared(loaded, stored, draws, left_mb)
     train = _Rows(loaded, method, stored[-1], draws)
     right = train if targets is None else _Rows(loaded, method, stored[0], None)
-    most = room.budget_bytes // 2 // right.bytes_of_sample
+    most = 3 * room.budget_bytes // 4 // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
     room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
     log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
