@@ -230,7 +230,7 @@ def drawn_scores(about: Board, folder: Path, draws: Sequence[int]) -> dict[str, 
             "compute_exact_scores/all/end",
         )
         files = (folder / results / f"benchmarks/{job}.tsv" for job in jobs)
-        once, *each = (float(pd.read_csv(file, sep="\t")["s"].iloc[0]) for file in files)
+        once, *each = (float(pd.read_csv(file, sep="\t")["cpu_time"].iloc[0]) for file in files)
         each = sum(each) / about.size.questions
         print(f"{count} label draws, damping {damping:g}: {once:.1f} s, {each:.2f} s a question")
         made = pd.read_hdf(folder / results / "scores/all.h5", "scores")

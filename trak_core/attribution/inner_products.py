@@ -76,10 +76,12 @@ def inner_products(
 
     The first n rows of R are J, the gradients of the model output. With S ``label_draws``, n S rows
     follow: the gradients with labels that ``LabelDraws`` draws, in the order of draws. J_t are the
-    targets' gradients. Three quarters of the memory are for a block of rows of the right factor, which is
-    multiplied with batches of the left factor. So the gradients of training samples are computed
-    once for each block. Products are sums of float32 products in float64. The result must fit into
-    ``memory_mb``. Batch size and memory change it by rounding only.
+    targets' gradients.
+
+    Three quarters of the memory are for a block of rows of the right factor, which is multiplied
+    with batches of the left factor. So training samples are differentiated once for each block.
+    Products are sums of float32 products in float64. The result must fit into ``memory_mb``. Batch
+    size and memory change it by rounding only.
 
     The second result has label numbers and ``PerSample.columns`` of the samples of the
     right factor.
