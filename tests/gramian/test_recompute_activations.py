@@ -13,7 +13,7 @@ from refused import refused
 from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.attribution.inner_products import _room
+from trak_core.attribution.inner_products import _prepared
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import (
     as_batch,
@@ -356,7 +356,8 @@ def test_blocks_are_recomputed_if_stored_samples_need_the_memory(tmp_path):
     kept = loaded.stored(samples)
     most = 30
     assert not loaded.blocks.is_on
-    assert _room(loaded, [kept], most + (kept.n_bytes >> 20)).most(0) > 0
+    _, room = _prepared(loaded, [kept], None, most + (kept.n_bytes >> 20))
+    assert room.most(0) > 0
     assert loaded.blocks.is_on
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from trak_core.artifacts import GRAMIAN, create, software
 from trak_core.attribution.batch_by_length import StoredSamples
 from trak_core.attribution.device import device_name
+from trak_core.attribution.label_draws import LabelDraws, no_loss_noise
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
-from trak_core.attribution.sampled_normal import LabelDraws, no_loss_noise
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
     GradientMethod,
