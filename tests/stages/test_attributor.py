@@ -39,6 +39,7 @@ SETTINGS = {
         "scoring": {"combine": "unit_average", "damping": 0.3},
     },
     "exact": {"projection": "exact", "scoring": {"weighting": "curvature", "damping": 1}},
+    "drawn exact": {"label_draws": 2, "projection": "exact", "scoring": {"damping": 0.3}},
     "along": {
         "checkpoints": {n: {"path": f"{n}.pt", "run": "a", "at": int(n[1])} for n in ("c0", "c1")}
     },
@@ -101,7 +102,7 @@ def test_settings_have_the_defaults_of_the_config():
     """And every key of ``projection`` and ``scoring`` but how files are kept is a keyword."""
     properties = SCHEMA["properties"]
     given = {
-        **properties["projection"]["anyOf"][2]["properties"],
+        **properties["projection"]["anyOf"][1]["properties"],
         **{
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },

@@ -33,7 +33,7 @@ from trak_core.settings import FeaturesSpec, stream_of
 from trak_core.study.dataset_split import Split
 
 # The number of entries of gradients whose products are summed in float32, and of rows of a product.
-_ENTRIES, _ROWS = 2**15, 1024
+_ENTRIES, _ROWS = 2**15, 256
 
 
 def write_gramian(
