@@ -198,8 +198,8 @@ class _Rows:
         labelled = chain([(loaded.output, batch)], drawn)
         for part, (output, own) in zip(parts, labelled, strict=True):
             consumer = Formed.adding_to(part, loaded.parameters)
-            found = self.method(loaded.model, loaded.parameters, output, own, consumer)
-            columns = columns or found
+            computed = self.method(loaded.model, loaded.parameters, output, own, consumer)
+            columns = columns or computed
         return [torch.vmap(loaded.output.label_number)(batch.labels), *columns]
 
 

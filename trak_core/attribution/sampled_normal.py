@@ -59,8 +59,8 @@ class SampledNormal:
         """Add the terms of a batch. If an error is raised, the sum is unchanged."""
         given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
         parts = [
-            batch_features(method, *given, *one, *more, loaded.scales)[0]
-            for one in self.draws.drawn(loaded, batch, ids)
+            batch_features(method, *given, *labelled, *more, loaded.scales)[0]
+            for labelled in self.draws.drawn(loaded, batch, ids)
         ]
         rows = np.concatenate(parts).astype(np.float64)
         # The sum is column-major, so that BLAS adds to it without a copy.
