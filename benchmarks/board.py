@@ -17,8 +17,8 @@ large enough: it is the correlation of their effects when initial weights are pe
 their size. Kinds of drops below .8 are left out.
 
 --peers names the folder with other packages' environments (benchmarks/board_rivals.py); packages
-that are missing have no rows. --newton 0.1 adds rows of `projection: gauss_newton` with these
-dampings, computed by `trak run` from the run's end.
+that are missing have no rows. --draws 4 8 adds rows of `projection: exact` with these
+`label_draws`, computed by `trak run` from the run's end.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from board_scores import OURS, all_scores, newton_scores
+from board_scores import OURS, all_scores, drawn_scores
 from board_study import DROPS, SIZES, Board, Size, Training, board, trainings
 from shared import environment, write_csv
 
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument(
-        "--newton", type=float, nargs="*", default=[], help="dampings of Gauss-Newton's rows"
+        "--draws", type=int, nargs="*", default=[], help="label_draws of further rows"
     )
     parser.add_argument("--beside", default=OURS, help="the row that all are compared with")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
@@ -222,7 +222,7 @@ def main() -> None:
     about: Board = board(size, asked.text)
     machine = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
     print(machine)
-    scores = all_scores(about, asked.folder) | newton_scores(about, asked.folder, asked.newton)
+    scores = all_scores(about, asked.folder) | drawn_scores(about, asked.folder, asked.draws)
     scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
     known = truths(asked.folder)
     if asked.beside not in scores:

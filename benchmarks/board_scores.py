@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.settings import ProjectionKind
 
 _CHUNK, _MOST_BYTES = 64, 1e9
+_DAMPINGS = 2.0, 0.3, 0.1, 0.03, 0.01
 OURS = "along a run, damping 0.1"
 Products = Mapping[str, np.ndarray]
 _STUDY = """\
@@ -172,7 +174,7 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
     end = first[1.0]
     cosine = Way(None, "both", power=0, is_unit_average=False)
     found = {}
-    for damping in (2.0, 0.3, 0.1, 0.03, 0.01):
+    for damping in _DAMPINGS:
         way = Way(damping)
         found[f"along a run, damping {damping:g}"] = along(of(way))
         found[f"its end, damping {damping:g}"] = of(way)(end)
@@ -202,28 +204,35 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
     return found | {"embedding cosine, the end": cosines(end["means"], n, m)}
 
 
-def newton_scores(about: Board, folder: Path, dampings: Sequence[float]) -> dict[str, np.ndarray]:
-    """Return scores (n, m) of the run's end by `trak run`, `projection: gauss_newton`."""
-    if not dampings:
+def drawn_scores(about: Board, folder: Path, draws: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return scores (n, m) of the run's end by `trak run` with `exact` and `label_draws`."""
+    if not draws:
         return {}
     torch.save(loaded(about, folder, "run-0", 1.0)[0].state_dict(), folder / "end.pt")
     study = _STUDY.format(here=str(Path(__file__).parent), folder=str(folder.resolve()))
-    (folder / "newton.py").write_text(study, encoding="utf-8")
+    (folder / "drawn.py").write_text(study, encoding="utf-8")
     scores = {}
-    for damping in dampings:
-        results = f"newton-{damping:g}"
+    for count, damping in product(draws, _DAMPINGS):
+        results = f"drawn-{count}"
         config = {
-            **{"study": "newton.py", "model_output": "language_modelling", "results": results},
+            **{"study": "drawn.py", "model_output": "language_modelling", "results": results},
             **{"checkpoints": {"end": "end.pt"}, "experiments": {"all": {"targets": "all"}}},
-            **{"projection": "gauss_newton", "scoring": {"damping": damping}},
+            **{"projection": "exact", "label_draws": count, "scoring": {"damping": damping}},
+            "compute": {"memory_mb": 6000},
         }
         (folder / f"{results}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         command = [sys.executable, "-m", "trak_core.command.main", "run", f"{results}.yaml"]
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run([*command, "--cores", "1", "scores"], cwd=folder, env=environ, check=True)
-        timed = folder / results / "benchmarks/compute_newton_scores/all/end.tsv"
-        seconds = float(pd.read_csv(timed, sep="\t")["s"].iloc[0]) / about.size.questions
-        print(f"Gauss-Newton, damping {damping:g}: {seconds:.1f} s a question")
+        jobs = (
+            "compute_gramian/end/train",
+            "compute_gramian/end/all",
+            "compute_exact_scores/all/end",
+        )
+        files = (folder / results / f"benchmarks/{job}.tsv" for job in jobs)
+        once, *each = (float(pd.read_csv(file, sep="\t")["cpu_time"].iloc[0]) for file in files)
+        each = sum(each) / about.size.questions
+        print(f"{count} label draws, damping {damping:g}: {once:.1f} s, {each:.2f} s a question")
         made = pd.read_hdf(folder / results / "scores/all.h5", "scores")
-        scores[f"its end, Gauss-Newton, damping {damping:g}"] = np.asarray(made)
+        scores[f"its end, {count} label draws, damping {damping:g}"] = np.asarray(made)
     return scores

@@ -52,7 +52,7 @@ PARAMS = {
 
 
 def _configs() -> dict[str, dict[str, Any]]:
-    """Return three configs that have all rules run between them."""
+    """Return two configs that have all rules run between them."""
     smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
@@ -66,7 +66,6 @@ def _configs() -> dict[str, dict[str, Any]]:
         | {"answers": {"tokens": True}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")} | select},
         "exact": exact | {"projection": "exact"},
-        "gauss_newton": exact | {"projection": "gauss_newton"},
     }
 
 

@@ -1,16 +1,16 @@
-"""Gramians over blocks of samples, and exact scores from them."""
+"""Gramians of model outputs, and exact scores from Gramians."""
 
 import numpy as np
 import pytest
 import torch
 from architectures import Net, linear
+from gramians import gramian_of
 from refused import refused
 from torch import nn
 
 from trak_core.attribution.solve import DampedGramian
 from trak_core.errors import InputError
 from trak_core.gradients import formed_gradients, gradients_one_by_one, select_parameters
-from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -34,48 +34,16 @@ def jacobian(model, parameters, output, samples):
     return torch.cat([block.flatten(1) for block in blocks.values()], dim=1).numpy()
 
 
-@pytest.fixture(params=["image_classification", "regression"])
-def case(request):
-    """A model, its parameters, train samples, targets, and their gradients."""
-    kind = request.param
+@pytest.mark.parametrize("kind", ["image_classification", "regression"])
+def test_gramians_are_the_products_of_the_gradients(kind, one_pass_only):
     model, output = network(3 if kind == "image_classification" else 1).double(), TABLE[kind].load()
-    parameters = select_parameters(model, None)
-    train, targets = batch(11, kind), batch(5, kind)
-    gradients = [jacobian(model, parameters, output, part) for part in (train, targets)]
-    return model, parameters, output, train, targets, *gradients
-
-
-def cut(samples, *at):
-    return list(zip(*(tensor.tensor_split(at) for tensor in samples), strict=True))
-
-
-def test_gramians_are_the_products_of_the_gradients(case, one_pass_only):
-    model, parameters, output, train, targets, j, j_t = case
-    gramian = train_gramian(model, parameters, output, [train])
+    parameters, samples = select_parameters(model, None), batch(11, kind)
+    j = jacobian(model, parameters, output, samples)
+    gramian = gramian_of(model, parameters, output, samples)
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)
-    assert gramian.dtype == np.float64
-    cross = cross_gramian(model, parameters, output, [train], [targets])
-    np.testing.assert_allclose(cross, j @ j_t.T, rtol=1e-6, atol=1e-9)
-
-
-def test_blocks_change_nothing_but_rounding(case):
-    model, parameters, output, train, targets, *_ = case
-    whole = train_gramian(model, parameters, output, [train])
-    found = train_gramian(model, parameters, output, cut(train, 1, 2, 9))
-    np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
-    np.testing.assert_array_equal(found, found.T)
-    whole = cross_gramian(model, parameters, output, [train], [targets])
-    found = cross_gramian(model, parameters, output, cut(train, 1, 2, 9), cut(targets, 2))
-    np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
-
-
-def test_what_is_refused(case):
-    model, parameters, output, train, *_ = case
-    with refused("gramian.no_sample"):
-        train_gramian(model, parameters, output, [])
     model.train()
     with refused("gramian.mixed_samples"):
-        train_gramian(model, parameters, output, [train])
+        gramian_of(model, parameters, output, samples)
 
 
 WRITER = {
@@ -123,7 +91,7 @@ def test_one_backward_pass_serves_every_model_output(kind, one_pass_only):
     samples = [x.double() if x.is_floating_point() else x for x in draw()]
     parameters = select_parameters(model, None)
     j = jacobian(model, parameters, output, samples)
-    gramian = train_gramian(model, parameters, output, [samples])
+    gramian = gramian_of(model, parameters, output, samples).numpy()
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-9, atol=1e-12)
 
 

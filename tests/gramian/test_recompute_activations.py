@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from gramians import gramian_of
 from refused import refused
 from torch import nn
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.attribution.inner_products import _room
+from trak_core.attribution.inner_products import _prepared
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.gradients import (
     as_batch,
@@ -28,7 +29,6 @@ from trak_core.gradients import (
 )
 from trak_core.gradients.batch_size import TooMuchMemoryError
 from trak_core.gradients.recompute_activations import Recomputation
-from trak_core.gramian import train_gramian
 from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.settings import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
@@ -192,7 +192,7 @@ def test_gradients_are_the_same(block):
     given = prepared(block)
     expected = formed_gradients(gradients_one_by_one, *given)
     with in_evaluation_mode(given[0]):
-        gramian = train_gramian(*given[:3], [given[3]])
+        gramian = gramian_of(*given)
     blocks = Recomputation(given[0])
     assert blocks.found == list(given[0].blocks)
     blocks.start()
@@ -200,7 +200,7 @@ def test_gradients_are_the_same(block):
         assert_equal(formed_gradients(method, *given), expected)
     assert choose_method(*given) == (gradients_at_once, None)
     with in_evaluation_mode(given[0]):
-        np.testing.assert_allclose(train_gramian(*given[:3], [given[3]]), gramian, rtol=1e-12)
+        torch.testing.assert_close(gramian_of(*given), gramian, rtol=1e-12, atol=0)
     twin = copy.deepcopy(given[0])
     with torch.no_grad():
         twin.blocks[0].wide.weight.zero_()
@@ -356,7 +356,8 @@ def test_blocks_are_recomputed_if_stored_samples_need_the_memory(tmp_path):
     kept = loaded.stored(samples)
     most = 30
     assert not loaded.blocks.is_on
-    assert _room(loaded, [kept], most + (kept.n_bytes >> 20)).most(0) > 0
+    _, room = _prepared(loaded, [kept], None, most + (kept.n_bytes >> 20))
+    assert room.most(0) > 0
     assert loaded.blocks.is_on
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import Net
 from differences import by_differences
+from gramians import gramian_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,6 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.gramian import train_gramian
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
 
@@ -93,7 +93,7 @@ def test_layers_whose_gradient_torch_misreads(normalizing, capsys):
         by_vmap = FunctionalGradientComputer(model, OwnTask()).compute_per_sample_grad(batch)
         torch.testing.assert_close(by_vmap, own, rtol=1e-6, atol=1e-8)
         flat = torch.cat([rows.flatten(1) for rows in own.values()], dim=1)
-        gramian = torch.from_numpy(train_gramian(model, parameters, CLASSIFICATION, [batch]))
+        gramian = gramian_of(model, parameters, CLASSIFICATION, batch)
         torch.testing.assert_close(gramian, flat @ flat.T, rtol=1e-6, atol=1e-8)
 
 

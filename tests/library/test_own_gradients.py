@@ -1,21 +1,19 @@
 """Models with backward hooks, sparse gradients, or derivatives of their own."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from architectures import Net
+from gramians import gramian_of
 from refused import refused
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from trak_core.attribution.gauss_newton_scores import _Tangents
 from trak_core.compat.gradient_computers import FunctionalGradientComputer
 from trak_core.compat.modelout_functions import ImageClassificationModelOutput
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.check_gradients import check_samples_apart
 from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
-from trak_core.gramian import Engine, train_gramian
+from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
 OUTPUT = ModelOutput(
@@ -72,7 +70,7 @@ def assert_all_give(model, inputs, expected):
         Engine(model, batch_dim=batch_dim).compute_gramian(values(model, inputs))
         for batch_dim in (None, 0)
     ]
-    gramians.append(torch.from_numpy(train_gramian(model, parameters, OUTPUT, [(inputs,)])))
+    gramians.append(gramian_of(model, parameters, OUTPUT, (inputs,)))
     for gramian in gramians:
         assert float((gramian - truth).abs().max()) <= 1e-9 * float(truth.abs().max())
     alone = Engine(model).compute_gramian(values(model, inputs[:1]))
@@ -184,14 +182,6 @@ def test_hooks_on_modules_change_the_gradient_of_each_sample(place, is_before, h
     elif place:  # the first module's inputs have no gradient
         model[place].register_full_backward_hook(both(MODULE_HOOKS[hook]))
     assert_all_give(model, inputs, by_backward(model, inputs))
-
-
-def test_tangents_refuse_hooks():
-    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        model = nn.Sequential(nn.Linear(3, 2))
-        getattr(model[0], register)(lambda *_: None)
-        with refused("gradients.hooks", "0", "projection: gauss_newton"):
-            _Tangents(SimpleNamespace(model=model, parameters=dict(model.named_parameters())))
 
 
 class OwnTask(ImageClassificationModelOutput):

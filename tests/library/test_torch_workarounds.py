@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import Net
 from differences import by_differences
+from gramians import gramian_of
 from torch import nn
 from torch.nn.functional import embedding, embedding_bag
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.batch_size import sample_memory
-from trak_core.gramian import train_gramian
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
 METHODS = [gradients_at_once, gradients_in_turn, gradients_one_by_one]
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_output_by_one_pass(model, capsys):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     flat = torch.cat([rows.flatten(1) for rows in expected.values()], dim=1)
     with in_evaluation_mode(model):
-        gramian = torch.from_numpy(train_gramian(model, parameters, CLASSIFICATION, [batch]))
+        gramian = gramian_of(model, parameters, CLASSIFICATION, batch)
     torch.testing.assert_close(gramian, flat @ flat.T, rtol=1e-6, atol=1e-8)
 
 

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from linear_study import STUDY, with_two_checkpoints
-from pipeline import ON_CPU, averaged, read_scores, run_config, scores_spec
+from linear_study import with_two_checkpoints
+from pipeline import read_scores, run_config
 from refused import refused
 from torch.utils.data import DataLoader, TensorDataset
 from workspace import REPOSITORY
@@ -20,7 +20,6 @@ import trak_core
 from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.runtime.progress import notice
-from trak_core.stages.compute_gramian import compute_newton_scores
 from trak_core.study.study import Study
 
 SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
@@ -40,6 +39,7 @@ SETTINGS = {
         "scoring": {"combine": "unit_average", "damping": 0.3},
     },
     "exact": {"projection": "exact", "scoring": {"weighting": "curvature", "damping": 1}},
+    "drawn exact": {"label_draws": 2, "projection": "exact", "scoring": {"damping": 0.3}},
     "along": {
         "checkpoints": {n: {"path": f"{n}.pt", "run": "a", "at": int(n[1])} for n in ("c0", "c1")}
     },
@@ -98,40 +98,11 @@ def test_it_gives_the_scores_of_the_pipeline(name, tmp_path, monkeypatch):
         pd.testing.assert_frame_equal(own, table[own.columns], rtol=1e-4, check_dtype=False)
 
 
-def test_it_gives_the_pipelines_gauss_newton_scores(linear, tmp_path):
-    train, targets, attributor = linear
-    spec = scores_spec(
-        ["c0", "c1"],
-        [0, 1],
-        model_output="regression",
-        projection={"kind": "gauss_newton"},
-        dtype="float64",
-        damping=0.1,
-    )
-    (tmp_path / "study.py").write_text(STUDY.split("def target_ids")[0])
-    parts = [tmp_path / f"{name}.h5" for name in ("c0", "c1")]
-    for part in parts:
-        compute_newton_scores(
-            scores=part,
-            checkpoint=part.with_suffix(".pt"),
-            study_file=tmp_path / "study.py",
-            spec=spec.under(part.stem),
-            targets=[0, 1],
-            **ON_CPU,
-        )
-    expected = read_scores(averaged(tmp_path / "all.h5", parts, spec))
-    newton = attributor(projection="gauss_newton", proj_dim=1024).fit(train)
-    some = tuple(tensor[:2] for tensor in targets)
-    assert spread_apart(newton.score(some).frame, expected) < 1e-6
-    with refused("attribution.no_features", "gauss_newton"):
-        newton.self_influence()
-
-
 def test_settings_have_the_defaults_of_the_config():
     """And every key of ``projection`` and ``scoring`` but how files are kept is a keyword."""
     properties = SCHEMA["properties"]
     given = {
-        **properties["projection"]["anyOf"][2]["properties"],
+        **properties["projection"]["anyOf"][1]["properties"],
         **{
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },

@@ -7,9 +7,9 @@ import torch
 from pipeline import read_scores
 from trained_cases import assert_close
 
-from trak_core.attribution import inner_products as gramian
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
+from trak_core.gradients.gradient_consumers import Formed
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_a_gradient_that_is_not_finite_names_its_sample(index, ids, blamed):
 
 
 def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, capsys):
-    real = gramian.train_gramian
+    real = Formed.adding_to
 
-    def tight(model, parameters, output, blocks):
-        if len(blocks[0]) > 20:
+    def tight(rows, parameters):
+        if len(rows) > 20:
             raise torch.OutOfMemoryError("no memory for so many")
-        return real(model, parameters, output, blocks)
+        return real(rows, parameters)
 
     first = digits.stages(tmp_path / "first", 1, made=digits.features())
-    monkeypatch.setattr(gramian, "train_gramian", tight)
+    monkeypatch.setattr(Formed, "adding_to", tight)
     second = digits.stages(tmp_path / "second", 1)
     assert "going on with 16 samples at once" in capsys.readouterr().out
     assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)

@@ -1,6 +1,7 @@
 """Scores with a normal matrix of labels drawn from the model, against dense float64 matrices."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -11,16 +12,20 @@ from trained_cases import assert_close
 
 from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.inner_products import inner_products
+from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.attribution.write_features import projection_for
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection.reference import projection_matrix
+from trak_core.settings import stream_of
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.join_shards import join_shards
 from trak_core.study.study import Study
 
 K, DRAWS = 12, 3
+EXACTLY = {"projection": {"kind": "exact"}, "dtype": "float64"}
 
 TEXTS = """
 import torch
@@ -68,14 +73,14 @@ def computed(path, study_file, checkpoint, spec, **settings):
         return normal_of(file), file.matrix("features")[:]
 
 
-def dense_normal(model, logits_of, samples, sampled, matrix):
-    """N by plain autograd in float64, with labels that NumPy draws from the same numbers.
+def dense_rows(model, logits_of, samples):
+    """Gradients by plain autograd in float64, with labels that NumPy draws from the same numbers.
 
-    ``logits_of`` returns a sample's logits, (parts, classes), and the numbers of its label's parts.
-    A single class is the output of a regression.
+    The shape is (n, draws, p). ``logits_of`` returns a sample's logits, (parts, classes), and the
+    numbers of its label's parts. A single class is the output of a regression.
     """
     model = copy.deepcopy(model).double().eval()
-    parameters, total = list(model.parameters()), 0.0
+    parameters, rows = list(model.parameters()), []
     for i, sample in samples:
         logits, uniform = logits_of(model, sample, i)
         for draw in range(DRAWS):
@@ -92,9 +97,23 @@ def dense_normal(model, logits_of, samples, sampled, matrix):
                 torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.flatten()
                 for p, g in zip(parameters, gradients, strict=True)
             ]
-            phi = torch.cat(flat).numpy() @ matrix
-            total = total + np.outer(phi, phi) / DRAWS
-    return total
+            rows.append(torch.cat(flat).numpy())
+    return np.reshape(rows, (len(samples), DRAWS, -1))
+
+
+def dense_normal(rows, matrix):
+    phi = rows.reshape(-1, rows.shape[2]) @ matrix
+    return phi.T @ phi / DRAWS
+
+
+def rows_of_case(case, checkpoint, draws):
+    def logits_of(model, sample, i):
+        *inputs, _ = sample
+        uniform = draws._uniform(case.train.ids[i], ())
+        return model(*(x.double().unsqueeze(0) for x in inputs)), uniform
+
+    samples = [(i, case.train.samples[i]) for i in range(len(case.train.ids))]
+    return dense_rows(case.models[checkpoint], logits_of, samples)
 
 
 def of_case(case, checkpoint="c0"):
@@ -103,17 +122,17 @@ def of_case(case, checkpoint="c0"):
     path = case.checkpoints[checkpoint]
     loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
     projection = projection_for(loaded, spec)
-    sampled = SampledNormal(projection, DRAWS)
     matrix = projection_matrix(projection) / np.sqrt(K)
+    rows = rows_of_case(case, checkpoint, SampledNormal(projection, DRAWS).draws)
+    return spec, dense_normal(rows, matrix), matrix
 
-    def logits_of(model, sample, i):
-        *inputs, _ = sample
-        uniform = sampled._uniform(case.train.ids[i], ())
-        return model(*(x.double().unsqueeze(0) for x in inputs)), uniform
 
-    samples = [(i, case.train.samples[i]) for i in range(len(case.train.ids))]
-    model = case.models[checkpoint]
-    return spec, dense_normal(model, logits_of, samples, sampled, matrix), matrix
+def exact_of_case(case, checkpoint="c0"):
+    """The loaded model, the spec and the dense gradients with drawn labels, for no projection."""
+    spec = features_spec(case.output, label_draws=DRAWS, checkpoint=checkpoint, **EXACTLY)
+    path = case.checkpoints[checkpoint]
+    loaded = LoadedModel.of_study(Study.load(case.path), path, spec, torch.device("cpu"))
+    return loaded, spec, rows_of_case(case, checkpoint, LabelDraws(DRAWS, stream_of(checkpoint)))
 
 
 def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
@@ -134,18 +153,43 @@ def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
     assert_close(features, j @ matrix, 1e-4)
 
 
+def test_inner_products_are_those_of_plain_autograd(case, capsys):
+    """Also in blocks of rows and in other batches."""
+    loaded, spec, rows = exact_of_case(case)
+    (j, *_), (j_t, *_) = case.jacobians["c0"]
+    dense = np.concatenate([j, *rows.swapaxes(0, 1)])
+    given = loaded, case.train
+    for targets, expected in ((None, dense @ dense.T), (case.target_split, dense @ j_t.T)):
+        products, _ = inner_products(*given, targets, spec, 64, 500)
+        assert_close(products, expected, 1e-5)
+        assert "gradients of 7 " in capsys.readouterr().out or targets is None
+        n_mb = 8 * expected.size // 2**20
+        blocks, columns = inner_products(*given, targets, spec, 7, n_mb + 2)
+        assert_close(blocks, products, 1e-6)
+        if targets is None:
+            (block,) = re.findall(r"gradients of (\d+) train", capsys.readouterr().out)
+            assert int(block) < len(j)
+            assert (blocks == blocks.T).all()
+            assert_close(columns[1].numpy(), case.jacobians["c0"][0][1], 1e-5)
+
+
+@pytest.mark.parametrize("k", [K, None])
 @pytest.mark.parametrize("combine", ["product_of_averages", "unit_average"])
-def test_scores_are_those_of_the_formula(case, tmp_path, combine):
+def test_scores_are_those_of_the_formula(case, tmp_path, combine, k):
     damping, power = 0.3, 0.75
     results = tmp_path / "results"
     settings = {"combine": combine, "damping": damping, "power": power, "label_draws": DRAWS}
-    scores = read_scores(case.stages(results, 2, proj_dim=K, **settings))
+    scores = read_scores(case.stages(results, 2, proj_dim=k, **settings))
     similarities, weights = [], []
     for checkpoint in ("c0", "c1"):
-        _, normal, matrix = of_case(case, checkpoint)
+        if k is None:
+            matrix = np.eye(case.jacobians[checkpoint][0][0].shape[1])
+            normal = dense_normal(exact_of_case(case, checkpoint)[2], matrix)
+        else:
+            _, normal, matrix = of_case(case, checkpoint)
         (j, f, y), (j_t, *_) = case.jacobians[checkpoint]
         phi, targets = j @ matrix, j_t @ matrix
-        damped = normal + damping * np.trace(normal) / len(phi) * np.eye(K)
+        damped = normal + damping * np.trace(normal) / len(phi) * np.eye(len(normal))
         q = 1 / (1 + np.exp(f)) if case.output == "image_classification" else y - f
         weights.append(np.sign(q) * np.abs(q) ** power)
         a = phi @ np.linalg.solve(damped, targets.T)
@@ -169,29 +213,36 @@ def test_texts_of_different_lengths(tmp_path, kind):
     spec = features_spec(output, K, label_draws=DRAWS)
     loaded = LoadedModel.of_study(study, tmp_path / "c0.pt", spec, torch.device("cpu"))
     projection = projection_for(loaded, spec)
-    sampled = SampledNormal(projection, DRAWS)
+    draws = LabelDraws(DRAWS, projection.stream)
     train = study.split("train", None)
 
     def logits_of(model, text, i):
-        uniform = sampled._uniform(train.ids[i], text["labels"].shape)
+        uniform = draws._uniform(train.ids[i], text["labels"].shape)
         if kind == "causal":
             return model(text["input_ids"][None]).logits[0, :-1], uniform[1:]
         return model(**{key: value[None] for key, value in text.items()}).logits[0], uniform
 
     matrix = projection_matrix(projection) / np.sqrt(K)
     samples = list(enumerate(train.samples))
-    expected = dense_normal(model, logits_of, samples, sampled, matrix)
+    rows = dense_rows(model, logits_of, samples)
+    expected = dense_normal(rows, matrix)
     given = path, tmp_path / "c0.pt", spec
     for batch_size in (1, 4):
         file = tmp_path / f"{batch_size}.h5"
         assert_close(computed(file, *given, batch_size=batch_size)[0], expected, 1e-4)
+        exact = features_spec(output, label_draws=DRAWS, **EXACTLY)
+        products, _ = inner_products(loaded, train, None, exact, batch_size, 500)
+        drawn = np.concatenate(rows.swapaxes(0, 1))
+        assert_close(products[10:, 10:], drawn @ drawn.T, 1e-4)
 
 
-def test_an_attributor_gives_the_scores_of_the_pipeline(digits, tmp_path):
-    expected = read_scores(digits.stages(tmp_path / "run", 2, proj_dim=K, label_draws=DRAWS))
+@pytest.mark.parametrize("k", [K, None])
+def test_an_attributor_gives_the_scores_of_the_pipeline(digits, tmp_path, k):
+    expected = read_scores(digits.stages(tmp_path / "run", 2, proj_dim=k, label_draws=DRAWS))
     checkpoints = {name: digits.checkpoints[name] for name in ("c0", "c1")}
     study = Study.load(digits.path)
-    settings = {"kind": "rademacher", "proj_dim": K, "loss_weight_power": 1.0}
+    settings = {"loss_weight_power": 1.0}
+    settings |= {"kind": "rademacher", "proj_dim": k} if k else {"projection": "exact"}
     given = study.make_model, digits.output, checkpoints
 
     def attributor(**more):
@@ -224,8 +275,6 @@ def test_outputs_without_noise_are_refused(digits, tmp_path):
     with refused("config.label_draws", "Found -1"):
         Attributor(torch.nn.Linear(2, 1), "regression", label_draws=-1)
     for settings, text in (
-        ({"projection": "exact"}, "`projection: exact`"),
-        ({"projection": "gauss_newton"}, "`projection: gauss_newton`"),
         ({"weighting": "curvature"}, "curvature"),
         ({"normalize": True}, "scoring.normalize"),
     ):

@@ -72,7 +72,7 @@ def test_blocks_of_rows_fit_the_budget(memory_mb):
         ({"proj_dim": 8192}, "proj_dim 8192"),
         ({"n_targets": {"small": 3, "large": 10**5}}, r"large.*100000 targets.* 1\d\d\d MiB.* 500"),
         ({"top": 10**4, "n_targets": {"mine": 400}}, r"mine.*scoring\.top 10000"),
-        ({"proj_dim": None}, "mine.*50000 training samples.* 57450 MiB"),
+        ({"proj_dim": None}, "mine.*50000 gradients.* 57450 MiB"),
         ({"proj_dim": None, "n_train": 4000}, None),
         ({"n_train": 10**7}, "mine.* the average for 10000000"),
     ],

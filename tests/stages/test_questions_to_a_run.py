@@ -426,10 +426,6 @@ def test_configs_that_are_refused(here):
     config["checkpoints"] = {"far": "s3://bucket/far.pt"}
     with refused("queries.stored", "s3://bucket/far.pt"):
         FinishedRun.of_config(config, here, here.parent)
-    scoring = {**config["scoring"], "combine": "product_of_averages", "normalize": False}
-    config |= {"projection": "gauss_newton", "scoring": scoring}
-    with refused("queries.gauss_newton"):
-        FinishedRun.of_config(config, here, here.parent)
 
 
 def test_samples_that_are_refused(projected):

@@ -37,11 +37,7 @@ VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
     "a number that is not an integer": ("projection.proj_dim", 16.0, "an integer"),
     "yes for a number": ("compute.batch_size", True, "an integer"),
-    "a projection by its name alone": (
-        "projection",
-        "rademacher",
-        "exact or gauss_newton or a mapping",
-    ),
+    "a projection by its name alone": ("projection", "rademacher", "exact or a mapping"),
     "power": ("scoring.loss_weight_power", 0, "above 0"),
     "NaN": ("scoring.damping", float("nan"), "a finite number"),
     "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, loss(?=\.)")),
@@ -63,7 +59,6 @@ VALUES = {
 DATE = datetime.date(2024, 1, 1)
 POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
-NEWTON = {"projection": "gauss_newton"}
 TRAINED = {"training": {}, "checkpoints": {"c0": {}}}
 
 
@@ -134,10 +129,8 @@ REFUSALS = {
             *("adam", "`training`"),
         ),
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
-        "second moments in no matrix": (ADAM | NEWTON, "adam", "`projection: gauss_newton`"),
     },
     "config.label_draws": {
-        "drawn labels without a projection": ({"label_draws": 2} | EXACT, 2, "`projection: exact`"),
         "drawn labels of an unknown loss": (
             {"label_draws": 2, "model_output": "loss"},
             *("regression", "Found loss"),
@@ -234,16 +227,6 @@ REFUSALS = {
         "exact targets in shards": (EXACT_SHARDS, 3, "experiments.mine.shards"),
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
         "tokens of nothing": (EXACT | {"answers": {"tokens": True}}, "answers.tokens"),
-        "a matrix of no loss": (NEWTON | {"model_output": "loss"}, "Found loss"),
-        "a norm that no matrix gives": (
-            NEWTON | {"scoring": {"combine": "unit_average"}},
-            "Found unit_average",
-        ),
-        "a matrix weighted twice": (
-            NEWTON | {"scoring": {"weighting": "curvature"}},
-            "Found curvature",
-        ),
-        "lengths in no matrix": (NEWTON | {"scoring": {"normalize": True}}, "scoring.normalize"),
     },
     "config.missing_checkpoint": {
         "no checkpoint": ({"checkpoints": {"c0": "gone.pt", "c1": "lost"}}, "gone.pt, lost")

@@ -72,8 +72,7 @@ def jobs(tmp_path_factory):
     (folder / "unlabelled.py").write_text("from digits import target_data, target_ids\n")
     save_weights(folder / "c0.pt")
     (folder / "mine.h5").touch()
-    newton = exact | {"projection": "gauss_newton"}
-    return {job["rule"]: job for c in (everything, newton, exact) for job in jobs_of(folder, c)}
+    return {job["rule"]: job for c in (everything, exact) for job in jobs_of(folder, c)}
 
 
 def stage(job):
@@ -94,7 +93,6 @@ def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
         *("average_scores", "average_scores_shard", "average_targets", "draw_influences"),
         "write_report_first",
         *("compute_outputs", "select_targets", "compute_token_scores"),
-        "compute_newton_scores",
     }
     # Otherwise the last scores wait for the last features, and a core is idle.
     first = jobs["compute_features"]["priority"]

@@ -8,7 +8,7 @@ from workspace import REPOSITORY
 WITH_GPU = {
     *("compute_features", "compute_features_shard"),
     *("compute_gramian", "compute_embeddings", "compute_outputs"),
-    *("compute_token_scores", "compute_newton_scores"),
+    "compute_token_scores",
 }
 # Minutes to hours a job, or one for the whole study; a report and a selection of targets stand
 # between jobs that no group holds.

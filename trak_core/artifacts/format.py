@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from trak_core.errors import InputError
-from trak_core.settings import EXACT, GAUSS_NEWTON
+from trak_core.settings import EXACT
 
 VERSION = 2
 # Earlier layouts have no checksums of metadata, and the HDF5 of PyTables cannot read later ones.
@@ -80,9 +80,8 @@ GRAMIAN = ArtifactKind(
     "compute_gramian",
     {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
-# Other rules write the same files.
+# Another rule writes the same files.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
-NEWTON_SCORES = replace(CHECKPOINT_SCORES, rule="compute_newton_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 SCORES_SHARD = ArtifactKind("trak-scores-shard", (), "average_scores_shard")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
@@ -113,8 +112,7 @@ KINDS = (
 
 def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
     """Return the kind of one checkpoint's scores for a projection in their spec."""
-    others = {EXACT: EXACT_SCORES, GAUSS_NEWTON: NEWTON_SCORES}
-    return others.get(projection.get("kind", ""), CHECKPOINT_SCORES)
+    return EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
 
 
 class ArtifactError(InputError):

@@ -59,10 +59,9 @@ class Attributor(FittedAttributor):
 
     with features Phi_c (n, k) of the training samples, T_c (m, k) of the targets, and weights W_c.
     They are multiplied by loss weights Q_c = -dl/df of the training samples, and averaged over
-    checkpoints. ``projection="exact"`` uses whole gradients. ``projection="gauss_newton"`` uses the
-    Gauss-Newton matrix of the training loss. Batch size, memory and device change scores by
-    rounding only. A run of the pipeline with the same settings and checkpoint ids gives the same
-    scores.
+    checkpoints. ``projection="exact"`` uses whole gradients. Batch size, memory and device change
+    scores by rounding only. A run of the pipeline with the same settings and checkpoint ids gives
+    the same scores.
 
     Args:
         model: A module, which is copied at once, or a function that returns one. It is used in
@@ -78,13 +77,13 @@ class Attributor(FittedAttributor):
             of the dict. In a list, ids are the file names without suffix if all differ, else 0, 1,
             2, ... The id determines the projection matrix. None for the weights of ``model``.
         projection: None for a random projection, ``"exact"`` for inner products of whole gradients
-            (n^2 numbers), ``"gauss_newton"`` for the Gauss-Newton matrix of the training loss.
+            (n^2 numbers).
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
             dense matrix.
         proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
             memory grows with n k + k^2.
         seed: Seed of the projection matrix.
-        damping: ridge_c / mean_i w_i |phi_i|^2. None for 2, or 0.1 with ``gauss_newton``. The best
+        damping: ridge_c / mean_i w_i |phi_i|^2. None for 2. The best
             value differs between studies.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for the curvature d2l/df2 to a power. None
             for a default that depends on the output and the checkpoints, as for the next two.
@@ -96,8 +95,9 @@ class Attributor(FittedAttributor):
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
         label_draws: The number of labels that are drawn from the model for each training sample.
-            The normal matrix is then the projected Gauss-Newton matrix of the training loss, in
-            expectation. ``fit`` needs as many further backward passes. 0 for Phi_c^T W_c Phi_c.
+            The normal matrix is then the Gauss-Newton matrix of the training loss, in expectation.
+            ``fit`` needs as many further backward passes, and ``score`` too with ``exact``. 0 for
+            Phi_c^T W_c Phi_c.
         features_dtype: Stored dtype of features: ``"float32"``, ``"float16"`` or ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         batch_size: The largest number of samples to differentiate at once.
@@ -131,7 +131,7 @@ class Attributor(FittedAttributor):
         output: Output,
         checkpoints: Weights | Sequence[Weights] | None = None,
         *,
-        projection: Literal["exact", "gauss_newton"] | None = None,
+        projection: Literal["exact"] | None = None,
         kind: str | None = None,
         proj_dim: int = 1024,
         seed: int = 0,
@@ -224,8 +224,6 @@ class Attributor(FittedAttributor):
     ) -> Self:
         """Compute the training samples' features and normal matrix for every checkpoint.
 
-        With ``gauss_newton`` nothing is computed before ``score``.
-
         Args:
             train_data: The samples on which the checkpoints were trained, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
@@ -256,8 +254,6 @@ class Attributor(FittedAttributor):
         features = replace(self._spec.features, study_digest=digest)
         spec = replace(self._spec, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
-        if self._is_newton:
-            return self
         if self._is_projected:
             dim, norm_power = features.projection["proj_dim"], spec.of_normal_matrix().norm_power
             need = normal_matrix_need(dim, divides=norm_power is not None)

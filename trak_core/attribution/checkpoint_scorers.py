@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from trak_core.attribution.fitted_checkpoint import (
     read_rows,
     similarity_rows,
 )
-from trak_core.attribution.gauss_newton_scores import newton_scores
 from trak_core.attribution.inner_products import inner_products
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.token_scores import Cut, count_tokens, cut_pairs
@@ -181,6 +180,7 @@ class ExactScorer:
     """Score by inner products of gradients. Each call differentiates all training samples."""
 
     loaded: LoadedModel
+    spec: FeaturesSpec
     gradients: DampedGradients
     train: tuple[Split, Mapping[str, np.ndarray]]
 
@@ -190,39 +190,20 @@ class ExactScorer:
         return 2 * self.gradients.damped.gramian.nbytes
 
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c = (K W + ridge I)^-1 K_t, with labels and outputs of the samples."""
+        """Return A_c of ``DampedGradients``, with labels and outputs of the samples."""
         train, _ = self.train
-        exact_need(len(train.ids), len(targets.ids)).check(compute.memory_mb)
+        exact_need(self.gradients.n_rows, len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(*self.train):
             raise InputError(
                 "With `projection: exact` the training samples and the model must be the same in "
                 "`fit` and in `score`. Found other model outputs. Call `fit` again.",
                 code="attribution.changed_data",
             )
-        sizes = compute.batch_size, compute.memory_mb
-        cross, columns = inner_products(self.loaded, train, targets, *sizes)
+        given = self.loaded, train, targets, self.spec
+        cross, columns = inner_products(*given, compute.batch_size, compute.memory_mb)
         values = self.gradients.similarities(cross).astype(np.float32)
         own = targets, _columns(columns)
         return _part(lambda start, stop: values[start:stop], self.train, own, self.gradients.norm)
 
 
-@dataclass(frozen=True, slots=True)
-class NewtonScorer:
-    """Score by the Gauss-Newton matrix of the training loss. Nothing is stored between calls."""
-
-    loaded: LoadedModel
-    damping: float
-    train: Split
-
-    n_bytes: ClassVar[int] = 0
-
-    def score(self, targets: Split, compute: Compute) -> MemoryPart:
-        """Return A_c of ``newton_scores``, with labels and outputs of the samples."""
-        sizes = compute.batch_size, compute.memory_mb
-        result = newton_scores(self.loaded, self.train, targets, self.damping, *sizes)
-        values, own = result.values.astype(np.float32), (targets, _columns(result.targets))
-        train = self.train, _columns(result.train)
-        return _part(lambda start, stop: values[start:stop], train, own, None)
-
-
-Scorer = ProjectedScorer | ExactScorer | NewtonScorer
+Scorer = ProjectedScorer | ExactScorer

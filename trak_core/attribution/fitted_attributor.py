@@ -18,7 +18,6 @@ from trak_core.attribution.checkpoint_scorers import (
     Compute,
     ExactScorer,
     MemoryPart,
-    NewtonScorer,
     ProjectedScorer,
     Scorer,
     stored_columns,
@@ -37,7 +36,7 @@ from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.runtime.progress import progress_bar
-from trak_core.settings import EXACT, GAUSS_NEWTON, Combine, ScoresSpec
+from trak_core.settings import EXACT, Combine, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
@@ -131,7 +130,7 @@ class FittedAttributor(ABC):
 
         A large self-influence means that the model memorized the sample. Labels of such samples are
         often wrong. Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by
-        id. This method is not available with ``exact`` and ``gauss_newton``.
+        id. This method is not available with ``exact``.
         """
         self._check_projected("Self-influences")
         features, matrices = (
@@ -198,11 +197,7 @@ class FittedAttributor(ABC):
 
     @property
     def _is_projected(self) -> bool:
-        return self._spec.features.projection.get("kind") not in {EXACT, GAUSS_NEWTON}
-
-    @property
-    def _is_newton(self) -> bool:
-        return self._spec.features.projection.get("kind") == GAUSS_NEWTON
+        return not self._spec.features.is_exact
 
     def _check_projected(self, noun: str) -> None:
         if not self._is_projected:
@@ -286,8 +281,6 @@ class FittedAttributor(ABC):
             return self._held[name]
         loaded = self._load(name)
         own = self._spec.under(name)
-        if self._is_newton:
-            return NewtonScorer(loaded, own.damping, self._train)
         with ExitStack() as files:
             path = self._features(name)
             kind = FEATURES if self._is_projected else GRAMIAN
@@ -309,7 +302,7 @@ class FittedAttributor(ABC):
                     loaded, own, damped, file.matrix("features"), train, self._method_for
                 )
             else:
-                scorer = ExactScorer(loaded, DampedGradients.read(file, own), train)
+                scorer = ExactScorer(loaded, own.features, DampedGradients.read(file, own), train)
             tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
             needed = scorer.n_bytes + sum(tensor.nbytes for tensor in tensors)
             self._holds &= len(self.checkpoints) * needed <= self._compute.memory_mb * 2**19

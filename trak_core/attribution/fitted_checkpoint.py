@@ -209,37 +209,65 @@ class DampedNormalMatrix:
         return diagonal
 
 
+def stored_products(file: Artifact) -> np.ndarray:
+    """Return the matrix of ``inner_products`` in a file, with the rows of drawn labels."""
+    gramian = file.matrix("gramian")[:]
+    if not file.has("drawn"):
+        return gramian
+    drawn, m = file.matrix("drawn")[:], gramian.shape[1]
+    if drawn.shape[1] > m:  # The file of the training samples has the products with all rows.
+        gramian = np.hstack([gramian, drawn[:, :m].T])
+    return np.vstack([gramian, drawn])
+
+
 @dataclass(frozen=True, slots=True)
 class DampedGradients:
     """The damped Gramian of one checkpoint's n training samples, factorized, without a projection.
 
+    With ``label_draws`` the Gramian R R^T has further rows for the drawn gradients. The normal
+    matrix is that of these rows alone, R^T W R with the weights 0 for gradients of the model output
+    and 1 / S for drawn ones.
+
     Attributes:
         damped: The factorized Gramian.
-        inverse_lengths: Factors of the rows of K_t, shape (n, 1). They are 1, or with ``normalize``
-            1 / |g_i| for the training gradients g_i.
+        inverse_lengths: Factors of the rows of K_t, shape (n, 1), or None for 1. With ``normalize``
+            they are 1 / |g_i| for the training gradients g_i.
+        n_samples: n.
         norm: ||B||. None if scores are not divided by it.
     """
 
     damped: DampedGramian
-    inverse_lengths: np.ndarray
+    inverse_lengths: np.ndarray | None
+    n_samples: int
     norm: float | None
+
+    @property
+    def n_rows(self) -> int:
+        """The number of rows of the Gramian."""
+        return len(self.damped.gramian)
 
     @classmethod
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
         """Factorize a stored Gramian of the training samples."""
-        weights, gramian = normal_weights(train, spec.curvature_power), train.matrix("gramian")[:]
-        inverse_lengths = np.ones((len(gramian), 1))
+        weights, gramian = normal_weights(train, spec.curvature_power), stored_products(train)
+        n, draws, inverse_lengths = len(weights), spec.features.label_draws, None
+        if draws:
+            weights = np.repeat([0.0, 1 / draws], [n, n * draws])
         if spec.normalize:
+            inverse_lengths = np.ones((n, 1))
             divide_by_lengths(gramian, inverse_lengths)
-        damped = DampedGramian.factorize(gramian, weights, spec.damping)
+        # The damping is relative to a mean over samples, and not over the 1 + S rows of each.
+        damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
-        return cls(damped, inverse_lengths, norm)
+        return cls(damped, inverse_lengths, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
-        """Return A_c from the inner products K_t of training samples with targets, both (n, m)."""
-        return self.damped.similarities(cross * self.inverse_lengths)
+        """Return A_c, shape (n, m), from the products R J_t^T of ``inner_products``."""
+        if self.inverse_lengths is not None:
+            cross = cross * self.inverse_lengths
+        return self.damped.similarities(cross)[: self.n_samples]
 
 
 def self_influences(

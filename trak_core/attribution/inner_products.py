@@ -1,7 +1,9 @@
 """Compute inner products of the gradients of one checkpoint, in blocks of samples."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +13,27 @@ from torch import Tensor
 from trak_core.artifacts import GRAMIAN, create, software
 from trak_core.attribution.batch_by_length import StoredSamples
 from trak_core.attribution.device import device_name
+from trak_core.attribution.label_draws import LabelDraws, no_loss_noise
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
+    GradientMethod,
     MemoryBudget,
     Variety,
     check_finite_gramian,
-    columns_of,
+    gradient_method,
     in_chunks,
-    in_evaluation_mode,
+    n_params,
     refuse_not_finite,
 )
-from trak_core.gramian import cross_gramian, train_gramian
+from trak_core.gradients.gradient_consumers import Formed
 from trak_core.runtime.progress import log, with_progress
-from trak_core.settings import FeaturesSpec
+from trak_core.settings import FeaturesSpec, stream_of
 from trak_core.study.dataset_split import Split
+
+# The number of entries of gradients whose products are summed in float32, and of rows of a product.
+_ENTRIES, _ROWS = 2**15, 256
 
 
 def write_gramian(
@@ -42,115 +49,210 @@ def write_gramian(
 ) -> None:
     """Write the inner products of training samples with each other, or with targets."""
     own, where = targets or data, device_name(loaded.device)
-    log(f"{spec.split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
-    values, columns = inner_products(loaded, data, targets, batch_size, memory_mb)
+    n, m = len(data.ids), len(own.ids)
+    log(f"{spec.split}: inner products of {n} x {m} gradients on {where}")
+    values, columns = inner_products(loaded, data, targets, spec, batch_size, memory_mb)
     variety = Variety()
-    variety.add(values.T)
+    variety.add(values[:n, :m].T)
     variety.check("targets" if targets else "training samples", must_differ=targets is None)
     file_spec = loaded.file_spec(spec, spec.projection)
     with create(path, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
-        rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
-        rows[:] = values
+        writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)[:] = values[:n, :m]
+        if spec.label_draws:
+            names = range(len(values) - n), range(values.shape[1])
+            writer.matrix("drawn", *names, dtype=np.float64)[:] = values[n:]
         write_columns(writer, own.ids, columns, spec)
 
 
 def inner_products(
-    loaded: LoadedModel, data: Split, targets: Split | None, batch_size: int, memory_mb: int
+    loaded: LoadedModel,
+    data: Split,
+    targets: Split | None,
+    spec: FeaturesSpec,
+    batch_size: int,
+    memory_mb: int,
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return K = J J^T of the training samples, or K_t = J J_t^T with targets, float64.
+    """Return R R^T of the training samples, or R J_t^T with targets, float64.
 
-    J is the matrix of gradients of the model output, which is never formed. At most two blocks of
-    ``batch_size`` samples are in the model at once. The Gramian must fit into ``memory_mb``. The
-    second result has label numbers and ``PerSample.columns`` for the columns of the Gramian.
+    The first n rows of R are J, the gradients of the model output. With S ``label_draws``, n S rows
+    follow: the gradients with labels that ``LabelDraws`` draws, in the order of draws. J_t are the
+    targets' gradients.
+
+    Three quarters of the memory are for a block of rows of the right factor, which is multiplied
+    with batches of the left factor. So training samples are differentiated once for each block.
+    Products are sums of float32 products in float64. The result must fit into ``memory_mb``. Batch
+    size and memory change it by rounding only.
+
+    The second result has label numbers and ``PerSample.columns`` of the samples of the
+    right factor.
     """
-    need = gramian_need(len(data.ids), len((targets or data).ids))
+    n_rows = 1 + spec.label_draws
+    others, n_other_rows = (data, n_rows) if targets is None else (targets, 1)
+    need = gramian_need(len(data.ids) * n_rows, len(others.ids) * n_other_rows)
     need.check(memory_mb)
+    draws = None
+    if spec.label_draws:
+        draws = LabelDraws(spec.label_draws, stream_of(spec.checkpoint or ""))
+        if loaded.output.loss_noise is None:
+            raise no_loss_noise()
     splits = [data] if targets is None else [targets, data]
     stored = [loaded.stored(samples) for samples in loaded.ordered(*splits)]
-    others, train = stored[0], stored[-1]
-    room = _room(loaded, stored, memory_mb - need.fixed_bytes // 2**20)
-    longest = 0 if targets is None else others.samples.length(0)
-
-    def at_once(first: int) -> int:
-        """Return the number of samples in a block. Two blocks are in the model at once."""
-        fit = room.most(max(longest, train.samples.length(first)))
-        return max(1, min(batch_size, fit // 2))
-
-    log(f"two times {at_once(0)} samples at once")
-    columns = columns_in_order(loaded, others, (targets or data).ids, batch_size, room)
-    with in_evaluation_mode(loaded.model):
-        values = _gramian(loaded, train, None if targets is None else others, at_once)
-    check_finite_gramian(values, data.ids, (targets or data).ids)
+    left_mb = max(0, memory_mb - need.fixed_bytes // 2**20)
+    method, room = _prepared(loaded, stored, draws, left_mb)
+    train = _Rows(loaded, method, stored[-1], draws)
+    right = train if targets is None else _Rows(loaded, method, stored[0], None)
+    most = 3 * room.budget_bytes // 4 // right.bytes_of_sample
+    block = max(1, min(len(others.ids), most))
+    room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
+    log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
+    values = np.empty((len(data.ids) * n_rows, len(others.ids) * n_other_rows))
+    columns = _fill(values, train, right, block, batch_size, room)
+    bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
+    if bad:
+        refuse_not_finite([others.ids[i] for i in bad], "Model outputs")
+    check_finite_gramian(values, data.ids * n_rows, others.ids * n_other_rows)
     return values, columns
 
 
-def _room(loaded: LoadedModel, stored: Sequence[StoredSamples], left_mb: int) -> MemoryBudget:
-    """Check all labels, and return the memory budget of batches."""
-    left_mb -= sum(samples.n_bytes for samples in stored) // 2**20
+def _prepared(
+    loaded: LoadedModel, stored: list[StoredSamples], draws: LabelDraws | None, left_mb: int
+) -> tuple[GradientMethod, MemoryBudget]:
+    """Check all labels; return the gradient method and the memory budget of batches."""
+    left_mb = max(0, left_mb - sum(samples.n_bytes for samples in stored) // 2**20)
     fews = [loaded.few_checked(samples) for samples in stored]
-    needs = [loaded.memory(few, max(0, left_mb)) for few in fews]
+    needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
-    # At any time, the engine forms the gradients of one parameter only.
-    gradient_bytes = max(p.nbytes for p in loaded.parameters.values())
-    needed = needs[largest].mapped(lambda memory: replace(memory, gradient_bytes=gradient_bytes))
+    # The rows of a sample, and a copy of one while it is summed.
+    more = (2 + (draws.n_draws if draws else 0)) * _row_bytes(loaded)
+    more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
+    needed = needs[largest].mapped(
+        lambda memory: replace(memory, activation_bytes=memory.activation_bytes + more)
+    )
     with stored[largest].samples.naming_longest():
         room = needed.room(loaded.device, left_mb)
     for few in fews:
         loaded.check_apart(few, room.most(needed.longest))
-    return room
+    few = fews[-1]
+    return gradient_method(loaded.model, loaded.parameters, loaded.output, few), room
 
 
-def _gramian(
-    loaded: LoadedModel,
-    train: StoredSamples,
-    targets: StoredSamples | None,
-    at_once: Callable[[int], int],
-) -> np.ndarray:
-    """Return K_t, or K without targets, computed in blocks, in the study's order."""
-    model = loaded.model, loaded.parameters, loaded.output
-    others = train if targets is None else targets
-    gramian = np.empty((len(train), len(others)))
-
-    def fill(first: int, last: int) -> None:
-        block, rows = train.rows(first, last), train.samples.rows[first:last]
-        if targets is None:
-            gramian[np.ix_(rows, rows)] = train_gramian(*model, [block])
-        for start in range(last if targets is None else 0, len(others), last - first):
-            stop = start + last - first
-            columns = others.samples.rows[start:stop]
-            part = cross_gramian(*model, [block], [others.rows(start, stop)])
-            gramian[np.ix_(rows, columns)] = part
-            if targets is None:
-                gramian[np.ix_(columns, rows)] = part.T
-
-    n = len(train)
-    for _ in with_progress(in_chunks(fill, n, at_once), n, "training samples"):
-        pass
-    return gramian
+def _dtype(loaded: LoadedModel) -> torch.dtype:
+    """Return the dtype of rows: float32, or float64 for parameters in float64."""
+    dtypes = (p.dtype for p in loaded.parameters.values())
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def columns_in_order(
-    loaded: LoadedModel,
-    stored: StoredSamples,
-    ids: Sequence[object],
-    batch_size: int,
-    room: MemoryBudget,
+def _row_bytes(loaded: LoadedModel) -> int:
+    return n_params(loaded.parameters) * _dtype(loaded).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The gradients of samples, and those of their draws, as rows of a matrix."""
+
+    loaded: LoadedModel
+    method: GradientMethod
+    samples: StoredSamples
+    draws: LabelDraws | None
+
+    @property
+    def of_sample(self) -> int:
+        """The number of rows of a sample."""
+        return 1 + (self.draws.n_draws if self.draws else 0)
+
+    @property
+    def bytes_of_sample(self) -> int:
+        """The size of a sample's rows."""
+        return self.of_sample * _row_bytes(self.loaded)
+
+    def zeros(self, n_samples: int) -> Tensor:
+        """Return zeros in place of the rows of some samples."""
+        shape = self.of_sample * n_samples, n_params(self.loaded.parameters)
+        return torch.zeros(shape, dtype=_dtype(self.loaded), device=self.loaded.device)
+
+    def chunks(
+        self, start: int, stop: int, at_once: Callable[[int], int], into: Tensor | None = None
+    ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
+        """Yield the number of samples, row numbers, rows and columns of each batch.
+
+        Row numbers are in the study's order. The rows are parts of ``into`` if it is given.
+        """
+        width = self.of_sample
+
+        def compute(i: int, j: int) -> tuple[Tensor, list[Tensor]]:
+            rows = self.zeros(j - i) if into is None else into[i * width : j * width].zero_()
+            return rows, self._differentiate(rows, start + i, start + j)
+
+        chunks = in_chunks(compute, stop - start, lambda i: at_once(start + i))
+        firsts = len(self.samples) * np.arange(width)[:, None]
+        for i, j, (rows, columns) in chunks:
+            numbers = firsts + self.samples.samples.rows[start + i : start + j]
+            yield j - i, numbers.ravel(), rows, columns
+
+    def _differentiate(self, rows: Tensor, start: int, stop: int) -> list[Tensor]:
+        """Add the gradients of samples to their rows, and return their columns."""
+        loaded, parts = self.loaded, rows.split(stop - start)
+        batch, ids = self.samples.rows(start, stop), self.samples.samples.split.ids[start:stop]
+        drawn = self.draws.drawn(loaded, batch, ids) if self.draws else ()
+        columns: list[Tensor] = []
+        labelled = chain([(loaded.output, batch)], drawn)
+        for part, (output, own) in zip(parts, labelled, strict=True):
+            consumer = Formed.adding_to(part, loaded.parameters)
+            computed = self.method(loaded.model, loaded.parameters, output, own, consumer)
+            columns = columns or computed
+        return [torch.vmap(loaded.output.label_number)(batch.labels), *columns]
+
+
+def _fill(
+    values: np.ndarray, train: _Rows, right: _Rows, block: int, batch_size: int, room: MemoryBudget
 ) -> list[Tensor]:
-    """Return label numbers and ``PerSample.columns`` in the study's order, the order of ``ids``.
+    """Write the products of the rows of ``train`` and ``right``; return the latter's columns."""
+    is_square = train is right
+    n, m = len(train.samples), len(right.samples)
+    at_once, right_at_once = (
+        rows.samples.samples.batches_of(batch_size, room) for rows in (train, right)
+    )
+    kept: list[list[Tensor]] = []
 
-    Model outputs must be finite.
-    """
+    def put(rows: np.ndarray, columns: np.ndarray, products: np.ndarray) -> None:
+        values[np.ix_(rows, columns)] = products
+        if is_square:
+            values[np.ix_(columns, rows)] = products.T
 
-    def of(first: int, last: int) -> list[Tensor]:
-        block = stored.rows(first, last)
-        numbers = torch.vmap(loaded.output.label_number)(block.labels)
-        return [numbers, *columns_of(loaded.model, loaded.output, block)]
+    def steps() -> Iterator[int]:
+        """Yield the number of differentiated training samples of each batch."""
+        held = right.zeros(block)
+        for start in range(0, m, block):
+            stop = min(start + block, m)
+            numbers: list[np.ndarray] = []
+            for count, own, _, columns in right.chunks(start, stop, right_at_once, held):
+                numbers.append(own)
+                kept.append([column.cpu() for column in columns])
+                if is_square:
+                    yield count
+            rows, own = held[: (stop - start) * right.of_sample], np.concatenate(numbers)
+            for i in range(0, len(rows) if is_square else 0, _ROWS):
+                products = _products(rows[i : i + _ROWS], rows[: i + _ROWS])
+                corner = np.tril(products[:, i:])
+                products[:, i:] = corner + np.tril(corner, -1).T
+                put(own[i : i + _ROWS], own[: i + _ROWS], products)
+            for count, others, part, _ in train.chunks(stop if is_square else 0, n, at_once):
+                put(others, own, _products(part, rows))
+                yield count
 
-    samples = stored.samples
-    chunks = in_chunks(of, len(stored), samples.batches_of(batch_size, room))
-    parts = [part for *_, part in samples.in_order(chunks)]
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
-    if bad:
-        refuse_not_finite([ids[i] for i in bad], "Model outputs")
-    return columns
+    starts = range(0, m, block)
+    total = sum(n - start for start in starts) if is_square else n * len(starts)
+    # The progress in samples is the share of all batches.
+    done = (-(-n * count // total) for count in accumulate(steps(), initial=0))
+    for _ in with_progress(pairwise(done), n, "training samples"):
+        pass
+    back = torch.from_numpy(np.argsort(right.samples.samples.rows))
+    return [torch.cat(parts)[back] for parts in zip(*kept, strict=True)]
+
+
+def _products(a: Tensor, b: Tensor) -> np.ndarray:
+    """Return a b^T, float64, of rows (.., p): sums of products of some columns each."""
+    total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
+    for x, y in zip(a.split(_ENTRIES, dim=1), b.split(_ENTRIES, dim=1), strict=True):
+        total += x @ y.T
+    return total.cpu().numpy()

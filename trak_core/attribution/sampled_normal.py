@@ -1,20 +1,16 @@
 """Sum the normal matrix of gradients with labels that are drawn from the model."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
-from torch import Tensor
 
+from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import batch_features
 from trak_core.attribution.solve import fill_upper
-from trak_core.errors import InputError
-from trak_core.gradients import Batch, GradientMethod, in_evaluation_mode
-from trak_core.model_outputs.model_output import ModelOutput, rows_in
+from trak_core.gradients import Batch, GradientMethod
 from trak_core.settings import ProjectionSpec
 
 
@@ -27,11 +23,7 @@ class SampledNormal:
     of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. It is the
     Fisher matrix if the loss is minus the log-probability of the label.
 
-    The random numbers depend on the projection's seed, the checkpoint, the sample's id and the
-    number of draws. The sizes and the order of batches change the result by rounding only, except
-    that rounding may change a drawn label whose random number is at the boundary of two labels.
-
-    Not supported: logits in pieces, and model outputs that read several tensors.
+    See ``LabelDraws`` for the random numbers. Batches change the result by rounding only.
 
     Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
         sections 5 and 9.
@@ -51,6 +43,11 @@ class SampledNormal:
         k = self.projection.proj_dim
         self.total = np.zeros((k, k), order="F")
 
+    @property
+    def draws(self) -> LabelDraws:
+        """The labels that are drawn."""
+        return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
+
     def add(
         self,
         method: GradientMethod,
@@ -60,68 +57,16 @@ class SampledNormal:
         threads: int,
     ) -> None:
         """Add the terms of a batch. If an error is raised, the sum is unchanged."""
-        # The gradient of f = <logits, z> is B^T z.
-        output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
-        given = loaded.model, loaded.parameters, output
+        given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
         parts = [
-            batch_features(method, *given, part, self.projection, ids, threads, loaded.scales)[0]
-            for part in self._drawn(loaded, batch, ids)
+            batch_features(method, *given, *labelled, *more, loaded.scales)[0]
+            for labelled in self.draws.drawn(loaded, batch, ids)
         ]
         rows = np.concatenate(parts).astype(np.float64)
         # The sum is column-major, so that BLAS adds to it without a copy.
         dsyrk(1 / self.n_draws, rows.T, beta=1.0, c=self.total, lower=1, overwrite_c=1)
 
-    def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the memory of logits, z, probabilities and their sums for a sample of ``few``."""
-        with torch.no_grad(), in_evaluation_mode(loaded.model):
-            rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
-        return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
-
     def matrix(self) -> np.ndarray:
         """Return N, float64, exactly symmetric. No batch can be added after this call."""
         fill_upper(self.total)
         return self.total
-
-    def _drawn(self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]) -> Iterator[Batch]:
-        """Yield the batch with z of each draw in place of the labels."""
-        noise = loaded.output.loss_noise
-        with torch.no_grad(), in_evaluation_mode(loaded.model):
-            read = loaded.output.read(batch.given_to(loaded.model))
-        if noise is None or not isinstance(read, Tensor):
-            raise no_loss_noise()
-        rows_in(read, len(batch))
-        labels = batch.labels
-        uniform = np.stack([self._uniform(sample_id, labels.shape[1:]) for sample_id in ids])
-        if batch.gives_labels:
-            along = batch.along if batch.lengths is None else batch.along | {"labels"}
-            kwargs = {**batch.kwargs, "labels": labels}
-            batch = replace(batch, kwargs=kwargs, along=along, gives_labels=False)
-        for draw in range(self.n_draws):
-            numbers = torch.from_numpy(np.ascontiguousarray(uniform[..., draw])).to(read.device)
-            with torch.no_grad():
-                z = torch.vmap(noise)(read, labels, numbers)
-            if z.shape != read.shape:
-                raise InputError(
-                    "loss_noise must return the shape of the tensor that it gets, "
-                    f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
-                    code="model.no_loss_noise",
-                )
-            yield replace(batch, labels=z)
-
-    def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
-        """Return random numbers in [0, 1) of a sample, shape (*shape, n_draws), float32.
-
-        Padding of the first dimension does not change the numbers before it.
-        """
-        text = f"{self.projection.seed} {self.projection.stream} {sample_id}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
-        return np.random.default_rng(seed).random((*shape, self.n_draws), dtype=np.float32)
-
-
-def no_loss_noise() -> InputError:
-    """Return the error for a model output whose labels cannot be drawn."""
-    return InputError(
-        "label_draws needs a ModelOutput with `loss_noise`, which reads one tensor. This model "
-        "output has none. Leave label_draws out.",
-        code="model.no_loss_noise",
-    )

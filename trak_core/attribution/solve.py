@@ -13,6 +13,8 @@ from trak_core.errors import InputError
 
 # Features are float32. Directions whose eigenvalue is below about 1e-7 of the largest are noise.
 MAX_CONDITION = 1e7
+# With a condition number below this, rounding leaves the damped matrix positive definite.
+_SURELY = MAX_CONDITION / 100
 
 
 def weighted_gramians(
@@ -109,7 +111,10 @@ class DampedMatrix:
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
         smallest and its largest eigenvalue, or None. ``is_gramian`` changes only the error message.
         """
-        ends = extreme_eigenvalues(matrix) if eigenvalues is None else eigenvalues
+        # The trace bounds the largest eigenvalue. The eigenvalues take longer than the rest.
+        ends = eigenvalues or (0.0, float(np.trace(matrix)))
+        if eigenvalues is None and ends[1] > _SURELY * ridge:
+            ends = extreme_eigenvalues(matrix)
         smallest, largest = (value + ridge for value in ends)
         if not smallest * MAX_CONDITION > largest:
             condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
@@ -313,7 +318,9 @@ class DampedGramian:
         """
         squared = 0.0
         # B = diag(|Q|^power) A, where A are the similarities of the training samples to each other.
-        for start in range(0, len(self.gramian), _COLUMNS):
-            rows = self.similarities(self.gramian[:, start : start + _COLUMNS])
+        n = len(row_weights)  # Rows of drawn labels follow.
+        for start in range(0, n, _COLUMNS):
+            columns = slice(start, min(start + _COLUMNS, n))
+            rows = self.similarities(self.gramian[:, columns])[:n]
             squared += float(np.sum((row_weights[:, None] * rows) ** 2))
         return _positive_root(squared)

@@ -11,10 +11,11 @@ from torch import Tensor
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
 from trak_core.attribution.batch_by_length import subset
 from trak_core.attribution.device import device_name
+from trak_core.attribution.label_draws import no_loss_noise
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import batch_features, compilers, stored_rows
 from trak_core.attribution.sample_outputs import write_columns
-from trak_core.attribution.sampled_normal import SampledNormal, no_loss_noise
+from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.dependency_digests import content_digest
 from trak_core.gradients import GradientMethod, Variety, check_labels, in_chunks
 from trak_core.runtime.progress import log, with_progress
@@ -77,7 +78,7 @@ def feature_blocks(
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb)
     if sampled is not None:
-        more = sampled.bytes_of_sample(loaded, few)
+        more = sampled.draws.bytes_of_sample(loaded, few)
         needed = needed.mapped(lambda m: replace(m, activation_bytes=m.activation_bytes + more))
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)

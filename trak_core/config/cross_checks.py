@@ -9,15 +9,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
-from trak_core.settings import (
-    GAUSS_NEWTON,
-    POOL,
-    Combine,
-    ProjectionKind,
-    Weighting,
-    removed_sizes,
-    subset_size,
-)
+from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes, subset_size
 from trak_core.settings.target_filter import MOST_TARGETS, Condition
 
 
@@ -29,7 +21,7 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``exact`` or ``gauss_newton`` is set with incompatible keys."""
+    """Raise an error if ``exact`` is set with incompatible keys."""
     if not isinstance(projection := config["projection"], str):
         return
     scoring, dtype = config["scoring"], config["features_dtype"]
@@ -44,20 +36,6 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         (config["answers"]["tokens"], "there are no features to divide", "answers.tokens"),
     ]
-    if projection == GAUSS_NEWTON:
-        output = config["model_output"]
-        known = ", ".join(name for name, row in TABLE.items() if row.has_loss_hessian)
-        unknown = f"model_output must have a known Hessian of the loss: {known}"
-        is_unit, is_weighted = (
-            scoring["combine"] == Combine.UNIT_AVERAGE,
-            scoring["weighting"] == Weighting.CURVATURE,
-        )
-        rules += [
-            (not about_output(output).has_loss_hessian, unknown, output_name(output)),
-            (is_unit, "scoring.combine needs another value", Combine.UNIT_AVERAGE),
-            (is_weighted, "scoring.weighting must be plain", Weighting.CURVATURE),
-            (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
-        ]
     remedy = "Leave it out, or use a projection."
     _refuse("config.exact", f"projection: {projection}", rules, remedy)
 
@@ -79,14 +57,13 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
     """Raise an error if ``label_draws`` is set with incompatible keys."""
     if not (draws := config.get("label_draws", 0)):
         return
-    projection, output, scoring = config["projection"], config["model_output"], config["scoring"]
+    output, scoring = config["model_output"], config["scoring"]
     about = about_output(output)
-    known = ", ".join(name for name, row in TABLE.items() if row.has_loss_hessian)
+    known = ", ".join(name for name, row in TABLE.items() if row.has_loss_noise)
     rules = [
         (draws < 0, "the number must be at least 0", draws),
-        (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
         (
-            not (about.is_own or about.has_loss_hessian),
+            not (about.is_own or about.has_loss_noise),
             f"model_output must be a function or one of {known}",
             output_name(output),
         ),

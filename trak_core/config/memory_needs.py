@@ -20,7 +20,9 @@ _COPIES_OF_RENAMED = 4
 _LEAST_ROWS = 64
 # The rows of a chunk in a scores file. Blocks of whole chunks read and write each chunk once.
 CHUNK_ROWS = 1024
-_FEWER = "use a projection in place of `projection: exact`, or split the experiment"
+_FEWER = (
+    "use a projection in place of `projection: exact`, fewer label_draws, or split the experiment"
+)
 # The number of bootstrap draws for the intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
@@ -94,37 +96,16 @@ def gramian_need(n_train: int, n_columns: int) -> Need:
     return Need(job, 8 * n_train * n_columns, remedy=_FEWER)
 
 
-def exact_need(n_train: int, n_targets: int) -> Need:
-    """Return the memory of exact scores: Gramian, damped Gramian, LAPACK's copy, and targets."""
-    job = (
-        f"exact scores of {n_train} training samples, three times {n_train} x {n_train} numbers, "
-        f"and {n_targets} targets"
-    )
-    return Need(job, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
+def exact_need(n_rows: int, n_targets: int) -> Need:
+    """Return the memory of exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
 
-
-# The vectors of all parameters for each target of conjugate gradients: one for each step, and
-# temporary ones.
-_NEWTON_VECTORS = 18
-
-
-def newton_need(n_params: int, n_train: int, n_targets: int) -> Need:
-    """Return the minimal memory of `gauss_newton`: two copies of scores, and a target's vectors."""
-    job = f"{n_train} x {n_targets} scores, and {_NEWTON_VECTORS} vectors of {n_params} parameters"
-    remedy = "name fewer `parameters`, or cut the experiment in two"
-    fixed = 16 * n_train * n_targets + 4 * _NEWTON_VECTORS * n_params
-    return Need(job, fixed, remedy=remedy)
-
-
-def newton_targets(n_params: int, n_train: int, n_targets: int, memory_mb: int) -> tuple[int, int]:
-    """Return the number of targets that `gauss_newton` solves for at once, and the memory in bytes.
-
-    The vectors of several targets may use half of the memory.
+    There is a row for each training sample, and for each of its ``label_draws``.
     """
-    newton_need(n_params, n_train, n_targets).check(memory_mb)
-    fixed, each = 16 * n_train * n_targets, 4 * _NEWTON_VECTORS * n_params
-    block = max(1, min(n_targets, (memory_mb * 2**20 - fixed) // (2 * each)))
-    return block, fixed + block * each
+    job = (
+        f"exact scores from {n_rows} gradients, three times {n_rows} x {n_rows} numbers, and "
+        f"{n_targets} targets"
+    )
+    return Need(job, 24 * n_rows**2 + 48 * n_rows * n_targets, remedy=_FEWER)
 
 
 def average_need(
@@ -212,7 +193,7 @@ def check_memory(
     memory_mb: int,
     *,
     proj_dim: int | None,
-    newton_params: int | None = None,
+    label_draws: int = 0,
     n_train: int,
     n_targets: Mapping[str, int],
     n_checkpoints: int,
@@ -222,8 +203,7 @@ def check_memory(
 ) -> None:
     """Raise an error if a job needs more memory than ``memory_mb``.
 
-    ``proj_dim`` is None without a projection. ``newton_params`` is the number of differentiated
-    parameters for `gauss_newton`, or else None.
+    ``proj_dim`` is None without a projection. Then ``label_draws`` adds rows to the Gramian.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
@@ -231,9 +211,8 @@ def check_memory(
         solved_dim = proj_dim if keep == "top_k" else None
         sizes = {"n_train": n_train, "n_targets": m, "n_checkpoints": n_checkpoints}
         average = average_need(**sizes, top=top, solved_dim=solved_dim)
-        solve = exact_need(n_train, m) if proj_dim is None else scores_need(proj_dim, m)
-        if newton_params is not None:
-            solve = newton_need(newton_params, n_train, m)
+        n_rows = n_train * (1 + label_draws)
+        solve = exact_need(n_rows, m) if proj_dim is None else scores_need(proj_dim, m)
         for need in (solve, average):
             try:
                 need.check(memory_mb)

@@ -310,7 +310,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     check_memory(
         memory_mb,
         proj_dim=proj_dim,
-        newton_params=facts["n_params"] if specs.is_newton else None,
+        label_draws=specs.all_features.label_draws,
         n_train=n_train,
         n_targets=n_targets,
         n_checkpoints=len(specs.checkpoints),

@@ -4,14 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trak_core.model_outputs.about_outputs import about_output, output_name
-from trak_core.settings import (
-    GAUSS_NEWTON,
-    Combine,
-    FeaturesSpec,
-    ScoresSpec,
-    Weighting,
-    curvature_power,
-)
+from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, curvature_power
 
 
 def usual_combine(*, along: bool) -> Combine:
@@ -36,11 +29,6 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
     """Fill in missing scoring settings, and return a text that lists them with reasons."""
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
-    if config["projection"] == GAUSS_NEWTON:
-        for key, value in {"damping": 0.1, "combine": str(Combine.PRODUCT_OF_AVERAGES)}.items():
-            if key not in scoring:
-                scoring[key] = value
-                reasons.append(f"{key} is {value}, the default with {GAUSS_NEWTON}")
     scoring.setdefault("damping", 2)
     if "combine" not in scoring:
         scoring["combine"] = str(usual_combine(along=along))

@@ -38,7 +38,6 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import About, about_output, output_name
 from trak_core.runtime.files import data_digests, file_digest
 from trak_core.settings import (
-    GAUSS_NEWTON,
     LESS,
     POOL,
     TRAIN,
@@ -135,11 +134,6 @@ class Specs:
     def is_projected(self) -> bool:
         """Whether scores are computed from projected gradients."""
         return not isinstance(self.config["projection"], str)
-
-    @property
-    def is_newton(self) -> bool:
-        """Whether scores are computed with the Gauss-Newton matrix of the model."""
-        return self.config["projection"] == GAUSS_NEWTON
 
     @property
     def evaluation(self) -> Mapping[str, Any]:

@@ -31,9 +31,7 @@ from trak_core.gradients.check_gradients import (
 )
 from trak_core.gradients.choose_method import choose_method, gradient_method
 from trak_core.gradients.differentiable_model import (
-    graph_to,
     in_evaluation_mode,
-    memory_formats_kept_apart,
     n_params,
     refuse_hooks,
     select_parameters,
@@ -43,7 +41,6 @@ from trak_core.gradients.gradient_methods import (
     GradientMethod,
     PerSample,
     as_blocks,
-    columns_of,
     formed_gradients,
     gradients_at_once,
     gradients_in_turn,
@@ -62,8 +59,8 @@ __all__ = [
 ]
 __all__ += ["Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_finite"]
 __all__ += ["check_finite_gramian", "check_labels", "check_samples_apart", "choose_method"]
-__all__ += ["columns_of", "count_classes", "explain_not_finite", "formed_gradients", "graph_to"]
+__all__ += ["count_classes", "explain_not_finite", "formed_gradients"]
 __all__ += ["gradient_method", "gradients_at_once", "gradients_in_turn", "gradients_one_by_one"]
 __all__ += ["in_chunks", "in_evaluation_mode", "joined", "memory_by_length"]
-__all__ += ["memory_formats_kept_apart", "n_params", "refuse_hooks", "refuse_not_finite"]
+__all__ += ["n_params", "refuse_hooks", "refuse_not_finite"]
 __all__ += ["sample_memory", "select_parameters", "shapes_of"]

@@ -71,6 +71,12 @@ class Formed(_Rows):
     def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
         return parameter.new_zeros((n_samples, *parameter.shape))
 
+    @classmethod
+    def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
+        """Return a consumer that adds the gradients to ``rows``, shape (batch, p)."""
+        parts = rows.split([p.numel() for p in parameters.values()], dim=1)
+        return cls(parameters, dict(zip(parameters, parts, strict=True)))
+
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         rows = self.rows[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
         for first, part in summed_parts(uses):

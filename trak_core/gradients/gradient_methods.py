@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from trak_core.gradients.differentiable_model import (
     check_graph,
     differentiating,
-    in_evaluation_mode,
     memory_formats_kept_apart,
 )
 from trak_core.gradients.gradient_consumers import Formed, SampleConsumer
@@ -108,15 +107,6 @@ def _other_columns(
 
     with torch.no_grad():
         return over_samples(of_pair, (detached(outputs), values.detach()), labels)
-
-
-def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:
-    """Return ``PerSample.columns``, shape (batch,) each, of a model in evaluation mode."""
-    batch = as_batch(samples, output)
-    with in_evaluation_mode(model), torch.no_grad():
-        outputs = output.read(batch.given_to(model))
-        values = over_samples(output.value, outputs, batch.labels)
-        return [values, *_other_columns(output, outputs, batch.labels, values)]
 
 
 def gradients_at_once(

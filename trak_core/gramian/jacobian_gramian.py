@@ -1,32 +1,20 @@
 """Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J.
 
-``Engine`` reads the graph of a given output. ``train_gramian`` and ``cross_gramian`` run a model on
-pairs of blocks of samples, so that K is their only large array.
+``Engine`` reads the graph of a given output.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, is_out_of_memory
-from trak_core.gradients import (
-    Batch,
-    Samples,
-    as_batch,
-    graph_to,
-    joined,
-    memory_formats_kept_apart,
-)
 from trak_core.gradients.gradient_terms import Contribution, add_product, summed_parts
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.one_pass import by_rows, by_samples, plan_of
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
-from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 
 class Engine:
@@ -103,79 +91,6 @@ class Engine:
             if parameter.requires_grad
         ]
         return parameter_gramian(output, parameters, self._batch_dim)
-
-
-def train_gramian(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    blocks: Sequence[Samples],
-) -> np.ndarray:
-    """Return K = J J^T, shape (n, n), float64, exactly symmetric, with J the gradients of f.
-
-    Each pair of blocks takes one pass through the model. Choose the largest blocks that fit into
-    memory, because fewer blocks are faster. The division into blocks changes the result by rounding
-    only. The model must be in evaluation mode, on the blocks' device.
-
-    Raises:
-        InputError: If there is no sample, or if the model computes statistics over samples.
-    """
-    batches = [as_batch(block, output) for block in blocks]
-    starts = _starts(batches)
-    gramian = np.zeros((starts[-1], starts[-1]))
-    pairs = list(itertools.combinations(range(len(batches)), 2)) or [(0,)]
-    for pair in pairs:
-        part = _gramian_of(model, parameters, output, [batches[i] for i in pair])
-        rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in pair])
-        gramian[np.ix_(rows, rows)] = part
-    lower = np.tril(gramian)
-    return lower + np.tril(lower, -1).T
-
-
-def cross_gramian(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    train_blocks: Sequence[Samples],
-    target_blocks: Sequence[Samples],
-) -> np.ndarray:
-    """Return K_t = J J_t^T, shape (n, m), float64, of training samples and targets.
-
-    Blocks must be as in ``train_gramian``, which raises the same errors.
-    """
-    train = [as_batch(block, output) for block in train_blocks]
-    targets = [as_batch(block, output) for block in target_blocks]
-    rows, columns = _starts(train), _starts(targets)
-    gramian = np.zeros((rows[-1], columns[-1]))
-    for i, j in itertools.product(range(len(train)), range(len(targets))):
-        part = _gramian_of(model, parameters, output, [train[i], targets[j]])
-        n = rows[i + 1] - rows[i]
-        gramian[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = part[:n, n:]
-    return gramian
-
-
-def _starts(batches: Sequence[Batch]) -> list[int]:
-    starts = [0, *itertools.accumulate(map(len, batches))]
-    if starts[-1] == 0:
-        raise InputError(
-            "The Gramian needs at least one sample. Found none.", code="gramian.no_sample"
-        )
-    return starts
-
-
-def _gramian_of(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    batches: Sequence[Batch],
-) -> np.ndarray:
-    batch = joined(batches)
-    with graph_to(model, parameters.values()):
-        outputs = output.read(batch.given_to(model))
-        values = over_samples(output.value, outputs, batch.labels)
-    with memory_formats_kept_apart(values):
-        gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
-    return gramian.to("cpu", torch.float64).numpy()
 
 
 def parameter_gramian(

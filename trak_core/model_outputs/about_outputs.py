@@ -39,8 +39,7 @@ class About:
             checkpoints are from several times of a run. False if the loss is not a function of f,
             and for whole texts. Their probabilities p, such as e^-100, make the curvature p (1 - p)
             so small that the shortest text would dominate.
-        has_loss_hessian: Whether the Hessian of the training loss with respect to the logits is
-            known, which `projection: gauss_newton` and `label_draws` need.
+        has_loss_noise: Whether there is a ``ModelOutput.loss_noise``, which `label_draws` needs.
         needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.
     """
 
@@ -57,7 +56,7 @@ class About:
     counts_parts: bool = False
     weight_is_probability: bool
     weighs_by_curvature: bool = False
-    has_loss_hessian: bool = False
+    has_loss_noise: bool = False
     needs_pairs: bool = False
 
     @property
@@ -115,7 +114,7 @@ _LABEL = About(
     labels_are_classes=True,
     weight_is_probability=True,
     weighs_by_curvature=True,
-    has_loss_hessian=True,
+    has_loss_noise=True,
 )
 # Causal, masked and sequence-to-sequence models have the same f of the tokens' log-odds.
 _TOKENS = About(
@@ -128,7 +127,7 @@ _TOKENS = About(
     place="language_modelling.LANGUAGE_MODELLING",
     counts_parts=True,
     weight_is_probability=True,
-    has_loss_hessian=True,
+    has_loss_noise=True,
 )
 TABLE: dict[str, About] = {
     "image_classification": _LABEL,
@@ -153,7 +152,7 @@ TABLE: dict[str, About] = {
         place="supervised.MULTI_LABEL",
         counts_parts=True,
         weight_is_probability=True,
-        has_loss_hessian=True,
+        has_loss_noise=True,
     ),
     "regression": About(
         name="the prediction",
@@ -164,7 +163,7 @@ TABLE: dict[str, About] = {
         place="supervised.REGRESSION",
         weight_is_probability=False,
         weighs_by_curvature=True,
-        has_loss_hessian=True,
+        has_loss_noise=True,
     ),
     "segmentation": About(
         name="the mean log-odds of the pixels' labels",
@@ -176,7 +175,7 @@ TABLE: dict[str, About] = {
         place="supervised.SEGMENTATION",
         counts_parts=True,
         weight_is_probability=True,
-        has_loss_hessian=True,
+        has_loss_noise=True,
     ),
     "clip": About(
         name="the log-odds of the pair among others, both ways added up",

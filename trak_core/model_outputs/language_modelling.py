@@ -12,7 +12,6 @@ from trak_core.model_outputs.supervised import (
     margin,
     probability_curvature,
     probability_weight,
-    softmax_hessian,
     softmax_noise,
 )
 
@@ -44,12 +43,6 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         counted = labels[ahead:] != IGNORED
         return (counted & (predicted == labels[ahead:])).sum().float()
 
-    def hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
-        n = len(logits) - ahead
-        counted = (labels[ahead:] != IGNORED).unsqueeze(-1)
-        product = torch.where(counted, softmax_hessian(logits[:n], vector[:n]), 0)
-        return torch.cat([product, torch.zeros_like(vector[n:], dtype=product.dtype)])
-
     def noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
         n = len(logits) - ahead
         counted = (labels[ahead:] != IGNORED).unsqueeze(-1)
@@ -68,7 +61,6 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         predicts_next=ahead == 1,
         takes_labels=takes_labels,
         joins_tokens=True,
-        loss_hessian=hessian,
         loss_noise=noise,
     )
 
@@ -131,7 +123,6 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
         curvature=lambda tokens, labels: probability_curvature(value(tokens, labels)),
         prediction=tokens_right,
         n_classes=lambda tokens: n_classes(),
-        loss_hessian=None,
         loss_noise=None,
     )
 

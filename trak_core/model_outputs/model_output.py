@@ -50,12 +50,11 @@ class ModelOutput:
         predicts_next: Whether the logits at a token predict the label of the next token.
         takes_labels: Whether the model is called with ``labels``, from which encoder-decoder models
             compute their decoder's inputs.
-        loss_hessian: The product of the Hessian of l with respect to the returned tensor and a
-            vector, the last argument. None if unknown.
-        loss_noise: A random vector z of the returned tensor's shape with mean 0 and with that
-            Hessian as E[z z^T], from the returned tensor, the label and independent uniform numbers
-            in [0, 1) of the label's shape. For a softmax it is onehot(y) - p, with a label y drawn
-            from the model's probabilities p. None if unknown.
+        loss_noise: A random vector z of the returned tensor's shape, with mean 0 and with the
+            Hessian of l with respect to this tensor as E[z z^T]. Its arguments are the tensor, the
+            label and independent uniform numbers in [0, 1) of the label's shape. For a softmax it
+            is onehot(y) - p, with a label y drawn from the model's probabilities p. None if
+            unknown.
         joins_tokens: Whether f is a function of the tokens' log-odds as in
             ``trak_core.model_outputs.language_modelling``. Logits may then be computed in pieces.
 
@@ -80,7 +79,6 @@ class ModelOutput:
     n_classes: Callable[[Any], int | None] = lambda _: None
     predicts_next: bool = False
     takes_labels: bool = False
-    loss_hessian: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     loss_noise: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     joins_tokens: bool = False
 

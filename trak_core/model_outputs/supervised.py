@@ -39,20 +39,11 @@ def probability_curvature(f: Tensor) -> Tensor:
     return torch.sigmoid(f) * torch.sigmoid(-f)
 
 
-def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
-    """Return (diag(p) - p p^T) v, the Hessian of -log p_y in the logits times a vector v.
-
-    p is softmax(logits). All shapes are (..., classes). The result is float32 or float64.
-    """
-    p = at_least_float32(logits).softmax(-1)
-    return p * (vector - (p * vector).sum(-1, keepdim=True))
-
-
 def softmax_noise(logits: Tensor, uniform: Tensor) -> Tensor:
     """Return onehot(y) - softmax(logits) with labels y drawn by the inverse distribution function.
 
     ``uniform`` are numbers in [0, 1), shape (...). Logits and the result have shape (..., classes).
-    E[z z^T] is the Hessian of ``softmax_hessian``. The result is float32 or float64.
+    E[z z^T] = diag(p) - p p^T is the Hessian of -log p_y. The result is float32 or float64.
     """
     p = at_least_float32(logits).softmax(-1)
     drawn = (p.cumsum(-1) <= uniform.unsqueeze(-1)).sum(-1, keepdim=True)
@@ -70,7 +61,6 @@ CLASSIFICATION = ModelOutput(
     prediction=lambda logits, label: logits.argmax(-1),
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
-    loss_hessian=lambda logits, label, vector: softmax_hessian(logits, vector),
     loss_noise=lambda logits, label, uniform: softmax_noise(logits, uniform),
 )
 
@@ -130,12 +120,6 @@ def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
     return _mean(torch.sigmoid(-margins), counted)
 
 
-def _pixels_hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
-    counted = labels != IGNORED
-    product = softmax_hessian(logits.movedim(0, -1), vector.movedim(0, -1)).movedim(-1, 0)
-    return torch.where(counted, product, 0) / counted.sum()
-
-
 def _pixels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
     counted = labels != IGNORED
     noise = softmax_noise(logits.movedim(0, -1), uniform).movedim(-1, 0)
@@ -151,7 +135,6 @@ SEGMENTATION = ModelOutput(
     label_number=lambda labels: (labels != IGNORED).sum(),
     label_ndim=2,
     n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
-    loss_hessian=_pixels_hessian,
     loss_noise=_pixels_noise,
 )
 
@@ -187,10 +170,6 @@ def _labels_right(logits: Tensor, labels: Tensor) -> Tensor:
     return (counted & (margins > 0)).sum().float()
 
 
-def _labels_hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
-    return torch.where(labels != IGNORED, probability_curvature(logits) * vector, 0)
-
-
 def _labels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
     p = torch.sigmoid(at_least_float32(logits))
     return torch.where(labels != IGNORED, (uniform < p).to(p.dtype) - p, 0)
@@ -204,7 +183,6 @@ MULTI_LABEL = ModelOutput(
     prediction=_labels_right,
     label_number=lambda labels: (labels != IGNORED).sum(),
     n_classes=lambda logits: 2,
-    loss_hessian=_labels_hessian,
     loss_noise=_labels_noise,
 )
 
@@ -227,7 +205,6 @@ REGRESSION = ModelOutput(
     curvature=lambda outputs, label: torch.ones_like(_value(outputs)),
     prediction=_value,
     label_ndim=0,
-    loss_hessian=lambda outputs, label, vector: vector,
     loss_noise=_sign,
 )
 

@@ -48,12 +48,6 @@ class FinishedRun:
                     code="queries.other_study",
                 )
             run = cls(specs_of(config, results, writes=False), results, folder)
-            if run.specs.is_newton:
-                raise InputError(
-                    "Further samples need features or a Gramian. Found `projection: gauss_newton`. "
-                    "Add an experiment with `data` to the config, or use `exact` or a projection.",
-                    code="queries.gauss_newton",
-                )
             stored = [c.path for c in run.specs.checkpoints.values() if "://" in (c.path or "")]
             if stored:
                 raise InputError(

@@ -25,7 +25,7 @@ from trak_core.artifacts import (
 from trak_core.model_outputs.about_outputs import About, about_output
 from trak_core.report.fit import fit_of
 from trak_core.runtime.job import PEAK
-from trak_core.settings import EXACT, GAUSS_NEWTON, LESS, MEAN_OF
+from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 
 # Smaller loss weights are counted as near 0.
@@ -107,7 +107,7 @@ class Results:
     @property
     def is_projected(self) -> bool:
         """Whether gradients are projected."""
-        return self.spec["projection"]["kind"] not in (EXACT, GAUSS_NEWTON)
+        return self.spec["projection"]["kind"] != EXACT
 
     @property
     def files(self) -> list[File]:

@@ -32,7 +32,7 @@ from trak_core.report.read_results import (
     rows_with,
     strongest,
 )
-from trak_core.settings import EXACT, GAUSS_NEWTON, Combine
+from trak_core.settings import EXACT, Combine
 
 # The limits of warnings. Features are float32 with a relative error of 6e-8. With a condition
 # number above the limit, the second digit of a score can be wrong.
@@ -109,7 +109,7 @@ def _suspects(results: Results) -> list[StudyWarning]:
 def _checkpoints(scores: File) -> list[StudyWarning]:
     n, n_train = len(scores.spec["checkpoints"]), scores.attributes["n_train"]
     is_of_texts = output_of(scores).place.startswith("language_modelling.")
-    is_exact = scores.spec["projection"]["kind"] in (EXACT, GAUSS_NEWTON)
+    is_exact = scores.spec["projection"]["kind"] == EXACT
     may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
     shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
     few = [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []

@@ -253,7 +253,6 @@ _MODULES = {
     "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
     "compute_exact_scores": "compute_scores",
-    "compute_newton_scores": "compute_gramian",
     "compute_normal_matrix": "compute_scores",
     "compute_self_influence": "compute_scores",
     "find_duplicates": "write_list",

@@ -10,7 +10,6 @@ from trak_core.settings.projection import (
 from trak_core.settings.stage_specs import (
     ADAPTER_CONFIG,
     EXACT,
-    GAUSS_NEWTON,
     LESS,
     MEAN_OF,
     OPTIMIZER_FILE,
@@ -35,7 +34,6 @@ from trak_core.settings.stage_specs import (
 __all__ = [
     "ADAPTER_CONFIG",
     "EXACT",
-    "GAUSS_NEWTON",
     "LESS",
     "MEAN_OF",
     "OPTIMIZER_FILE",

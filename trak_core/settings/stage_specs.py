@@ -17,8 +17,6 @@ from trak_core.settings.projection import (
 
 # The kind for scores by inner products of whole gradients, in a config and in files.
 EXACT = "exact"
-# The kind for scores with the Gauss-Newton matrix of the training loss, without a projection.
-GAUSS_NEWTON = "gauss_newton"
 # The split of the training samples. All other splits except the pool are targets of an experiment.
 TRAIN = "train"
 # The split of samples that are candidates for selection. No model was trained on them.
@@ -113,7 +111,7 @@ class FeaturesSpec:
         model_output: Name of the model output f.
         parameter_patterns: Patterns of names of the parameters to differentiate. None for all.
         projection: The projection in the config, without ``kind`` if the size of the model
-            determines it; or ``{"kind": "exact"}`` or ``{"kind": "gauss_newton"}``.
+            determines it; or ``{"kind": "exact"}``.
         dtype: The dtype of stored features.
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` if gradients are divided by the square root of the optimizer's
@@ -139,6 +137,11 @@ class FeaturesSpec:
     state_dicts: Mapping[str, str] | None = None
     label_draws: int = 0
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are not projected."""
+        return self.projection.get("kind") == EXACT
+
     def under(self, checkpoint: str) -> Self:
         """Return the spec of one checkpoint."""
         state_dict = (self.state_dicts or {}).get(checkpoint)
@@ -147,7 +150,8 @@ class FeaturesSpec:
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
         """Return the spec of one split. The training samples have no digest of targets."""
-        draws = self.label_draws if split == TRAIN else 0
+        # Files of targets have products with the drawn gradients, but no features of them.
+        draws = self.label_draws if split == TRAIN or self.is_exact else 0
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
     def as_dict(self) -> dict[str, Any]:

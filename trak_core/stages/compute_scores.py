@@ -30,6 +30,7 @@ from trak_core.attribution.fitted_checkpoint import (
     read_rows,
     self_influences,
     similarity_rows,
+    stored_products,
     write_normal_matrix,
 )
 from trak_core.config.memory_needs import exact_need, scores_need
@@ -124,7 +125,8 @@ def compute_exact_scores(
     An ``InputError`` is raised if the damped Gramian is singular.
 
     ``train_path`` contains K_c, the inner products of training gradients. ``targets_path`` contains
-    K_c,t, those between training samples and targets.
+    K_c,t, those between training samples and targets. With ``label_draws``, both have further rows
+    (see ``DampedGradients``).
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,
@@ -133,10 +135,11 @@ def compute_exact_scores(
         shared = check_splits(train_file, target_file, spec)
         train_ids, target_ids = target_file.index("gramian"), target_file.columns("gramian")
         check_same("training samples", train_file.index("gramian"), train_ids, target_file)
-        exact_need(len(train_ids), len(target_ids)).check(memory_mb)
-        print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
+        n_rows = len(train_ids) * (1 + spec.features.label_draws)
+        exact_need(n_rows, len(target_ids)).check(memory_mb)
+        print(f"Solving {n_rows} x {n_rows} for {len(target_ids)} targets")
         gradients = DampedGradients.read(train_file, spec)
-        similarities = gradients.similarities(target_file.matrix("gramian")[:])
+        similarities = gradients.similarities(stored_products(target_file))
         file_spec = {
             **spec.as_dict(),
             **shared,

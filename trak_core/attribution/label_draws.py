@@ -1,0 +1,92 @@
+"""Draw labels from the model, in place of the labels of the study."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.errors import InputError
+from trak_core.gradients import Batch, in_evaluation_mode
+from trak_core.model_outputs.model_output import ModelOutput, rows_in
+
+
+@dataclass(frozen=True, slots=True)
+class LabelDraws:
+    """Labels that are drawn from a checkpoint's model for each sample.
+
+    The random numbers depend on the seed, the stream, the sample's id and the number of draws. The
+    sizes and the order of batches do not change them, except that rounding may change a label whose
+    random number is at the boundary of two labels.
+
+    Not supported: logits in pieces, and model outputs that read several tensors.
+
+    Attributes:
+        n_draws: S, at least 1.
+        stream: The number of the checkpoint (see ``stream_of``).
+        seed: Seed of all checkpoints.
+    """
+
+    n_draws: int
+    stream: int
+    seed: int = 0
+
+    def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
+        """Return the memory of logits, z, probabilities and their sums for a sample of ``few``."""
+        with torch.no_grad(), in_evaluation_mode(loaded.model):
+            rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
+        return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
+
+    def drawn(
+        self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
+    ) -> Iterator[tuple[ModelOutput, Batch]]:
+        """Yield for each draw f = <logits, z>, and the batch with z in place of the labels.
+
+        The gradient of f is B^T z, where B is the derivative of a sample's logits with respect to
+        the parameters and z is drawn by ``ModelOutput.loss_noise``.
+        """
+        noise = loaded.output.loss_noise
+        output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
+        with torch.no_grad(), in_evaluation_mode(loaded.model):
+            read = loaded.output.read(batch.given_to(loaded.model))
+        if noise is None or not isinstance(read, Tensor):
+            raise no_loss_noise()
+        rows_in(read, len(batch))
+        labels = batch.labels
+        uniform = np.stack([self._uniform(sample_id, labels.shape[1:]) for sample_id in ids])
+        if batch.gives_labels:
+            along = batch.along if batch.lengths is None else batch.along | {"labels"}
+            kwargs = {**batch.kwargs, "labels": labels}
+            batch = replace(batch, kwargs=kwargs, along=along, gives_labels=False)
+        for draw in range(self.n_draws):
+            numbers = torch.from_numpy(np.ascontiguousarray(uniform[..., draw])).to(read.device)
+            with torch.no_grad():
+                z = torch.vmap(noise)(read, labels, numbers)
+            if z.shape != read.shape:
+                raise InputError(
+                    "loss_noise must return the shape of the tensor that it gets, "
+                    f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
+                    code="model.no_loss_noise",
+                )
+            yield output, replace(batch, labels=z)
+
+    def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
+        """Return random numbers in [0, 1) of a sample, shape (*shape, n_draws), float32.
+
+        Padding of the first dimension does not change the numbers before it.
+        """
+        text = f"{self.seed} {self.stream} {sample_id}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
+        return np.random.default_rng(seed).random((*shape, self.n_draws), dtype=np.float32)
+
+
+def no_loss_noise() -> InputError:
+    """Return the error for a model output whose labels cannot be drawn."""
+    return InputError(
+        "label_draws needs a ModelOutput with `loss_noise`, which reads one tensor. This model "
+        "output has none. Leave label_draws out.",
+        code="model.no_loss_noise",
+    )
