@@ -51,10 +51,11 @@ part projection 120 "$python" benchmarks/projection.py --device cuda --repeats 3
 features=("$python" benchmarks/large_models.py 124M --device cuda --no-vmap --no-memory --rounds 3)
 part features_8 60 "${features[@]}" --samples 8 --kinds hadamard tensor_sketch --no-features --csv "$out/features_8.csv"
 part features_64 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --csv "$out/features_64.csv"
-part features_tf32 60 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "${features[@]}" --samples 64 --kinds tensor_sketch --csv "$out/features_tf32.csv"
+part features_tf32 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --precision high --csv "$out/features_tf32.csv"
+part features_bf16 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --dtype bfloat16 --csv "$out/features_bf16.csv"
 part models 60 "$python" benchmarks/architectures.py coatnet_nano_rw_224 tiny_vit_5m_224 --device cuda
 part smoke 120 "$python" -m trak_core.command.main run config/smoke.yaml --cores 8 --config 'compute={device: cuda}' "results=$out/smoke"
-for name in launches again projection features_8 features_64 features_tf32 models; do
+for name in launches again projection features_8 features_64 features_tf32 features_bf16 models; do
   echo "== $name"
   tail -n 40 "$out/$name.log"
 done

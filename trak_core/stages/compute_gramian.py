@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import checkpoint_scores_kind, create, selected_ids, software
-from trak_core.attribution.device import device_name, find_device, full_precision
+from trak_core.attribution.device import at_precision, device_name, find_device
 from trak_core.attribution.gauss_newton_scores import STEPS, newton_scores
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
@@ -18,6 +18,7 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
+@at_precision
 def compute_gramian(
     *,
     gramian: Path,
@@ -40,7 +41,7 @@ def compute_gramian(
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    loaded = LoadedModel.of_study(study, checkpoint, spec, full_precision(find_device(device)))
+    loaded = LoadedModel.of_study(study, checkpoint, spec, find_device(device))
     split, ids = spec.split or TRAIN, selected_ids(selected, spec) or targets
     write_gramian(
         gramian,
@@ -54,6 +55,7 @@ def compute_gramian(
     )
 
 
+@at_precision
 def compute_newton_scores(
     *,
     scores: Path,
@@ -73,7 +75,7 @@ def compute_newton_scores(
     torch.set_num_threads(threads)
     features = spec.features
     study = Study.load(study_file)
-    chosen_device = full_precision(find_device(device))
+    chosen_device = find_device(device)
     loaded = LoadedModel.of_study(study, checkpoint, features, chosen_device)
     where, train = device_name(chosen_device), study.split(TRAIN, None)
     ids = selected_ids(selected, spec.of_targets()) or targets
