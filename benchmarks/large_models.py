@@ -335,10 +335,12 @@ def main() -> None:
         )
         ways = not arguments.no_vmap, arguments.one_by_one, arguments.no_features
         sides = sides_of(case, arguments.kinds, *ways)
+        exact: dict[str, Tensor] = {}
         if not arguments.peak:
             with float32_precision("highest"):
                 for kind in arguments.kinds:
                     check(case, kind)
+                    exact[kind] = ours(case, kind)
         case.model.to(getattr(torch, arguments.dtype))
         if arguments.peak:
             warm_up(arguments.kinds, case.proj_dim)
@@ -354,6 +356,9 @@ def main() -> None:
         others = [word for word in sys.argv[1:] if word not in arguments.models]
         own = None if arguments.no_memory else [name, *others]
         with float32_precision(arguments.precision):
+            for kind, features in exact.items():
+                rounding = (ours(case, kind) - features).norm() / features.norm()
+                print(f"{kind}: {rounding:.1g} from features in float32", file=sys.stderr)
             rows += measured(sides, arguments.rounds, len(case.batch), row, own, arguments.device)
     if arguments.csv:
         packages = ["torch", "transformers", "numba", "numba-cuda"]
