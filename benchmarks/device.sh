@@ -33,7 +33,12 @@ part() {
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 "$python" -c "import torch; print('torch', torch.__version__, 'CUDA', torch.version.cuda)"
 # Every kernel makes the definition's matrix, started as compiled here and as kept.
-part kernels 150 "$python" -m pytest -p no:cacheprovider -q tests/projection/test_projection_cuda.py tests/projection/test_tensor_sketch.py
+part kernels 150 "$python" -m pytest -p no:cacheprovider -q tests/projection/test_projection_cuda.py tests/projection/test_tensor_sketch.py tests/stages/test_device.py
+features=("$python" benchmarks/large_models.py 124M --device cuda --no-vmap --no-memory --rounds 3)
+part features_8 60 "${features[@]}" --samples 8 --kinds hadamard tensor_sketch --no-features --csv "$out/features_8.csv"
+part features_64 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --csv "$out/features_64.csv"
+part features_tf32 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --precision high --csv "$out/features_tf32.csv"
+part features_bf16 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --dtype bfloat16 --csv "$out/features_bf16.csv"
 part launches 60 "$python" benchmarks/launch_cost.py
 part again 60 "$python" -c "
 import sys, time, torch
@@ -48,13 +53,9 @@ for _ in range(2):
     print('a call took', time.perf_counter() - began, 's, numba.cuda imported:', 'numba.cuda' in sys.modules)
 "
 part projection 120 "$python" benchmarks/projection.py --device cuda --repeats 3 --csv "$out/projection.csv"
-features=("$python" benchmarks/large_models.py 124M --device cuda --no-vmap --no-memory --rounds 3)
-part features_8 60 "${features[@]}" --samples 8 --kinds hadamard tensor_sketch --no-features --csv "$out/features_8.csv"
-part features_64 60 "${features[@]}" --samples 64 --kinds hadamard tensor_sketch --csv "$out/features_64.csv"
-part features_tf32 60 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "${features[@]}" --samples 64 --kinds tensor_sketch --csv "$out/features_tf32.csv"
 part models 60 "$python" benchmarks/architectures.py coatnet_nano_rw_224 tiny_vit_5m_224 --device cuda
 part smoke 120 "$python" -m trak_core.command.main run config/smoke.yaml --cores 8 --config 'compute={device: cuda}' "results=$out/smoke"
-for name in launches again projection features_8 features_64 features_tf32 models; do
+for name in features_8 features_64 features_tf32 features_bf16 launches again projection models; do
   echo "== $name"
   tail -n 40 "$out/$name.log"
 done

@@ -5,7 +5,7 @@
     python benchmarks/large_models.py 124M --samples 8 --kinds tensor_sketch --no-vmap
     python benchmarks/large_models.py 103M --tokens 64 --kinds tensor_sketch --no-vmap --one-by-one
     python benchmarks/large_models.py xlnet mixtral lstm_6M --tokens 64 --no-vmap --one-by-one
-    python benchmarks/large_models.py 124M --device cuda --samples 8 --no-vmap
+    python benchmarks/large_models.py 124M --device cuda --samples 8 --no-vmap --precision high
 
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. The other
 sides are:
@@ -17,10 +17,10 @@ sides are:
 - "in turn": one pass for each sample, with the same factors as one pass for all. An LSTM has no
   pass for all samples, so its features are computed this way.
 
-Features are first compared with those of formed gradients (of two samples); sides that differ are
-not timed. Then all sides alternate on one thread each. Medians over rounds are reported: CPU
-seconds, or wall seconds with ``--device cuda``. Ratios are over the floor, with the smallest and
-largest of the rounds. All sides keep freed memory, as jobs do.
+Features are first compared with those of formed gradients, of two samples in float32; sides that
+differ are not timed. Then all sides alternate on one thread each. Medians over rounds are reported:
+CPU seconds, or wall seconds with ``--device cuda``. Ratios are over the floor, with the smallest
+and largest of the rounds. All sides keep freed memory, as jobs do.
 
 Memory is the peak minus the memory before, the model included, for each sample, measured in a
 separate process for each side; on a GPU it is measured in this process, without the model. Prints a
@@ -58,7 +58,7 @@ from shared import (
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from trak_core.attribution.device import full_precision
+from trak_core.attribution.device import PRECISIONS, float32_precision
 from trak_core.attribution.project_gradients import Features
 from trak_core.gradients import (
     Batch,
@@ -173,7 +173,7 @@ def case_of(
     else:
         model, ids = language_model(name, texts, n_tokens)
         samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
-    model.eval().to(full_precision(torch.device(device)))
+    model.eval().to(device)
     patterns = None
     if linear:
         patterns = [
@@ -314,6 +314,8 @@ def main() -> None:
     parser.add_argument("--no-features", action="store_true", help="the pass alone, too")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32")
+    parser.add_argument("--dtype", default="float32", help="of the model, such as bfloat16")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -333,12 +335,17 @@ def main() -> None:
         )
         ways = not arguments.no_vmap, arguments.one_by_one, arguments.no_features
         sides = sides_of(case, arguments.kinds, *ways)
+        exact: dict[str, Tensor] = {}
+        if not arguments.peak:
+            with float32_precision("highest"):
+                for kind in arguments.kinds:
+                    check(case, kind)
+                    exact[kind] = ours(case, kind)
+        case.model.to(getattr(torch, arguments.dtype))
         if arguments.peak:
             warm_up(arguments.kinds, case.proj_dim)
             print_peak(sides[arguments.peak])
             return
-        for kind in arguments.kinds:
-            check(case, kind)
         row = partial(
             Row,
             name,
@@ -348,10 +355,15 @@ def main() -> None:
         )
         others = [word for word in sys.argv[1:] if word not in arguments.models]
         own = None if arguments.no_memory else [name, *others]
-        rows += measured(sides, arguments.rounds, len(case.batch), row, own, arguments.device)
+        with float32_precision(arguments.precision):
+            for kind, features in exact.items():
+                rounding = (ours(case, kind) - features).norm() / features.norm()
+                print(f"{kind}: {rounding:.1g} from features in float32", file=sys.stderr)
+            rows += measured(sides, arguments.rounds, len(case.batch), row, own, arguments.device)
     if arguments.csv:
         packages = ["torch", "transformers", "numba", "numba-cuda"]
-        write_csv(arguments.csv, rows, environment(arguments.device, packages))
+        own = {"precision": arguments.precision, "dtype": arguments.dtype}
+        write_csv(arguments.csv, rows, environment(arguments.device, packages) | own)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ CONFIG = {
     "features_dtype": "float32",
     "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
     "scoring": {"damping": 2, "normalize": False, "keep": "full", "top": 20},
-    "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu"},
+    "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu", "precision": "highest"},
 }
 EVALUATION = {
     "subsets": {"count": 60, "seeds": 2, "seed": 7, "fraction": 0.5, "same_seeds": False},
@@ -102,6 +102,14 @@ def test_a_preconditioner_decides_features_and_all_that_follows(made):
     changed = {name for name, spec in after.items() if spec != before[name]}
     assert changed == set(after) - {"embeddings"}
     assert after["train"].as_dict()["preconditioner"] == "adam"
+
+
+def test_the_precision_decides_all_that_a_model_computes(made):
+    before, after = (all_specs(made(compute__precision=p)) for p in ("highest", "high"))
+    assert all(spec != before[name] for name, spec in after.items())
+    for name, spec in after.items():
+        assert spec.as_dict() == before[name].as_dict() | {"precision": "high"}
+        assert "precision" not in before[name].as_dict()  # old files stay valid
 
 
 def test_drawn_labels_decide_the_features_of_training_samples_and_what_follows(made):

@@ -5,6 +5,7 @@ They are counted on the CPU by torch's dispatcher, without those of the model's 
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_core.attribution import project_gradients
+from trak_core.attribution.deferred_logits import MarginsOfTokens
 from trak_core.attribution.project_gradients import batch_features
-from trak_core.gradients import as_batch, select_parameters
+from trak_core.gradients import as_batch, margins_in_pieces, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -53,6 +55,13 @@ def texts(n_layers=2):
     return model.eval(), LANGUAGE_MODELLING, as_batch(samples, LANGUAGE_MODELLING)
 
 
+def texts_in_pieces():
+    """Logits are computed for few tokens at a time."""
+    model, output, batch = texts()
+    model = MarginsOfTokens(model, output)
+    return model, model.output, replace(batch, gives_labels=True)
+
+
 def images():
     layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
     samples = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 1])
@@ -86,14 +95,16 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch"])
-@pytest.mark.parametrize("make", [texts, images])
-def test_features_wait_once(make, kind):
+@pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
+def test_features_wait_once(make, kind, monkeypatch):
+    monkeypatch.setattr(margins_in_pieces, "PIECE", 200)
     check_waits(make, kind)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("make", [texts, images])
-def test_sketches_of_factors_wait_once(make):
+@pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
+def test_sketches_of_factors_wait_once(make, monkeypatch):
+    monkeypatch.setattr(margins_in_pieces, "PIECE", 200)
     check_waits(make, "tensor_sketch")
 
 

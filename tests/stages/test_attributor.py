@@ -106,7 +106,7 @@ def test_settings_have_the_defaults_of_the_config():
         **{
             k: v for k, v in properties["scoring"]["properties"].items() if k not in ("keep", "top")
         },
-        **{k: properties["compute"]["properties"][k] for k in ("device", "memory_mb")},
+        **{k: properties["compute"]["properties"][k] for k in ("device", "precision", "memory_mb")},
         **{k: properties[k] for k in ("parameters", "preconditioner", "label_draws")},
         "features_dtype": properties["features_dtype"],
     }

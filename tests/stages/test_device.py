@@ -47,7 +47,9 @@ def features(tmp_path, monkeypatch):
 
     def computed(device):
         file = tmp_path / f"{device}.h5"
-        compute_features(features=file, spec=spec, **inputs, **ON_CPU | {"device": device})
+        compute_features(
+            features=file, spec=spec, **inputs, **ON_CPU | {"device": device, "batch_size": 1}
+        )
         with open_artifact(file, FEATURES) as artifact:
             return torch.tensor(artifact.matrix("features")[:]), artifact.provenance["device"]
 

@@ -16,7 +16,7 @@ from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.attribution.device import find_device
-from trak_core.attribution.project_gradients import batch_features, projecting_device, stored_rows
+from trak_core.attribution.project_gradients import QueuedFeatures, projecting_device, stored_rows
 from trak_core.attribution.sample_outputs import warn_of_saturation
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
@@ -316,12 +316,13 @@ def test_features_that_differ_by_rounding_alone_are_refused_as_int8_too(
 ):
     """Their integers may differ where a half is rounded. Scores would be rounding errors."""
 
-    def alike(*args):
-        rows, columns = batch_features(*args)
+    def alike(features):
+        rows, columns = wait(features)
         noise = np.random.default_rng(len(rows)).standard_normal(rows.shape)
         return (1 - 1 / 254 + 1e-6 * noise * (rows != 0)).astype(np.float32), columns
 
-    monkeypatch.setattr("trak_core.attribution.write_features.batch_features", alike)
+    wait = QueuedFeatures.wait
+    monkeypatch.setattr(QueuedFeatures, "wait", alike)
     with refused("gradients.all_alike", "150 training samples"):
         digits.stages(tmp_path, 1, proj_dim=160, dtype="int8")
 

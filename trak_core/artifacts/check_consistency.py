@@ -53,8 +53,8 @@ def made_for(
 
     The projection is reduced to the keys in the config, and the checkpoint to its id.
     """
-    # A spec without this key does not match a file with it.
-    expected: dict[str, Any] = {"label_draws": None} | spec.as_dict()
+    # A spec without these keys does not match a file with one.
+    expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
     if isinstance(actual["projection"], dict):
         actual["projection"] = {k: actual["projection"].get(k) for k in expected["projection"]}

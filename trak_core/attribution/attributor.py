@@ -23,6 +23,7 @@ from trak_core.attribution.attributor_arguments import (
     without_none,
 )
 from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
+from trak_core.attribution.device import float32_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.fitted_checkpoint import write_normal_matrix
 from trak_core.attribution.inner_products import write_gramian
@@ -43,7 +44,7 @@ from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
 # Keys of ``compute`` that an attributor takes. They change no numbers except by rounding.
-_COMPUTE = ("device", "batch_size", "memory_mb", "threads")
+_COMPUTE = ("device", "precision", "batch_size", "memory_mb", "threads")
 # This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
 
@@ -100,6 +101,9 @@ class Attributor(FittedAttributor):
             Phi_c^T W_c Phi_c.
         features_dtype: Stored dtype of features: ``"float32"``, ``"float16"`` or ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
+        precision: ``"highest"`` for float32 products of matrices and convolutions, ``"high"`` for
+            TF32 products, with three digits, on devices that have them. torch's own settings are
+            replaced during ``fit`` and ``score``, and then restored.
         batch_size: The largest number of samples to differentiate at once.
         memory_mb: Memory for arrays, in MiB.
         threads: CPU threads of the projection. None for the number that torch uses.
@@ -145,6 +149,7 @@ class Attributor(FittedAttributor):
         label_draws: int = 0,
         features_dtype: str = "float32",
         device: str | torch.device = "cpu",
+        precision: Literal["highest", "high"] = "highest",
         batch_size: int = 128,
         memory_mb: int = 1000,
         threads: int | None = None,
@@ -167,10 +172,14 @@ class Attributor(FittedAttributor):
             "preconditioner": preconditioner,
             "label_draws": label_draws,
             "features_dtype": features_dtype,
-            **{"compute": {"shards": 1}, "experiments": {}, "answers": {"tokens": False}},
+            **{
+                "compute": {"shards": 1, "precision": precision},
+                "experiments": {},
+                "answers": {"tokens": False},
+            },
         }
         fill_in_scoring(config, along=are_from_along_runs(table))
-        check_scoring(config["scoring"])
+        check_scoring(config["scoring"] | config["compute"])
         check_exact(config)
         check_preconditioner(config)
         check_label_draws(config)
@@ -260,7 +269,7 @@ class Attributor(FittedAttributor):
             need.check(self._compute.memory_mb)
         n_steps = len(self.checkpoints) * len(self._train.ids)
         by_digest: dict[str, list[str]] = {}
-        with progress_bar("fit", n_steps) as bar:
+        with float32_precision(features.precision), progress_bar("fit", n_steps) as bar:
             for name in self.checkpoints:
                 digest = self._fit_checkpoint(name, bar)
                 by_digest.setdefault(digest, []).append(name)

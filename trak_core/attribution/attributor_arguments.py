@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.attribution.device import full_precision, takes_cuda
+from trak_core.attribution.device import PRECISIONS, takes_cuda
 from trak_core.config.checkpoint_list import Checkpoint, checkpoint_table
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, function_location
@@ -81,7 +81,7 @@ def check_scoring(scoring: Mapping[str, Any]) -> None:
             f"{power} and {damping}.",
             code="attribution.scoring",
         )
-    for key, values in (("combine", Combine), ("weighting", Weighting)):
+    for key, values in (("combine", Combine), ("weighting", Weighting), ("precision", PRECISIONS)):
         if scoring[key] not in [*values]:
             raise InputError(
                 f"`{key}` must be one of {', '.join(values)}. Found {scoring[key]!r}.",
@@ -96,9 +96,8 @@ def device_named(given: str | torch.device, *, is_projected: bool) -> torch.devi
     if device.type != "cuda":
         return device
     takes_cuda("cuda")
-    if not is_projected:
-        return full_precision(device)
-    from trak_core.projection.cuda.project import require_numba_cuda
+    if is_projected:
+        from trak_core.projection.cuda.project import require_numba_cuda
 
-    require_numba_cuda()
+        require_numba_cuda()
     return device

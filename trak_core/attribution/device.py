@@ -3,14 +3,26 @@
 import os
 import tempfile
 import time
-from functools import cache
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any, ParamSpec
 
 import torch
 
 from trak_core.errors import InputError
 
+_P = ParamSpec("_P")
 _LOOK_SECONDS = 1.0
+
+# torch's settings of products of float32 numbers, and their value for each ``precision``.
+_of: Any = torch.backends
+_PRODUCTS: Sequence[Any] = (
+    *(_of.cuda.matmul, _of.cudnn.conv, _of.cudnn.rnn),
+    *(_of.mkldnn.matmul, _of.mkldnn.conv, _of.mkldnn.rnn),
+)
+PRECISIONS = {"highest": "ieee", "high": "tf32"}
 
 
 def takes_cuda(name: str) -> bool:
@@ -41,12 +53,41 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def full_precision(device: torch.device) -> torch.device:
-    """Return the device, after disabling TF32 in the CUDA convolutions of this process."""
-    if device.type == "cuda":
-        # TF32 has three digits. Exact scores need more.
-        torch.backends.cudnn.allow_tf32 = False
-    return device
+@contextmanager
+def float32_precision(precision: str) -> Generator[None, None, None]:
+    """Set the precision of this process's float32 products, and restore torch's settings later.
+
+    With ``highest``, products of matrices and convolutions are float32. (torch's default is TF32
+    for convolutions on CUDA.) With ``high``, their factors are rounded to TF32, which has three
+    digits, on devices that support it. Sums are float32.
+    """
+    before = [product.fp32_precision for product in _PRODUCTS]
+    _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
+    try:
+        yield
+    finally:
+        _round_factors(before)
+
+
+def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a stage with the precision in its ``spec``."""
+
+    @wraps(stage)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        spec: Any = kwargs["spec"]
+        with float32_precision(getattr(spec, "features", spec).precision):
+            stage(*args, **kwargs)
+
+    return run
+
+
+def _round_factors(dtypes: Sequence[str]) -> None:
+    # torch has older settings with the same meaning. It raises an error if they differ.
+    older = "medium" if dtypes[3] == "bf16" else "high"
+    torch.set_float32_matmul_precision(older if dtypes[0] == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = dtypes[1] == "tf32"
+    for product, dtype in zip(_PRODUCTS, dtypes, strict=True):
+        product.fp32_precision = dtype
 
 
 def device_name(device: torch.device) -> str:

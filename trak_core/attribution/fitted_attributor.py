@@ -22,6 +22,7 @@ from trak_core.attribution.checkpoint_scorers import (
     Scorer,
     stored_columns,
 )
+from trak_core.attribution.device import float32_precision
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -36,7 +37,7 @@ from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.runtime.progress import progress_bar
-from trak_core.settings import EXACT, Combine, ScoresSpec
+from trak_core.settings import EXACT, Combine, FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
@@ -223,8 +224,8 @@ class FittedAttributor(ABC):
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        # A spec without this key does not match a file with it.
-        return {"label_draws": None} | loaded.file_spec(own, projection)
+        # A spec without these keys does not match a file with one.
+        return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
         if keep not in {"full", "top_k"}:
@@ -249,13 +250,14 @@ class FittedAttributor(ABC):
 
     def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
         """Return ``compute()``. If memory does not suffice, free all scorers and try again."""
-        try:
-            return compute()
-        except InputError as error:
-            if error.code != "gradients.memory_limit" or not (self._holds and self._held):
-                raise
-            self._held, self._holds = {}, False
-            return compute()
+        with float32_precision(self._spec.features.precision):
+            try:
+                return compute()
+            except InputError as error:
+                if error.code != "gradients.memory_limit" or not (self._holds and self._held):
+                    raise
+                self._held, self._holds = {}, False
+                return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
         """Return the limits for computing gradients: half of the memory if scorers are kept."""

@@ -136,7 +136,18 @@ class LoadedModel:
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
         """Return the samples from ``start`` to ``stop`` on the model's device."""
-        batch = samples.batch(start, stop).mapped(lambda tensor: tensor.to(self.device))
+        return self._on_device(samples.batch(start, stop))
+
+    def checked(
+        self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
+    ) -> Batch:
+        """Return ``batch`` after checking labels on the CPU, which does not wait for a GPU."""
+        batch = samples.batch(start, stop)
+        check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
+        return self._on_device(batch)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        batch = batch.mapped(lambda tensor: _moved(tensor, self.device))
         needs_labels = isinstance(self.model, MarginsOfTokens)
         return replace(batch, gives_labels=True) if needs_labels else batch
 
@@ -252,6 +263,13 @@ class LoadedModel:
         if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. Copies from pinned memory do not wait for a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -1,7 +1,9 @@
 """Compute features by projecting per-sample gradients in parts, during the backward pass."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import numpy as np
@@ -185,6 +187,44 @@ class Features:
         return self.rows * self._projection.scale
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedFeatures:
+    """A batch's features, which a GPU may still be computing.
+
+    Attributes:
+        copies: Features, label numbers and ``PerSample.columns``, on the CPU.
+        event: The end of the copies from a GPU. None on a CPU.
+        explain: Raises an error that names the samples whose gradients are not finite.
+    """
+
+    copies: list[Tensor]
+    event: torch.cuda.Event | None
+    explain: Callable[[], None]
+
+    def wait(self) -> tuple[np.ndarray, list[Tensor]]:
+        """Return the result of ``batch_features``."""
+        if self.event is not None:
+            self.event.synchronize()
+        rows, columns = self.copies[0].numpy(), self.copies[1:]
+        if not (np.isfinite(rows).all() and columns[1].isfinite().all()):
+            self.explain()
+            raise InputError(
+                "Features must be finite. Found NaN or infinity although gradients are finite, "
+                "because their sums overflow float32.",
+                code="projection.not_finite",
+            )
+        return rows, columns
+
+
+def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """Return copies on the CPU, and the event at their end. It does not wait for a GPU."""
+    copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
+    if tensors[0].is_cuda:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensors[0].device))
+    return copies, event
+
+
 def batch_features(
     method: GradientMethod,
     model: nn.Module,
@@ -200,24 +240,36 @@ def batch_features(
 ) -> tuple[np.ndarray, list[Tensor]]:
     """Return features, shape (batch, proj_dim), float32; label numbers and ``PerSample.columns``.
 
-    Features are x R of gradients x, times the projection's scale if ``is_scaled``.
+    Features are x R of gradients x, times the projection's scale if ``is_scaled``. All results are
+    on the CPU.
 
     Raises:
         InputError: If a gradient, feature or output is not finite, with the samples' ``ids``.
     """
+    given = method, model, parameters, output, batch, projection, ids, threads, scales
+    return queued_features(*given, is_scaled=is_scaled).wait()
+
+
+def queued_features(
+    method: GradientMethod,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    batch: Batch,
+    projection: ProjectionSpec,
+    ids: Sequence[object],
+    threads: int,
+    scales: Mapping[str, Tensor] | None,
+    *,
+    is_scaled: bool = True,
+) -> QueuedFeatures:
+    """Return the features of ``batch_features`` without waiting for a GPU."""
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
-    # This is the first synchronization with a GPU.
-    rows = (sums.scaled() if is_scaled else sums.rows).cpu().numpy()
-    if not (np.isfinite(rows).all() and columns[0].isfinite().all()):
-        explain_not_finite(model, parameters, output, batch, ids)
-        raise InputError(
-            "Features must be finite. Found NaN or infinity although gradients are finite, because "
-            "their sums overflow float32.",
-            code="projection.not_finite",
-        )
+    rows = sums.scaled() if is_scaled else sums.rows
     numbers = torch.vmap(output.label_number)(batch.labels)
-    return rows, [numbers, *columns]
+    explain = partial(explain_not_finite, model, parameters, output, batch, ids)
+    return QueuedFeatures(*_copied([rows, numbers, *columns]), explain)
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Compute the features of samples for one checkpoint, in memory or in a file."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from trak_core.attribution.batch_by_length import subset
 from trak_core.attribution.device import device_name
 from trak_core.attribution.label_draws import no_loss_noise
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.project_gradients import batch_features, compilers, stored_rows
+from trak_core.attribution.project_gradients import (
+    QueuedFeatures,
+    compilers,
+    queued_features,
+    stored_rows,
+)
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.dependency_digests import content_digest
-from trak_core.gradients import GradientMethod, Variety, check_labels, in_chunks
+from trak_core.gradients import GradientMethod, Variety, in_chunks
 from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
@@ -92,21 +98,39 @@ def feature_blocks(
         lengths = f"{needed.shortest} to {needed.longest} tokens"
         log(f"texts of {lengths}: {most} of the shortest at once")
 
-    def computed(first: int, last: int) -> list[Tensor]:
-        batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
-        check_labels(batch.labels, loaded.output, n_classes, ids)
+    def queued(first: int, last: int) -> QueuedFeatures:
+        batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
         given = loaded.model, loaded.parameters, loaded.output, batch
-        rows, columns = batch_features(method, *given, projection, ids, threads, loaded.scales)
+        features = queued_features(method, *given, projection, ids, threads, loaded.scales)
         if sampled is not None:
             sampled.add(method, loaded, batch, ids, threads)
-        return [torch.from_numpy(rows), *(column.cpu() for column in columns)]
+        return features
 
     variety, n = Variety(), len(data.ids)
-    chunks = in_chunks(computed, n, samples.batches_of(batch_size, room))
+    chunks = _awaited(in_chunks(queued, n, samples.batches_of(batch_size, room)))
     for first, last, (exact, *columns) in samples.in_order(with_progress(chunks, n, "samples")):
         variety.add(exact.numpy())
         yield first, last, stored_rows(exact.numpy(), spec.dtype, data.ids[first:last]), columns
     variety.check("training samples" if spec.split == TRAIN else "targets", must_differ=must_differ)
+
+
+def _awaited(
+    chunks: Iterable[tuple[int, int, QueuedFeatures]],
+) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Yield features as tensors. Those of a GPU are awaited after the next batch was queued."""
+    queue: deque[tuple[int, int, QueuedFeatures]] = deque()
+
+    def first() -> tuple[int, int, list[Tensor]]:
+        start, stop, features = queue.popleft()
+        rows, columns = features.wait()
+        return start, stop, [torch.from_numpy(rows), *columns]
+
+    for chunk in chunks:
+        queue.append(chunk)
+        if len(queue) > 1 or chunk[2].event is None:
+            yield first()
+    if queue:
+        yield first()
 
 
 def write_features(

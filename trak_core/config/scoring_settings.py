@@ -71,6 +71,7 @@ def features_spec(
         preconditioner=None if config["preconditioner"] == "none" else "adam",
         state_dicts=state_dicts or None,
         label_draws=config.get("label_draws", 0),
+        precision=config["compute"]["precision"],
     )
 
 

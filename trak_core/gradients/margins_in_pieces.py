@@ -62,9 +62,10 @@ class Head:
         # Functions may have saved their results, which must not be overwritten.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
-        own = rows.labels[part] - first
-        inside = ((own >= 0) & (own < slopes.shape[1])).nonzero().flatten()
-        slopes[inside, own[inside]] = 1
+        # Indices from a mask would wait for a GPU.
+        own = rows.labels[part, None] - first
+        column = own.clamp(0, slopes.shape[1] - 1)
+        slopes.scatter_(1, column, slopes.gather(1, column).masked_fill_(own == column, 1))
         slopes = slopes.to(logits.dtype)
         return torch.autograd.grad(logits, x, slopes)[0] if self.functions else slopes
 

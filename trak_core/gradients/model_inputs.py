@@ -371,7 +371,7 @@ def _last_line(error: BaseException) -> str:
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
-# Convolutions on CUDA round float32 to TF32, which has 10 bits.
+# With ``precision: high`` CUDA rounds float32 factors to TF32, which has 10 bits.
 _TF32 = 2.0**-10
 
 

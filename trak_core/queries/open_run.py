@@ -12,7 +12,7 @@ import torch
 
 from trak_core.artifacts import ANSWERS, FEATURES, GRAMIAN, open_artifact
 from trak_core.attribution.checkpoint_scorers import Compute
-from trak_core.attribution.device import find_device, full_precision
+from trak_core.attribution.device import find_device
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
@@ -298,10 +298,7 @@ class OpenRun(FittedAttributor):
     def _setup(self) -> Setup:  # pyright: ignore[reportIncompatibleVariableOverride]
         specs, compute = self.run.specs, self.run.specs.config["compute"]
         self.run.check_scores()
-        if specs.is_projected:
-            device = projecting_device(compute["device"])
-        else:
-            device = full_precision(find_device(compute["device"]))
+        device = (projecting_device if specs.is_projected else find_device)(compute["device"])
         sizes = compute["batch_size"], compute["memory_mb"], torch.get_num_threads()
         with self._at_work():
             train = self.study.split(TRAIN, None)

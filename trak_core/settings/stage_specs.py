@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from itertools import product
 from math import prod
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from trak_core.settings.projection import (
     ProjectionKind,
@@ -123,7 +123,12 @@ class FeaturesSpec:
             None if the config does not select a state dict.
         label_draws: The number of labels that are drawn from the model for each training sample,
             for the normal matrix. 0 for a normal matrix of the features.
+        precision: The precision of float32 products, ``highest`` or ``high`` (``float32_precision``
+            of ``attribution/device.py``).
     """
+
+    # Values of later fields that ``as_dict`` leaves out, so that older files stay valid.
+    LEFT_OUT: ClassVar[Mapping[str, Any]] = {"label_draws": 0, "precision": "highest"}
 
     model_output: str
     parameter_patterns: Sequence[str] | None
@@ -136,6 +141,7 @@ class FeaturesSpec:
     targets_digest: str | None = None
     state_dicts: Mapping[str, str] | None = None
     label_draws: int = 0
+    precision: str = "highest"
 
     @property
     def is_exact(self) -> bool:
@@ -155,9 +161,9 @@ class FeaturesSpec:
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values for JSON, without ``label_draws`` if it is 0."""
+        """Return the fields as plain values for JSON, without those of ``LEFT_OUT``."""
         values = ordered(asdict(self))
-        return values if self.label_draws else {k: values[k] for k in values if k != "label_draws"}
+        return {k: v for k, v in values.items() if k not in self.LEFT_OUT or v != self.LEFT_OUT[k]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

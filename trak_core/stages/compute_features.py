@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
+from trak_core.attribution.device import at_precision
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
@@ -16,6 +17,7 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
+@at_precision
 def compute_features(
     *,
     features: Path,

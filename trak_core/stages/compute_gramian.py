@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.device import find_device, full_precision
+from trak_core.attribution.device import at_precision, find_device
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.settings import TRAIN, FeaturesSpec
@@ -14,6 +14,7 @@ from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
 
+@at_precision
 def compute_gramian(
     *,
     gramian: Path,
@@ -36,7 +37,7 @@ def compute_gramian(
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    loaded = LoadedModel.of_study(study, checkpoint, spec, full_precision(find_device(device)))
+    loaded = LoadedModel.of_study(study, checkpoint, spec, find_device(device))
     split, ids = spec.split or TRAIN, selected_ids(selected, spec) or targets
     write_gramian(
         gramian,

@@ -9,23 +9,17 @@ from torch.func import vmap
 
 from trak_core.artifacts import EMBEDDINGS, OUTPUTS, create, software
 from trak_core.attribution.batch_by_length import OrderedSamples
-from trak_core.attribution.device import device_name, find_device
+from trak_core.attribution.device import at_precision, device_name, find_device
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import embed_samples
-from trak_core.gradients import (
-    MemoryBudget,
-    budget_bytes,
-    call,
-    check_labels,
-    in_chunks,
-    in_evaluation_mode,
-)
+from trak_core.gradients import MemoryBudget, budget_bytes, call, in_chunks, in_evaluation_mode
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.runtime.progress import with_progress
 from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.study import Study
 
 
+@at_precision
 def compute_outputs(
     *,
     outputs: Path,
@@ -55,8 +49,7 @@ def compute_outputs(
     room = MemoryBudget(needed, budget_bytes(loaded.device, memory_mb))
 
     def compute(first: int, last: int) -> list[Tensor]:
-        batch = loaded.batch(samples, first, last)
-        check_labels(batch.labels, output, n_classes, samples.split.ids[first:last])
+        batch = loaded.checked(samples, first, last, n_classes)
         read = output.read(call(loaded.model, batch))
         columns = (
             vmap(output.label_number)(batch.labels),
@@ -83,6 +76,7 @@ def compute_outputs(
 _WINDOW = 1024
 
 
+@at_precision
 def compute_embeddings(
     *,
     embeddings: Path,

@@ -21,7 +21,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.device import device_name
+from trak_core.attribution.device import at_precision, device_name
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
@@ -37,6 +37,7 @@ from trak_core.study.study import Study
 _TARGETS, _EACH = 100, 10
 
 
+@at_precision
 def compute_token_scores(
     *,
     token_scores: Path,

@@ -1,0 +1,165 @@
+"""Products of float32 numbers have the precision of the config, and then that of the process."""
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import replace
+
+import pytest
+import torch
+from linear_study import with_two_checkpoints
+from pipeline import ON_CPU, features_spec, scores_spec
+from refused import refused
+from torch import backends
+
+import trak_core.stages
+from trak_core.artifacts import FEATURES, ArtifactError, open_artifact
+from trak_core.artifacts.check_consistency import check_made_for
+from trak_core.attribution.device import float32_precision
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_gramian import compute_gramian, compute_newton_scores
+from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
+
+EXACT, NEWTON = ({"projection": {"kind": k}, "dtype": "float64"} for k in ("exact", "gauss_newton"))
+TRAINING = {"model_output": "regression", "proj_dim": 8}
+STAGES = {
+    compute_features: ("features", features_spec(**TRAINING)),
+    compute_outputs: ("outputs", features_spec(**TRAINING, split="all")),
+    compute_embeddings: ("embeddings", features_spec(**TRAINING, split="all")),
+    compute_gramian: ("gramian", features_spec("regression", **EXACT)),
+    compute_newton_scores: (
+        "scores",
+        scores_spec(["c0"], [30], model_output="regression", **NEWTON).under("c0"),
+    ),
+}
+# What a user may have set, in torch's older and newer way.
+USERS = {
+    "nothing": lambda: None,
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "no TF32 in convolutions": lambda: setattr(backends.cudnn, "allow_tf32", False),
+    "TF32 in products": lambda: setattr(backends.cuda.matmul, "allow_tf32", True),
+    "float32 in convolutions": lambda: setattr(backends.cudnn.conv, "fp32_precision", "ieee"),
+}
+
+
+def state():
+    """Return torch's settings. An older one that differs from a newer one is an error."""
+
+    def read(function):
+        try:
+            return function()
+        except RuntimeError as error:
+            return str(error)
+
+    older = (
+        torch.get_float32_matmul_precision,
+        lambda: backends.cudnn.allow_tf32,
+        lambda: backends.cuda.matmul.allow_tf32,
+    )
+    newer = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul
+    return [*map(read, older), *(each.fp32_precision for each in newer)]
+
+
+EXPECTED = {
+    "highest": ["highest", False, False, *["ieee"] * 4],
+    "high": ["high", True, True, *["tf32"] * 4],
+}
+
+
+@pytest.fixture(params=USERS)
+def users(request):
+    """Set what a user may have set; return the state."""
+    before = [each.fp32_precision for each in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    USERS[request.param]()
+    yield state()
+    torch.set_float32_matmul_precision("highest")
+    backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = before
+    backends.cudnn.allow_tf32 = True
+
+
+@pytest.fixture
+def seen():
+    """The states in which modules run."""
+    states = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda *_: states.append(state())
+    )
+    yield states
+    hook.remove()
+
+
+@pytest.mark.parametrize("precision", EXPECTED)
+def test_products_have_a_precision_and_then_that_of_the_user(users, precision):
+    with float32_precision(precision):
+        assert state() == EXPECTED[precision]
+        with backends.cudnn.flags(enabled=False):  # reads the older settings
+            pass
+    assert state() == users
+
+
+@pytest.mark.parametrize("precision", EXPECTED)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_a_stage_has_the_precision_of_its_spec(stage, precision, seen, tmp_path):
+    before = state()
+    study, checkpoints, _ = with_two_checkpoints(tmp_path)
+    output, spec = STAGES[stage]
+    features = replaced(spec, precision)
+    given = {"checkpoint": checkpoints["c0"], "study_file": study, "spec": features, **ON_CPU}
+    given |= {output: tmp_path / "made.h5"}
+    taken = inspect.signature(stage).parameters
+    stage(**{name: value for name, value in given.items() if name in taken})
+    assert seen
+    assert all(each == EXPECTED[precision] for each in seen)
+    assert state() == before
+
+
+def replaced(spec, precision):
+    if not hasattr(spec, "features"):
+        return replace(spec, precision=precision)
+    return replace(spec, features=replace(spec.features, precision=precision))
+
+
+def test_every_stage_that_runs_a_model_reads_its_precision():
+    names = [module.name for module in pkgutil.iter_modules(trak_core.stages.__path__)]
+    modules = [importlib.import_module(f"trak_core.stages.{name}") for name in names]
+    stages = {
+        function
+        for module in modules
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+        and "device" in inspect.signature(function).parameters
+    }
+    assert stages > STAGES.keys()
+    assert all(hasattr(stage, "__wrapped__") for stage in stages)
+
+
+@pytest.mark.parametrize("precision", EXPECTED)
+@pytest.mark.parametrize("projection", [None, "exact", "gauss_newton"])
+def test_an_attributor_leaves_the_precision_of_the_process(linear, seen, precision, projection):
+    train, targets, attributor = linear
+    before = state()
+    own = attributor(precision=precision, projection=projection).fit(train)
+    own.score(targets)
+    assert seen
+    assert all(each == EXPECTED[precision] for each in seen)
+    assert state() == before
+    with refused("attribution.scoring", "`precision`", "highest, high", "'tf32'"):
+        attributor(precision="tf32")
+
+
+def test_features_of_different_precision_are_not_combined(linear, tmp_path):
+    train, _, attributor = linear
+    attributor(precision="highest").fit(train, "folder")
+    file = tmp_path / "folder/features/c0/train.h5"
+    with open_artifact(file, FEATURES) as features:
+        assert "precision" not in features.spec  # as in files of earlier versions
+    with refused("attribution.other_folder", "precision"):
+        attributor(precision="high").fit(train, "folder")
+    attributor(precision="high").fit(train, "other")
+    with refused("attribution.other_folder", "precision"):
+        attributor().fit(train, "other")
+    with open_artifact(tmp_path / "other/features/c0/train.h5", FEATURES) as features:
+        assert features.spec["precision"] == "high"
+        with pytest.raises(ArtifactError, match=r"'precision': None.*'precision': 'high'"):
+            check_made_for(features, features_spec("regression", 8))
