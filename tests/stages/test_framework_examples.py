@@ -2,6 +2,7 @@
 
 import sys
 from importlib.util import find_spec
+from subprocess import PIPE
 
 import patience
 import pytest
@@ -20,7 +21,7 @@ def test_an_example_prints_what_explains_each_target(name, needs, files, printed
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which `make test` installs")
     command = [sys.executable, str(REPOSITORY / "examples" / f"{name}.py")]
-    run = patience.run(command, 120, cwd=tmp_path, capture_output=True, text=True)
+    run = patience.run(command, 120, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True)
     assert run.returncode == 0, run.stderr
     assert len(list(tmp_path.glob(files))) >= 3
     assert sum(printed in line for line in run.stdout.splitlines()) >= 4

@@ -87,6 +87,7 @@ def test_a_network_by_its_name_gives_scores(name, folder):
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # timm's ImageDataset closes no file.
 def test_the_example_of_timm_prints_what_explains_each_image(folder, capsys):
     runpy.run_path(str(REPOSITORY / "examples/timm_network.py"))
     lines = capsys.readouterr().out.splitlines()
