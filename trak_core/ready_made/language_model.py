@@ -201,7 +201,7 @@ def language_model(
 
     def describe(sample: Mapping[str, Tensor]) -> str:
         before, counted = parts(sample, skip_special_tokens=True)
-        return f"prompt: {before}\nanswer: {counted}" if before else counted
+        return f"prompt: {before}\nanswer: {counted.removeprefix(' ')}" if before else counted
 
     config: Any = from_folder(AutoConfig.from_pretrained, _base(folder) or folder)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
