@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from refused import refused
 
 from trak_core.artifacts import (
     EVALUATION,
@@ -122,6 +123,16 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
         ):
             file.matrix("features", range(3000), range(65), dtype=np.int8)[:] = rows
     assert not (tmp_path / "b.h5").exists()
+
+
+def test_a_table_without_rows_is_refused(tmp_path):
+    """As that of top influences where every score is 0."""
+    with (
+        refused("artifacts.no_row", "top_influences"),
+        create(tmp_path / "a.h5", SCORES, {}, {}) as f,
+    ):
+        f.table("top_influences", {"score": np.zeros(0)}, [])
+    assert not (tmp_path / "a.h5").exists()
 
 
 @pytest.mark.parametrize("most", [1, 64, 256, 1024, 2**14])

@@ -2,9 +2,9 @@
 
 import pytest
 import yaml
+from refused import refused
 
 from trak_core.config.read_config import with_values_read
-from trak_core.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,7 @@ def test_other_values_of_the_file_are_kept():
 
 def test_a_value_that_is_not_yaml_is_refused():
     config = {"training": {"until": "2024-13-45"}}
-    with pytest.raises(InputError, match="--config training: the value must be YAML"):
+    with refused("config.no_yaml", "--config training: the value must be YAML"):
         with_values_read(config, ["training={until: 2024-13-45}"])
+    with refused("config.no_yaml", "010", 8):
+        with_values_read(config, ["training={epochs: 010}"])

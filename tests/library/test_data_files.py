@@ -3,10 +3,11 @@ import shutil
 import time
 
 import pytest
+from refused import refused
 
 from trak_core.errors import InputError
 from trak_core.runtime import files
-from trak_core.runtime.files import data_digests, path_digests
+from trak_core.runtime.files import data_digests, disk_full_error, file_digest, path_digests
 
 
 @pytest.fixture
@@ -91,6 +92,12 @@ def test_results_and_what_comes_by_itself_do_not_count(folder, record):
     assert data_digests(["."], record) == before
     with pytest.raises(InputError, match=r"Found nothing at 'results'"):
         data_digests(["results"], record)
+
+
+def test_files_that_the_system_refuses_have_codes(tmp_path):
+    with refused("runtime.unreadable", "Is a directory"):
+        file_digest(tmp_path)
+    assert disk_full_error(tmp_path / "a.h5", "no room").code == "runtime.disk_full"
 
 
 @pytest.fixture

@@ -113,6 +113,18 @@ def test_each_output_is_one_and_its_row_says_what_it_is(name):
         assert re.fullmatch(r"[a-z].*[^.]", words)
 
 
+def test_each_error_has_a_code():
+    kinds = {"InputError", *re.findall(r"class (\w+)\(InputError", "\n".join(MODULES.values()))}
+    without = [
+        f"{name}:{call.lineno}"
+        for name, text in MODULES.items()
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in kinds
+        if len(call.args) < 2 and "code" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert not without
+
+
 def test_each_code_of_an_error_is_seen_by_a_test():
     pattern = re.compile(r'(?:code=|_refuse\(\s*)"(\w+\.\w+)"')
     codes = {code for text in MODULES.values() for code in pattern.findall(text)}

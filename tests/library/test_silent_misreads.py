@@ -193,3 +193,15 @@ def test_images(tmp_path, capsys):
         with refused("studies.image_frames", 2, f"dog/{suffix}.{suffix}"):
             image_folder(*arguments).train_data()[2]
         path.unlink()
+
+
+@pytest.mark.parametrize("folders", [("9", "10"), ("a", "B")])
+def test_classes_that_timm_orders_otherwise(folders, tmp_path, capsys):
+    for name in folders:
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(tmp_path / "images" / name / "1.png")
+    study = image_folder(str(tmp_path / "images"), "net.py:net")
+    assert study.class_names() == [folders[1], folders[0]]
+    assert f"class 0 is '{folders[1]}'" in capsys.readouterr().err
+    image_folder(str(tmp_path / "images"), "net.py:net", classes=folders)
+    assert not capsys.readouterr().err

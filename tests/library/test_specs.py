@@ -1,7 +1,6 @@
 """The specs of all jobs of a config, without Snakemake or torch."""
 
 import copy
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from refused import refused
 from trak_core.config import specs_from_config
 from trak_core.config.specs_from_config import specs_of
 from trak_core.dependency_digests import content_digest
-from trak_core.errors import InputError
 from trak_core.settings import (
     Combine,
     FeaturesSpec,
@@ -190,7 +188,7 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
     Path("same.py").write_text("import common\ntarget_data = None\n")
     made(experiments__asked={"data": "same.py", "shards": 1})
     made(experiments__asked={"data": "asked/../same.py", "shards": 1})
-    with pytest.raises(InputError, match=re.escape(f"Found {found}. Rename one")):
+    with refused("config.module_names", f"Found {found}. Rename one"):
         made(experiments__asked={"data": question, "shards": 1})
 
 
@@ -212,7 +210,7 @@ def test_what_a_question_imports_beside_the_study_decides_it(made):
     Path("study.py").write_text("def make_model():\n    import mine\n")
     Path("apart/asked.py").write_text("target_data = None\n")
     Path("apart/mine.py").write_text("")
-    with pytest.raises(InputError, match=re.escape("Found mine.py and apart/mine.py. Rename one")):
+    with refused("config.module_names", "Found mine.py and apart/mine.py. Rename one"):
         made(experiments__asked={"data": "apart/asked.py", "shards": 1})
 
 

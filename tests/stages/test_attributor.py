@@ -186,6 +186,9 @@ def test_weights_may_be_paths_or_state_dicts(linear):
         {"c0": {"path": states[0]}, "c1": {"path": "c1.pt", "run": "c1"}},
     ):
         assert attributor(given).fit(train).score(targets).frame.equals(expected)
+    # Lightning's names of files have signs that are in no id.
+    Path("epoch=1-step=60.ckpt").write_bytes(Path("c0.pt").read_bytes())
+    assert attributor(["epoch=1-step=60.ckpt"]).checkpoints == ["epoch_1-step_60"]
     # State dicts in a list have ids 0 and 1, and so other projections.
     assert attributor(states).checkpoints == ["0", "1"]
     along = {f"c{i}": {"path": states[i], "run": "a", "at": i} for i in (0, 1)}

@@ -1,5 +1,6 @@
 """Evaluations agree with plain loops: own training, dense matrices, SciPy."""
 
+import re
 from dataclasses import replace
 
 import h5py
@@ -27,7 +28,6 @@ from torch.utils.data import TensorDataset
 from workspace import REPOSITORY
 
 from trak_core.artifacts import ArtifactError
-from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import retrain
@@ -313,7 +313,8 @@ def test_a_users_retrained_models_give_the_same_results(run, evaluated, tmp_path
 @pytest.mark.filterwarnings("ignore::pandas.errors.PerformanceWarning")
 def test_wrong_files_of_retrained_models_are_refused(run, tmp_path, change, message):
     path = user_file(run, tmp_path / "mine.h5", lambda m, o: change(m.astype(int), o))
-    with pytest.raises(InputError, match=message):
+    code = "artifacts.frame" if "'outputs'" in message or "dtypes" in message else None
+    with refused(code or "evaluation.retrained_models", re.compile(message)):
         run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)
     assert not (tmp_path / "e.h5").exists()
 

@@ -4,6 +4,8 @@ Both come with the extra `vision`, which the gate installs with its lowest versi
 """
 
 import json
+import re
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import yaml
 from PIL import Image
 from pipeline import read_scores, run_config
 from safetensors.torch import save_file
+from workspace import REPOSITORY
 
 from trak_core.command.init import config_for
 from trak_core.ready_made.image_folder import image_folder
@@ -82,3 +85,12 @@ def test_a_network_by_its_name_gives_scores(name, folder):
             for x, y in study.target_data()
         ]
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # timm's ImageDataset closes no file.
+def test_the_example_of_timm_prints_what_explains_each_image(folder, capsys):
+    runpy.run_path(str(REPOSITORY / "examples/timm_network.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert re.fullmatch(r"\w+/\d+\.png <- \w+/\d+\.png 0\.\d{4}", line)

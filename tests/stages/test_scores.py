@@ -356,7 +356,7 @@ def test_a_warning_if_most_training_samples_have_tiny_loss_weights(capsys):
 def test_a_missing_gpu_or_numba_cuda_is_an_error_before_any_gradient(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for find in (find_device, projecting_device):
-        with pytest.raises(InputError, match="CUDA device"):
+        with refused("attribution.no_cuda", "CUDA device"):
             find("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(project_cuda, "is_simulated", lambda: False)

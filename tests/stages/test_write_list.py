@@ -13,12 +13,13 @@ from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_wi
 
 from trak_core.artifacts import ArtifactError
 from trak_core.lists.lists import few_targets
+from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.files import write_csv
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.draw_influences import _facts, show_list
 from trak_core.stages.retrain import listed_rows
-from trak_core.stages.write_list import find_duplicates, write_list
+from trak_core.stages.write_list import _write, find_duplicates, write_list
 from trak_core.study.sample_columns import with_class_names
 
 PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
@@ -153,6 +154,44 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
         given = {"scores": path, "spec": spec, "kind": "drop", "code": "code"}
         write_list(listed=listed, **given, study_file=study)
     assert lists[0].read_text() == lists[1].read_text()  # Labels of a regression are numbers.
+
+
+@pytest.mark.parametrize(
+    ("model_output", "columns"),
+    [
+        ("language_modelling", ["id", "tokens", "right", "other_tokens"]),
+        ("segmentation", ["id", "pixels", "right", "other_pixels"]),
+        ("image_classification", ["id", "label", "prediction", "other_label"]),
+        ("clip", ["id", "prediction"]),
+        ("loss", ["id"]),
+    ],
+)
+def test_columns_of_a_list_say_what_labels_are(model_output, columns, tmp_path):
+    rows = pd.DataFrame({"id": [4], "label": [9], "prediction": [7], "other_label": [8]})
+    _write(tmp_path / "drop.csv", rows, (), None, model_output)
+    assert [*pd.read_csv(tmp_path / "drop.csv")] == columns
+    # A column of the study keeps its name.
+    _write(tmp_path / "own.csv", rows.assign(tokens="own"), (), None, "language_modelling")
+    own = pd.read_csv(tmp_path / "own.csv")
+    assert own.iloc[0].to_dict() == {
+        **{"id": 4, "label": 9, "right": 7, "other_tokens": 8, "tokens": "own"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("language_modelling", "wrong text"), ("regression", "wrong label"), ("loss", "wrong sample")],
+)
+def test_suspects_are_ticked_as_what_is_wrong(results, function, words, tmp_path, monkeypatch):
+    place = "trak_core.stages.draw_influences.output_of"
+    monkeypatch.setattr(place, lambda _: about_output(function))
+    scores, listed, page = results / "scores/mine.h5", tmp_path / "s.csv", tmp_path / "s.html"
+    first = pd.read_hdf(scores, "train")["id"].head(1)
+    write_csv(listed, pd.DataFrame({"id": first, "rank": 1, "harm": 0.5}))
+    about = {"experiment": "mine", "study_file": study_with(tmp_path, ""), "code": "code"}
+    show_list(page=page, listed=listed, kind="suspects", scores=[scores], **about)
+    divisions = Page(page.read_text()).all("div")
+    assert [d["data-decision"] for d in divisions if "data-decision" in d] == [words]
 
 
 @pytest.mark.parametrize("way", CODES)

@@ -185,6 +185,7 @@ def test_bad_checkpoint(workspace, tmp_path, name):
     with pytest.raises(InputError) as error:
         features_of(workspace, path)
     assert re.search(expected, str(error.value))
+    assert (error.value.code == "study.no_weights") is (name == "no file")
     assert not workspace.path("out.h5").exists()
     assert not (tmp_path / "ran").exists()
 

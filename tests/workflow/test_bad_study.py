@@ -87,6 +87,20 @@ def edited(workspace, name, old, new):
     return path
 
 
+FAILS = ("data fails", "ids are a number", "describe fails", "import fails", "study leaves Python")
+CODES = {
+    **dict.fromkeys(FAILS, "study.failed"),
+    "no model function": "study.no_function",
+    "model function returns no model": "study.model_type",
+    "two classes of one name": "study.class_names",
+    "no data": "study.no_samples",
+    "label not finite": "gradients.label_value",
+    "ids twice": "study.ids",
+    "ids with a null byte": "study.ids",
+    "samples change": "study.random_samples",
+}
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_bad_study(workspace, name):
     old, new, expected = STUDIES[name]
@@ -96,6 +110,7 @@ def test_bad_study(workspace, name):
     found = " ".join(str(error.value).split())
     assert re.search(expected, found)
     assert str(path) in found
+    assert error.value.code == CODES.get(name, error.value.code)
 
 
 def test_a_study_that_crashes(workspace):

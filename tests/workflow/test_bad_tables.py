@@ -4,9 +4,9 @@ import re
 
 import pytest
 from refusals import check, message, refuse
+from refused import refused
 
 from trak_core.config.checkpoint_list import checkpoint_table
-from trak_core.errors import InputError
 
 HEADER = b"checkpoint\tpath\n"
 COLUMNS = r"columns checkpoint, path, each once\. Missing:"
@@ -48,7 +48,8 @@ def test_bad_table(workspace, name):
     if GONE in expected:  # which the preflight says, of a table that is good
         found = message(refuse(workspace, {"checkpoints": "table.tsv"}))
     else:
-        with pytest.raises(InputError) as error:
+        code = "config.checkpoint_id" if name.startswith("an id") else "config.table"
+        with refused(code) as error:
             checkpoint_table(str(path), None)
         found = str(error.value)
     assert re.search(expected, found)
@@ -56,5 +57,5 @@ def test_bad_table(workspace, name):
 
 
 def test_ids_that_differ_in_type_alone(workspace):
-    with pytest.raises(InputError, match="Found '1' twice"):
+    with refused("config.checkpoint_id", re.compile(r"Found '1' twice")):
         check(workspace, {"checkpoints": {1: "c0.pt", "1": "c0.pt"}})

@@ -343,8 +343,10 @@ def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
     ):
         with refused("config.study_keywords", "mine.py", named):
             with_ready_study({**given, "study_arguments": wrong})
-    with pytest.raises(InputError, match=r"gone.py: the study's Python file must exist"):
+    with refused("provenance.study_file", "gone.py: the study's Python file must exist"):
         with_ready_study({**given, "study": "gone.py"})
+    with refused("study.no_file", "gone.py: the study's Python file must exist"):
+        Study.load(Path("gone.py"))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers'

@@ -32,7 +32,8 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
     ]
     raise ArtifactError(
         f"{file.path}: files to be combined must agree in the {part}. Expected {texts[0]}, found "
-        f"{texts[1]}. Delete the file and run snakemake again: rule {file.kind.rule} remakes it."
+        f"{texts[1]}. Delete the file and run snakemake again: rule {file.kind.rule} remakes it.",
+        code="artifacts.other_file",
     )
 
 

@@ -194,7 +194,8 @@ class Rows:
 def _refused(path: Path, kind: ArtifactKind, must: str, finding: str) -> ArtifactError:
     return ArtifactError(
         f"{path}: {must}. {finding}. Delete the file and run snakemake again: rule {kind.rule} "
-        "remakes it."
+        "remakes it.",
+        code="artifacts.damaged",
     )
 
 
@@ -331,5 +332,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     except MemoryError:
         raise
     except Exception as error:  # A damaged file can cause errors of any type.
-        raise ArtifactError(f"{must}. Found: {_first_line(error)}. {how}") from error
+        raise ArtifactError(
+            f"{must}. Found: {_first_line(error)}. {how}", code="artifacts.frame"
+        ) from error
     return values, row_ids, column_ids

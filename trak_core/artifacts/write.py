@@ -113,7 +113,8 @@ class MatrixWriter:
 def not_finite(path: Path, error: Exception) -> ArtifactError:
     """Return the error for numbers that are not finite."""
     return ArtifactError(
-        f"{path}: every number of an artifact must be finite, but {error}. Nothing was written."
+        f"{path}: every number of an artifact must be finite, but {error}. Nothing was written.",
+        code="artifacts.not_finite",
     )
 
 
@@ -183,7 +184,8 @@ class Writer:
         if not _length(rows):  # pandas would not write it
             raise ArtifactError(
                 f"{self.path}: the table {key!r} must have a row. Found none: is every "
-                "score exactly 0?"
+                "score exactly 0?",
+                code="artifacts.no_row",
             )
         self.tables.append((key, rows, list(searchable)))
 

@@ -75,8 +75,9 @@ class Attributor(FittedAttributor):
             better scores. Weights are the path of a file or folder in any format that the config
             takes, or a state dict. Pass one of these, a list of them, or a dict from ids to them.
             Several checkpoints of one training are entries ``{"path": ..., "run": ..., "at": ...}``
-            of the dict. In a list, ids are the file names without suffix if all differ, else 0, 1,
-            2, ... The id determines the projection matrix. None for the weights of ``model``.
+            of the dict. In a list, ids are the file names without suffix if all differ, with `_`
+            in place of signs such as `=`, else 0, 1, 2, ... The id determines the projection
+            matrix. None for the weights of ``model``.
         projection: None for a random projection, ``"exact"`` for inner products of whole gradients
             (n^2 numbers).
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a

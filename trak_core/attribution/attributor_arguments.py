@@ -1,5 +1,6 @@
 """Read the arguments of an ``Attributor``."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
     if isinstance(given, str | Path) or _is_state_dict(given):
         given = [given]
     if not isinstance(given, Mapping):
-        stems = [Path(w).stem if isinstance(w, str | Path) else "" for w in given]
+        stems = [_id_of(w) if isinstance(w, str | Path) else "" for w in given]
         are_names = all(stems) and len({*stems}) == len(stems)
         given = {stems[i] if are_names else str(i): weights for i, weights in enumerate(given)}
     entries: dict[str, Any] = {}
@@ -51,6 +52,11 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
             code="attribution.no_checkpoint",
         )
     return table, paths | in_memory
+
+
+def _id_of(path: str | Path) -> str:
+    """Return the name of a file, such as Lightning's ``epoch=1-step=60.ckpt``, as an id."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(path).stem).lstrip(".-")
 
 
 def _is_state_dict(given: Any) -> bool:

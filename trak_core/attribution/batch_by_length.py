@@ -135,7 +135,8 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
             f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens: texts "
             "must be no longer than the model's positions and the memory allow. Cut longer ones "
             "into pieces, or as training did (`study_arguments: {max_tokens: 64}`, say, with a "
-            "ready-made study)."
+            "ready-made study).",
+            code=error.code,
         ) from error
 
 

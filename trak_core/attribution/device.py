@@ -35,7 +35,8 @@ def takes_cuda(name: str) -> bool:
     if name == "cuda" and not is_available:
         raise InputError(
             "compute.device is cuda, so torch must find a CUDA device. Found none: check "
-            "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto."
+            "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto.",
+            code="attribution.no_cuda",
         )
     return name == "cuda" or (name == "auto" and is_available)
 

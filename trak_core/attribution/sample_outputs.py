@@ -57,7 +57,8 @@ def _scale(model: nn.Module) -> float:
     if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
             "model_output clip needs a model with one parameter `logit_scale`, the logarithm of "
-            f"the inner products' factor. Found {len(scales)}."
+            f"the inner products' factor. Found {len(scales)}.",
+            code="attribution.logit_scale",
         )
     return scales[0].detach().exp().item()
 
@@ -155,7 +156,8 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
         raise InputError(
             "Embeddings need a last torch.nn.Linear whose inputs have a row for each sample or "
             f"token. Found {layer} for {len(batch)} samples. Remove embedding_cosine from the "
-            "baselines of `evaluation`."
+            "baselines of `evaluation`.",
+            code="attribution.embeddings",
         )
     rows = last_inputs[0].float()
     if lengths is not None and rows.ndim > 2:

@@ -289,7 +289,9 @@ class DampedGramian:
         gradients. A numerically singular matrix raises an error.
         """
         if damping < 0:
-            raise InputError(f"The damping must be at least 0. Found {damping}.")
+            raise InputError(
+                f"The damping must be at least 0. Found {damping}.", code="attribution.scoring"
+            )
         weights = weights.astype(np.float64)
         ridge = damping * float(np.mean(weights * np.diagonal(gramian)))
         root = np.sqrt(weights)

@@ -75,7 +75,8 @@ def checkpoint_table(
             shown = ", ".join(f"{name}: {at}" for name, at in zip(ids, times, strict=True))
             raise InputError(
                 "Checkpoints of one run must have different times `at`, which give their order. "
-                f"Found {shown} in run {run!r}."
+                f"Found {shown} in run {run!r}.",
+                code="config.checkpoint_time",
             )
     return table
 
@@ -107,7 +108,10 @@ def _check_ids(names: list[str]) -> None:
                 code="config.checkpoint_id",
             )
         if counts[name] > 1:
-            raise InputError(f"Ids of checkpoints must differ. Found {name!r} twice.")
+            raise InputError(
+                f"Ids of checkpoints must differ. Found {name!r} twice.",
+                code="config.checkpoint_id",
+            )
 
 
 def _check_streams(names: list[str]) -> None:
@@ -117,7 +121,8 @@ def _check_streams(names: list[str]) -> None:
         if other != name:
             raise InputError(
                 "Checkpoints need different random projections, which their ids determine. Found "
-                f"that {other!r} and {name!r} have the same by chance. Rename one of them."
+                f"that {other!r} and {name!r} have the same by chance. Rename one of them.",
+                code="config.checkpoint_id",
             )
 
 
@@ -135,7 +140,8 @@ def _checked_time(at: Any, name: str) -> float:
     if type(at) not in (int, float) or not 0 <= at < float("inf"):
         raise InputError(
             "`at` must be the time at which a checkpoint was saved, a number of at least "
-            f"0 such as an epoch. Found {at!r} for checkpoint {name!r}."
+            f"0 such as an epoch. Found {at!r} for checkpoint {name!r}.",
+            code="config.checkpoint_time",
         )
     return at
 
@@ -158,12 +164,16 @@ def _trained(
     if times == []:
         raise InputError(
             f"`at` must have at least one time. Found an empty list for run {name!r}. Leave `at` "
-            "out for one checkpoint at the end."
+            "out for one checkpoint at the end.",
+            code="config.checkpoint_time",
         )
     several = times if isinstance(times, list) else [times]
     twice = [at for i, at in enumerate(several) if at in several[:i]]
     if twice:
-        raise InputError(f"`at` must list each time once. Found {twice[0]} twice for run {name!r}.")
+        raise InputError(
+            f"`at` must list each time once. Found {twice[0]} twice for run {name!r}.",
+            code="config.checkpoint_time",
+        )
     for at in several:
         yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
 
@@ -189,8 +199,10 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         return
     if at is not None:
         raise InputError(
-            f"{path}: a folder of a Trainer's checkpoints must have no `at`, because each has its "
-            f"step. Found {at!r} for checkpoint {name!r}. Leave it out, or name one of its folders."
+            f"{path}: a folder of a Trainer's checkpoints must have no `at`, because each has "
+            f"its step. Found {at!r} for checkpoint {name!r}. Leave it out, or name one of its "
+            "folders.",
+            code="config.checkpoint_time",
         )
     for number, folder in folders:
         step = _step(folder, number)
@@ -218,7 +230,8 @@ def _step(folder: Path, number: int) -> float:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
-            f"failed: {type(error).__name__}: {error}."
+            f"failed: {type(error).__name__}: {error}.",
+            code="config.trainer_state",
         ) from error
 
 

@@ -85,7 +85,8 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         if listed:
             raise InputError(
                 "Checkpoints in a store must be named one by one. Found a folder that holds "
-                f"several, such as {listed[0]}."
+                f"several, such as {listed[0]}.",
+                code="config.stored",
             )
         return
     here = f"(from {Path.cwd()})"
@@ -102,7 +103,8 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             f"With `preconditioner: adam`, checkpoints must be folders that hold {OPTIMIZER_FILE}, "
             "as a Trainer saves it without save_only_model, or files of model and optimizer. Found "
             f"no optimizer in {', '.join(bare)}. Name only those that have one, or leave "
-            "`preconditioner` out."
+            "`preconditioner` out.",
+            code="config.preconditioner",
         )
     truth = _own_truth(specs)
     if not all(Path(path).is_file() for path in truth):

@@ -42,7 +42,8 @@ def read_table(
             return _read_rows(reader, path, columns, optional)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(
-            f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}."
+            f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}.",
+            code="config.table",
         ) from error
 
 
@@ -54,7 +55,8 @@ def _read_rows(
         missing = ", ".join(c for c in columns if c not in header) or "none"
         raise InputError(
             f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
-            f"once. Missing: {missing}; found {', '.join(header) or 'nothing'}."
+            f"once. Missing: {missing}; found {', '.join(header) or 'nothing'}.",
+            code="config.table",
         )
     rows = []
     for row in reader:
@@ -62,17 +64,21 @@ def _read_rows(
         if not all(cells):
             raise InputError(
                 f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
-                f"{', '.join(map(repr, cells))} in line {reader.line_num}."
+                f"{', '.join(map(repr, cells))} in line {reader.line_num}.",
+                code="config.table",
             )
         surplus = row.get(None) or []
         if any(surplus):
             raise InputError(
                 f"{path}: no row of the table may have more cells than the header, {len(header)}. "
-                f"Found {len(header) + len(surplus)} in line {reader.line_num}."
+                f"Found {len(header) + len(surplus)} in line {reader.line_num}.",
+                code="config.table",
             )
         rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
     if not rows:
-        raise InputError(f"{path}: the table must have rows. Found only a header.")
+        raise InputError(
+            f"{path}: the table must have rows. Found only a header.", code="config.table"
+        )
     return rows
 
 
@@ -197,7 +203,8 @@ def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
         if other.resolve() != file.resolve():
             raise InputError(
                 "The Python files of a study and its experiments are modules of one process, so "
-                f"their names must differ. Found {other} and {file}. Rename one of them."
+                f"their names must differ. Found {other} and {file}. Rename one of them.",
+                code="config.module_names",
             )
     return [*named.values()]
 
@@ -227,7 +234,8 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         line = key.start_mark.line + 1
         if not isinstance(name, Hashable):
             raise InputError(
-                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}."
+                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}.",
+                code="config.text_name",
             )
         if name in seen:
             raise InputError(
@@ -239,6 +247,20 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """Return an integer, but not one that YAML 1.1 reads to base 8 or 60, such as 0123 or 1:30."""
+    value = loader.construct_yaml_int(node)
+    if re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
+        raise InputError(
+            f"{node.start_mark.name}: an integer must be decimal. Found {node.value} in line "
+            f"{node.start_mark.line + 1}, which YAML reads as {value}. Put it in quotes if it is "
+            "text.",
+            code="config.octal",
+        )
+    return value
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -259,6 +281,7 @@ class _TextKeyLoader(yaml.SafeLoader):
     """A YAML loader that keeps keys as text, as Snakemake does for ``--config``."""
 
 
+_TextKeyLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 _TextKeyLoader.add_constructor(
     yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
     lambda loader, node: {
@@ -286,7 +309,9 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
             try:
                 given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
             except (yaml.YAMLError, ValueError, RecursionError) as error:
-                raise InputError(f"--config {key}: the value must be YAML. {error}") from error
+                raise InputError(
+                    f"--config {key}: the value must be YAML. {error}", code="config.no_yaml"
+                ) from error
             read[key] = merged(read[key], given)
     return read
 

@@ -180,19 +180,24 @@ def order_models(
     if unknown:
         raise InputError(
             f"{name}: the columns of `masks` must be the training samples of the study. Found "
-            f"others, such as {sorted(map(str, unknown))[0]}."
+            f"others, such as {sorted(map(str, unknown))[0]}.",
+            code="evaluation.retrained_models",
         )
     chosen = _columns(masks, train_ids, name, "masks")
     values = _columns(outputs, target_ids, name, "outputs")
     if not np.isin(chosen, (0, 1)).all():
-        raise InputError(f"{name}: `masks` must hold only 0 and 1. Found {chosen.max():g}.")
+        raise InputError(
+            f"{name}: `masks` must hold only 0 and 1. Found {chosen.max():g}.",
+            code="evaluation.retrained_models",
+        )
     subsets = masks[1]
     rows = {subset: [] for subset in subsets}
     for row, subset in enumerate(outputs[1]):
         if subset not in rows:
             raise InputError(
                 f"{name}: the name of every row of `outputs` must be that of a row of `masks`, the "
-                f"model's subset. Found {subset!r}."
+                f"model's subset. Found {subset!r}.",
+                code="evaluation.retrained_models",
             )
         rows[subset].append(row)
     counts = {len(models) for models in rows.values()}
@@ -200,7 +205,8 @@ def order_models(
         raise InputError(
             f"{name}: `masks` must have each subset once, and `outputs` the same number of models "
             f"of each. Found {len(subsets)} rows of {len(rows)} subsets, with "
-            f"{min(counts, default=0)} to {max(counts, default=0)} models each."
+            f"{min(counts, default=0)} to {max(counts, default=0)} models each.",
+            code="evaluation.retrained_models",
         )
     return chosen, np.stack([values[rows[subset]] for subset in subsets], axis=1)
 
@@ -214,7 +220,8 @@ def _columns(frame: Frame, ids: Sequence[Any], name: object, key: str) -> np.nda
         raise InputError(
             f"{name}: the columns of `{key}` must be the study's ids, each once. Found "
             f"{len(columns)} columns, such as {columns[0] if columns else 'none'!r}. Missing: "
-            f"{', '.join(map(str, missing[:4])) or 'none'}."
+            f"{', '.join(map(str, missing[:4])) or 'none'}.",
+            code="evaluation.retrained_models",
         )
     return values[:, [position[i] for i in ids]].astype(np.float64)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 
@@ -197,6 +197,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
     each = [dict(batch.tensors()) for batch in batches]
+    for name in each[0] if longest is None else ():
+        shapes = {tuple(tensors[name].shape[1:]) for tensors in each}
+        if len(shapes) > 1:
+            raise InputError(
+                "All samples must have the same shapes. Found for "
+                f"{name}: {listed(sorted(shapes))}. {ONE_SHAPE}",
+                code="gradients.different_shapes",
+            )
     inputs = {
         name: _padded_cat([x[name] for x in each], longest if name in first.along else None)
         for name in each[0]

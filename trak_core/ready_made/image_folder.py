@@ -1,5 +1,6 @@
 """Define the study of an image classifier, with images in folders by class or in a table."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,8 @@ def image_folder(
     target_rows = _rows(Path(targets)) if targets else rows
     numbers = class_numbers(classes or _class_names(rows))
     names = list(numbers)
+    if not classes:
+        _notice_other_order(names)
     prepared = function_at(transform, "transform") if transform else _as_is
 
     def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -182,6 +185,24 @@ def _class_names(rows: RowFile) -> list[str]:
                 code="studies.label",
             )
     return sorted({str(label) for label in labels})
+
+
+def _notice_other_order(names: list[str]) -> None:
+    """Print a notice if timm's own reader of folders gives these sorted classes another order.
+
+    It compares numbers in names by value, and ignores case.
+    """
+    parts = {name: re.split(r"(\d+)", name.lower()) for name in names}
+    timm = sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
+    if timm != names:
+        first = next(i for i, pair in enumerate(zip(names, timm, strict=True)) if len({*pair}) > 1)
+        print(
+            f"Notice: class {first} is {names[first]!r}, because classes are sorted as texts. "
+            f"timm's ImageDataset makes it {timm[first]!r}. Give `classes` in study_arguments, in "
+            "the order of training.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _rows(images: Path) -> RowFile:

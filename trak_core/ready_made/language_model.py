@@ -191,10 +191,17 @@ def language_model(
             )
         return read_rows(targets)
 
-    def as_read(sample: Mapping[str, Tensor]) -> str:
+    def parts(sample: Mapping[str, Tensor], **how: Any) -> list[str]:
         ids, n_before = sample["input_ids"].tolist(), int((sample["labels"] == -100).sum())
-        before, counted = (tokenizer.decode(part) for part in (ids[:n_before], ids[n_before:]))
-        return f"{before!r}, then what counts: {counted!r}" if n_before else repr(counted)
+        return [tokenizer.decode(part, **how) for part in (ids[:n_before], ids[n_before:])]
+
+    def as_read(sample: Mapping[str, Tensor]) -> str:
+        before, counted = parts(sample)
+        return f"{before!r}, then what counts: {counted!r}" if before else repr(counted)
+
+    def describe(sample: Mapping[str, Tensor]) -> str:
+        before, counted = parts(sample, skip_special_tokens=True)
+        return f"prompt: {before}\nanswer: {counted.removeprefix(' ')}" if before else counted
 
     config: Any = from_folder(AutoConfig.from_pretrained, _base(folder) or folder)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -209,7 +216,7 @@ def language_model(
         target_data=lambda: Rows(target_rows(), sample),
         target_ids=lambda: target_rows().ids(),
         encode=encode,
-        describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
+        describe=describe,
         as_read=as_read,
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         train_columns=lambda: columns_from(rows, used),

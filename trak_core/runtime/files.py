@@ -116,7 +116,8 @@ def disk_full_error(path: Path, reason: str) -> InputError:
     return InputError(
         f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
         "The partial file was deleted. Free space, or raise the quota or limit, and run snakemake "
-        "again. Finished files are kept."
+        "again. Finished files are kept.",
+        code="runtime.disk_full",
     )
 
 
@@ -287,7 +288,8 @@ def file_digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(
-            f"{path}: the file must be readable. Found: {error.strerror or error}."
+            f"{path}: the file must be readable. Found: {error.strerror or error}.",
+            code="runtime.unreadable",
         ) from error
 
 

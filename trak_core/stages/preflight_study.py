@@ -160,7 +160,8 @@ def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
             raise InputError(
                 "A sample must be the same whenever it is read. Found two of "
                 f"{split.ids[0]}, which differ in {name or 'the inputs'}. Remove random steps such "
-                "as augmentation; prepare samples as in evaluation."
+                "as augmentation; prepare samples as in evaluation.",
+                code="study.random_samples",
             )
 
 
@@ -171,7 +172,8 @@ def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: st
         signature.bind(**arguments)
     except TypeError as error:
         raise InputError(
-            f"{study.path}: {requirement}. Found train{signature} and {arguments}: {error}."
+            f"{study.path}: {requirement}. Found train{signature} and {arguments}: {error}.",
+            code="study.train",
         ) from None
 
 
@@ -183,7 +185,8 @@ def _check_training(
     if "at" in inspect.signature(train).parameters:
         raise InputError(
             f"{study.path}: train() must rename its argument `at`. In a config, `at` specifies "
-            "the times at which a training leaves checkpoints."
+            "the times at which a training leaves checkpoints.",
+            code="study.train",
         )
     for run, arguments in training.items():
         requirement = f"train() must take the arguments of checkpoint {run} and of `training`"
@@ -193,7 +196,8 @@ def _check_training(
             f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
             "model) at every time under `at`. Found no yield in it. Write `yield epoch, model` in "
             "its loop instead of `return model` at its end, or `yield from` if another function "
-            "has the loop."
+            "has the loop.",
+            code="study.train",
         )
 
 
@@ -217,7 +221,8 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
     if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
         raise InputError(
             "scoring.weighting can be curvature where the loss is a function of the model output "
-            f"alone. Found model_output {name}. Set it to plain."
+            f"alone. Found model_output {name}. Set it to plain.",
+            code="config.weighting",
         )
 
 
@@ -244,7 +249,7 @@ def _check_checkpoints(
     lines = [*problems.values()]
     if len(lines) > 1:
         lines.insert(0, f"Every checkpoint must fit the model. Found {len(lines)} that do not:")
-    raise InputError("\n".join(lines))
+    raise InputError("\n".join(lines), code="study.checkpoint_keys")
 
 
 def _ready_made(study: Study) -> ReadyStudy | None:
@@ -355,7 +360,8 @@ def preflight_study(
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
-                f"{len(split.ids)} samples."
+                f"{len(split.ids)} samples.",
+                code="compute.shards",
             )
         n_samples[name] = len(split.ids)
     return {

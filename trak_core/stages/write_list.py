@@ -89,12 +89,22 @@ def _write(
     study_file: Path | None,
     model_output: str,
 ) -> None:
-    """Write rows as CSV, with the study's names of classes in the columns ``labels``."""
+    """Write rows as CSV, with the study's names of classes in the columns ``labels``.
+
+    If labels have many parts, such as tokens, the columns of their numbers are named after them.
+    Labels and predictions that have no meaning under the model output are left out.
+    """
     if study_file is not None:
         # This module imports torch, so it is imported only if it is needed.
         from trak_core.study.sample_columns import with_class_names
 
         rows = with_class_names(rows, labels, study_file, model_output)
+    about = about_output(model_output)
+    words = {"label": about.label, "other_label": about.label, "prediction": about.prediction}
+    rows = rows.drop(columns=[name for name, word in words.items() if not word], errors="ignore")
+    if about.counts_parts:  # A column of the study can have the same name.
+        words["other_label"] = f"other_{about.label}"
+        rows = rows.rename(columns={k: word for k, word in words.items() if word not in rows})
     write_csv(listed, rows)
 
 

@@ -51,11 +51,15 @@ class Split:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
                 f"data. Found {listed(unknown)}; the data have {len(position)} ids, such as "
-                f"{self.ids[0]!r} and {self.ids[-1]!r}."
+                f"{self.ids[0]!r} and {self.ids[-1]!r}.",
+                code="study.no_target",
             )
         twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
         if twice:
-            raise InputError(f"A target must be listed once. Found twice: {listed(twice)}.")
+            raise InputError(
+                f"A target must be listed once. Found twice: {listed(twice)}.",
+                code="study.no_target",
+            )
         rows = [position[i] for i in ids]
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
@@ -134,7 +138,8 @@ def users_code(call: str) -> Generator[None, None, None]:
         shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
         raise InputError(
             f"{call} must end without an error. Found {type(error).__name__}: {error}\n"
-            f"{''.join(traceback.format_list(shown))}".rstrip()
+            f"{''.join(traceback.format_list(shown))}".rstrip(),
+            code="study.failed",
         ) from error
 
 
@@ -165,7 +170,8 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
     if len(plain) != n_samples:
         raise InputError(
             f"{function} must give one id for each sample. Found {len(plain)} ids for {n_samples} "
-            "samples."
+            "samples.",
+            code="study.ids",
         )
     if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
         is_good = _is_number if type(plain[0]) is int else _is_name
@@ -173,12 +179,14 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         raise InputError(
             f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID_BYTES} "
             "bytes of printable text only, other than nan. Found "
-            f"{', '.join(repr(i) for i in bad[:3])}."
+            f"{', '.join(repr(i) for i in bad[:3])}.",
+            code="study.ids",
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
         raise InputError(
-            f"{function} must give every sample its own id. Found repeated ids: {commonest!r}."
+            f"{function} must give every sample its own id. Found repeated ids: {commonest!r}.",
+            code="study.ids",
         )
     return plain
 

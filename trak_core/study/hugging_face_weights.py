@@ -154,7 +154,8 @@ class Adapter:
         if lost:
             raise InputError(
                 "An adapter's weights must be in the model after peft has loaded them. Found "
-                f"others in {', '.join(lost[:8])}. Save the whole model's state_dict() instead."
+                f"others in {', '.join(lost[:8])}. Save the whole model's state_dict() instead.",
+                code="study.adapter_model",
             )
 
     def differing_settings(self, folder: Path) -> tuple[list[str], list[str]]:

@@ -119,7 +119,10 @@ class Study:
     def load(cls, path: Path) -> "Study":
         """Import a study's Python file, unless that would train a model."""
         if not path.is_file():
-            raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
+            raise InputError(
+                f"{path}: the study's Python file must exist. Found nothing there.",
+                code="study.no_file",
+            )
         training = _trains_when_run(path)
         if training is not None:
             raise InputError(
@@ -171,7 +174,8 @@ class Study:
             ]
             raise InputError(
                 f"{self.path}: the study must define a function {name}(). Found "
-                f"{', '.join(own) or 'no functions'}."
+                f"{', '.join(own) or 'no functions'}.",
+                code="study.no_function",
             )
         return function
 
@@ -187,7 +191,8 @@ class Study:
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"{self.path}: make_model() must return a torch.nn.Module. Found "
-                f"{type(model).__name__}."
+                f"{type(model).__name__}.",
+                code="study.model_type",
             )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise InputError(
@@ -214,7 +219,8 @@ class Study:
         if not isinstance(text, str):
             raise InputError(
                 f"{self.path}: {by}() must return a str, the sample as a text to read. Found "
-                f"{type(text).__name__} for sample {sample_id}."
+                f"{type(text).__name__} for sample {sample_id}.",
+                code="study.text_type",
             )
         return text
 
@@ -282,12 +288,16 @@ class Study:
         if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
             raise InputError(
                 f"{self.path}: {pool}_data() must return samples with len() and [i], such as a "
-                f"torch Dataset. Found {type(samples).__name__}."
+                f"torch Dataset. Found {type(samples).__name__}.",
+                code="study.no_samples",
             )
         with users_code(f"{self.path}: len() of {pool}_data()"):
             size = len(samples)
         if size == 0:
-            raise InputError(f"{self.path}: {pool}_data() must hold samples. Found none.")
+            raise InputError(
+                f"{self.path}: {pool}_data() must hold samples. Found none.",
+                code="study.no_samples",
+            )
         ids = list(range(size))
         if self.has(f"{pool}_ids"):
             function = self.function(f"{pool}_ids")
@@ -337,7 +347,8 @@ def models_along(
         passed[6:-3] = ["..."]
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"none at {remaining[0]!r}; it yielded at {', '.join(passed) or 'none'}."
+        f"none at {remaining[0]!r}; it yielded at {', '.join(passed) or 'none'}.",
+        code="study.train",
     )
 
 
@@ -371,7 +382,8 @@ def _time_and_model(study: Study, step: Any) -> tuple[float, nn.Module]:
         types = [type(entry).__name__ for entry in (step if is_pair else [step])]
         raise InputError(
             f"{study.path}: train() must yield a number, the time in the run, and the model. Found "
-            f"{', '.join(types)}."
+            f"{', '.join(types)}.",
+            code="study.train",
         )
     return step[0], step[1]
 
@@ -380,12 +392,14 @@ def _checked(study: Study, arguments: dict[str, Any], model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(
             f"{study.path}: train() must return the trained torch.nn.Module, or yield it with the "
-            f"time. Found {type(model).__name__}."
+            f"time. Found {type(model).__name__}.",
+            code="study.train",
         )
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise InputError(
                 f"{study.path}: train({arguments}) must return finite weights. Found NaN or "
-                f"infinity in {name}: training diverged."
+                f"infinity in {name}: training diverged.",
+                code="study.train",
             )
     return model

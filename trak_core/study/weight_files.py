@@ -199,7 +199,9 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         InputError: If a folder has no weights, or weights of both an adapter and a whole model.
     """
     if not checkpoint.exists():
-        raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
+        raise InputError(
+            f"{checkpoint}: a checkpoint must exist. Found nothing there.", code="study.no_weights"
+        )
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
             raise InputError(
@@ -229,7 +231,8 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     raise InputError(
         f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
         f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
-        f"do, as a Trainer saves them. Found {contents}."
+        f"do, as a Trainer saves them. Found {contents}.",
+        code="study.no_weights",
     )
 
 
