@@ -160,7 +160,7 @@ def _differentiating_forward(model: nn.Module) -> Generator[None, None, None]:
             warnings.catch_warnings(),
         ):
             # The first use of forward mode calls torch.jit.script, which torch warns about.
-            warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+            warnings.filterwarnings("ignore", ".*torch.jit.script")
             yield
     except RuntimeError as error:  # includes NotImplementedError of missing derivatives
         if isinstance(error, InputError) or is_out_of_memory(error):
