@@ -145,7 +145,7 @@ def make_model():
 """
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_model_is_refused(tmp_path):
     path = tmp_path / "study.py"
     path.write_text(SCRIPTED)

@@ -4,13 +4,13 @@ import base64
 import hashlib
 import io
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from jinja2 import UndefinedError
 from matplotlib.pyplot import imread
 from refused import refused
@@ -110,7 +110,7 @@ def test_hashes_and_versions_are_those_of_the_files(page, results):
     for name in ("scores/mine.h5", "normal_matrix/c0.h5"):
         with h5py.File(results / name) as file:
             assert page.row(name)[0] == file.attrs["content-hash"].decode()
-    assert page.row("torch") == [torch.__version__]
+    assert page.row("torch") == [version("torch")]
     assert page.row("numpy") == [np.__version__]
     checkpoint = results.parent / "c1.pt"
     assert hashlib.sha256(checkpoint.read_bytes()).hexdigest() in page.text

@@ -1,6 +1,7 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
 from functools import cache, partial
+from importlib.metadata import version
 
 import h5py
 import numpy as np
@@ -190,7 +191,7 @@ def test_tables_have_the_mean_loss_weight_and_files_their_provenance(case):
     with open_artifact(path, SCORES) as file:
         (of_scores,) = file.provenance["made_from"]
     (of_features,) = of_scores["made_from"]
-    assert of_features["torch"] == torch.__version__
+    assert of_features["torch"] == version("torch")
 
 
 @pytest.mark.parametrize(("name", "proj_dim"), [("small_digits", 160), ("diabetes", None)])

@@ -203,8 +203,9 @@ def plain_layers() -> Generator[None, None, None]:
             _replace(stack, torch, name, partial(function, getattr(torch, name)))
         # Users may have imported ``checkpoint`` by name. It looks these names up in its module.
         _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
-        if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
-            _replace(stack, checkpoint, "_checkpoint_without_reentrant_generator", _do_nothing)
+        for end in ("", "_impl"):  # before torch 2.15, and since
+            if hasattr(checkpoint, name := f"_checkpoint_without_reentrant_generator{end}"):
+                _replace(stack, checkpoint, name, _do_nothing)
         yield
 
 
