@@ -18,7 +18,8 @@ their size. Kinds of drops below .8 are left out.
 
 --peers names the folder with other packages' environments (benchmarks/board_rivals.py); packages
 that are missing have no rows. --newton 0.1 adds rows of `projection: gauss_newton` with these
-dampings, computed by `trak run` from the run's end.
+dampings, computed by `trak run` from the run's end. --draws 0 4 --dampings 0.3 1 adds rows of
+`label_draws`, computed by `Attributor`.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from board_scores import OURS, all_scores, newton_scores
+from board_scores import OURS, all_scores, drawn_scores, newton_scores
 from board_study import DROPS, SIZES, Board, Size, Training, board, trainings
 from shared import environment, write_csv
 
@@ -211,6 +212,8 @@ def main() -> None:
     parser.add_argument(
         "--newton", type=float, nargs="*", default=[], help="dampings of Gauss-Newton's rows"
     )
+    parser.add_argument("--draws", type=int, nargs="*", default=[], help="numbers of drawn labels")
+    parser.add_argument("--dampings", type=float, nargs="*", default=[1], help="of these rows")
     parser.add_argument("--beside", default=OURS, help="the row that all are compared with")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -223,6 +226,7 @@ def main() -> None:
     machine = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
     print(machine)
     scores = all_scores(about, asked.folder) | newton_scores(about, asked.folder, asked.newton)
+    scores |= drawn_scores(about, asked.folder, asked.draws, asked.dampings)
     scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
     known = truths(asked.folder)
     if asked.beside not in scores:

@@ -7,7 +7,10 @@ projection is named.
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from board_study import TIMES, Board, losses, make_model, save, written
 from text_scores import Way, bm25, cosines, features, tf_idf
 from torch import Tensor, nn
 
+from trak_core import Attributor
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
 from trak_core.model_outputs.model_output import ModelOutput
@@ -200,6 +204,39 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
     texts, asked = about.pieces[:n], about.pieces[n:]
     found |= {"BM25": bm25(texts, asked), "TF-IDF": tf_idf(texts, asked)}
     return found | {"embedding cosine, the end": cosines(end["means"], n, m)}
+
+
+def drawn_scores(
+    about: Board, folder: Path, draws: Sequence[int], dampings: Sequence[float]
+) -> dict[str, np.ndarray]:
+    """Return scores (n, m) by `Attributor` with ``label_draws``, of the run's end and along it.
+
+    Features are those of k = 1,024 random signs. The processor seconds of `fit` are printed.
+    """
+    splits = [
+        [{"input_ids": one, "labels": one} for one in pieces]
+        for pieces in (about.train, about.asked)
+    ]
+    states = {at: loaded(about, folder, "run-0", at)[0].state_dict() for at in TIMES}
+    named = {f"at{at:g}": {"path": state, "run": "run", "at": at} for at, state in states.items()}
+    scores = {}
+    for number, (name, kept) in product(draws, {"its end": states[1.0], "along": named}.items()):
+        made = folder / f"drawn-{number}-{name.replace(' ', '-')}"
+        for damping in dampings:
+            settings: dict[str, Any] = {"kind": "rademacher", "damping": damping, "threads": 1}
+            attributor = Attributor(
+                partial(make_model, about.size),
+                "language_modelling",
+                kept,
+                label_draws=number,
+                **settings,
+            )
+            began = time.process_time()
+            attributor.fit(splits[0], made)
+            print(f"{name}, {number} drawn labels: fit in {time.process_time() - began:.1f} s")
+            row = f"{name}, k = 1,024, {number} drawn labels, damping {damping:g}"
+            scores[row] = attributor.score(splits[1]).frame.to_numpy()
+    return scores
 
 
 def newton_scores(about: Board, folder: Path, dampings: Sequence[float]) -> dict[str, np.ndarray]:

@@ -6,8 +6,10 @@ Each study trains five networks with several checkpoints each. Two of these runs
 weight 0 for all but a random part of the samples. Features (`rademacher`, k = 512) and scores are
 the library's.
 
-A row is the fraction kept, a choice of checkpoints and a damping: its LDS with a 95 % bootstrap
-interval over subsets and targets, and the paired difference from `early and end` with damping 2.
+A row is the fraction kept, a choice of checkpoints, the number of drawn labels (`label_draws`) and
+a damping: its LDS with a 95 % bootstrap interval over subsets and targets, and the paired
+difference from the same checkpoints without drawn labels and with damping 2; with one number of
+draws, from `early and end`.
 The line before a study's table shows how closely its networks fit their data: at each time the mean
 loss weight, and the part of the samples that carry it (the square of the sum over the sum of
 squares, over n). `--folder` keeps the trained models, so that a stopped run continues.
@@ -40,7 +42,7 @@ from trak_core.study.study import Study
 
 _STUDIES = Path(__file__).parent / "studies"
 _RUNS, _K, _SEEDS, _GROUP = 5, 512, 2, 10
-_DAMPINGS = 0.1, 0.3, 1, 2, 5, 10
+_DAMPINGS = 0.03, 0.1, 0.3, 1, 2, 5, 10
 _FRACTIONS = 0.5, 0.9, 0.99
 
 
@@ -81,6 +83,7 @@ class Row:
     study: str
     keeps: float
     checkpoints: str
+    draws: int
     damping: float
     lds: float
     low: float
@@ -93,9 +96,11 @@ class Row:
 class Measured:
     """One study's checkpoints and retrained models."""
 
-    def __init__(self, case: Case, folder: Path, runs: int = _RUNS):
+    def __init__(
+        self, case: Case, folder: Path, runs: int = _RUNS, draws: Sequence[int] = (0,)
+    ) -> None:
         """Train what the folder lacks, networks ``runs`` times."""
-        self.case, self.folder, self.runs = case, folder, runs
+        self.case, self.folder, self.runs, self.draws = case, folder, runs, draws
         study = Study.load(case.path)
         self.targets = study.split("target_data", None).ids[: case.n_targets]
         self.train_ids = study.split("train", None).ids
@@ -112,15 +117,19 @@ class Measured:
                 )
         self.weights, self.curvature = {}, {}
         for run, at in self.checkpoints:
-            for split in ("train", "targets"):
-                self._make_features(run, at, split)
+            self._make_features(run, at, "targets", 0)
+            for number in {0, *draws}:
+                self._make_features(run, at, "train", number)
             with open_artifact(folder / f"{run}-{at}-train.h5", FEATURES) as file:
                 self.weights[run, at] = file.vector("loss_weights")
                 if file.has("curvature"):
                     self.curvature[run, at] = file.vector("curvature").astype(float)
 
-    def _make_features(self, run: int, at: float, split: str) -> None:
-        path = self.folder / f"{run}-{at}-{split}.h5"
+    def _features(self, run: int, at: float, split: str, draws: int) -> Path:
+        return self.folder / f"{run}-{at}-{split}{f'-{draws}' if draws else ''}.h5"
+
+    def _make_features(self, run: int, at: float, split: str, draws: int) -> None:
+        path = self._features(run, at, split, draws)
         if path.exists():
             return
         compute_features(
@@ -136,6 +145,7 @@ class Measured:
                 checkpoint=f"{run}-{at}",
                 split=split,
                 targets_digest=None if split == "train" else "",
+                label_draws=draws,
             ),
             targets=None if split == "train" else self.targets,
             code="",
@@ -184,9 +194,12 @@ class Measured:
             "all times": (True, self.checkpoints),
             "all but the end": (True, list(product(runs, times[:-1]))),
             "ends": (False, list(product(runs, [end]))),
+            "one end": (False, [(0, end)]),
         }
 
-    def sums(self, masks: np.ndarray, chosen: Chosen, *, along: bool) -> dict[float, np.ndarray]:
+    def sums(
+        self, masks: np.ndarray, chosen: Chosen, draws: int, *, along: bool
+    ) -> dict[float, np.ndarray]:
         """Return subset sums by damping, with the defaults for such checkpoints."""
         output = self.case.model_output
         combine = Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
@@ -201,11 +214,11 @@ class Measured:
         total = dict.fromkeys(_DAMPINGS, np.zeros(()))
         for run, at in chosen:
             diagonal = np.ones(masks.shape[1])
-            if w_power is not None:
+            if w_power is not None and not draws:
                 diagonal = self.curvature[run, at] ** w_power
             with (
-                open_artifact(self.folder / f"{run}-{at}-train.h5", FEATURES) as train,
-                open_artifact(self.folder / f"{run}-{at}-targets.h5", FEATURES) as targets,
+                open_artifact(self._features(run, at, "train", draws), FEATURES) as train,
+                open_artifact(self._features(run, at, "targets", 0), FEATURES) as targets,
             ):
                 rows = train.matrix("features")[:]
                 checkpoint = CheckpointRows(
@@ -214,6 +227,7 @@ class Measured:
                     read=lambda start, stop, rows=rows: rows[start:stop],
                     target_features=targets.matrix("features")[:].astype(float),
                     block=len(rows),
+                    normal_matrix=train.matrix("sampled_normal")[:] if draws else None,
                 )
                 for setting, share in setting_sums(masks, settings, averages, checkpoint).items():
                     total[setting.damping] = total[setting.damping] + share
@@ -233,26 +247,24 @@ def measure(name: str, measured: Measured, fraction: float) -> list[Row]:
     """Return the rows of one study and fraction, and print them."""
     truth = measured.truth(fraction)
     sums = {
-        (choice, damping): own
+        (choice, draws, damping): own
         for choice, (along, chosen) in measured.choices().items()
-        for damping, own in measured.sums(truth.masks, chosen, along=along).items()
+        for draws in measured.draws
+        for damping, own in measured.sums(truth.masks, chosen, draws, along=along).items()
     }
-    first = ("early and end", 2)
-    sums = {first: sums.pop(first)} | sums
-    mean = truth.outputs.mean(axis=0)
+    keys, mean = list(sums), truth.outputs.mean(axis=0)
     drawn = bootstrap([*sums.values()], truth.outputs)
     each = [float(rank_correlations(own, mean).mean()) for own in sums.values()]
-    intervals = zip(
-        np.transpose(interval(drawn, axis=0)),
-        np.transpose(interval(drawn - drawn[:, :1], axis=0)),
-        strict=True,
-    )
     rows = []
-    for (choice, damping), lds, (own, gain) in zip(sums, each, intervals, strict=False):
-        numbers = (round(float(x), 4) for x in (lds, *own, lds - each[0], *gain))
-        rows.append(Row(name, fraction, choice, damping, *numbers))
-        print(("{:<20}{:>6} {:<16}" + "{:>8.3g}" * 7).format(*asdict(rows[-1]).values()))
-    low, high = np.transpose(interval(drawn, axis=0))[-1]
+    for i, (choice, draws, damping) in enumerate(keys):
+        same = choice if len(measured.draws) > 1 else "early and end"
+        first = keys.index((same, measured.draws[0], 2))
+        gain = interval(drawn[:, i] - drawn[:, first], axis=0)
+        own = interval(drawn[:, i], axis=0)
+        numbers = (round(float(x), 4) for x in (each[i], *own, each[i] - each[first], *gain))
+        rows.append(Row(name, fraction, choice, draws, damping, *numbers))
+        print(("{:<20}{:>6} {:<16}{:>3}" + "{:>8.3g}" * 7).format(*asdict(rows[-1]).values()))
+    low, high = interval(drawn[:, -1], axis=0)
     print(f"{name}, {fraction}: ceiling {low:.3f} to {high:.3f}", flush=True)
     return rows
 
@@ -263,6 +275,7 @@ def main() -> None:
     parser.add_argument("studies", nargs="+", choices=CASES)
     parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS, help="kept")
     parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
+    parser.add_argument("--draws", type=int, nargs="+", default=[0], help="numbers of labels")
     parser.add_argument("--folder", type=Path, help="where what is trained stays")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -276,7 +289,7 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             began = time.process_time()
             case = replace(CASES[name], subsets=asked.subsets or CASES[name].subsets)
-            measured = Measured(case, folder)
+            measured = Measured(case, folder, draws=asked.draws)
             print(f"{name}: time: loss weight, part that carries it; {measured.fitted()}")
             for fraction in asked.fractions:
                 rows += measure(name, measured, fraction)
