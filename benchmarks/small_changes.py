@@ -42,7 +42,7 @@ from trak_core.study.study import Study
 
 _STUDIES = Path(__file__).parent / "studies"
 _RUNS, _K, _SEEDS, _GROUP = 5, 512, 2, 10
-_DAMPINGS = 0.03, 0.1, 0.3, 1, 2, 5, 10
+_DAMPINGS = 0.1, 0.3, 1, 2, 5, 10
 _FRACTIONS = 0.5, 0.9, 0.99
 
 
@@ -97,14 +97,20 @@ class Measured:
     """One study's checkpoints and retrained models."""
 
     def __init__(
-        self, case: Case, folder: Path, runs: int = _RUNS, draws: Sequence[int] = (0,)
+        self,
+        case: Case,
+        folder: Path,
+        runs: int = _RUNS,
+        draws: Sequence[int] = (0,),
+        only: Sequence[str] = (),
     ) -> None:
-        """Train what the folder lacks, networks ``runs`` times."""
+        """Train what the folder lacks, networks ``runs`` times. ``only`` names choices."""
         self.case, self.folder, self.runs, self.draws = case, folder, runs, draws
         study = Study.load(case.path)
         self.targets = study.split("target_data", None).ids[: case.n_targets]
         self.train_ids = study.split("train", None).ids
-        self.checkpoints = list(product(range(runs), case.times))
+        self.choices = {k: v for k, v in self._choices().items() if k in only or not only}
+        self.checkpoints = sorted({one for _, chosen in self.choices.values() for one in chosen})
         for run in range(runs):
             paths = [folder / f"{run}-{at}.pt" for at in case.times]
             if not paths[-1].exists():
@@ -183,7 +189,7 @@ class Measured:
                 )
         return read_ground_truth(paths, list(self.train_ids), list(self.targets), spec)
 
-    def choices(self) -> dict[str, tuple[bool, Chosen]]:
+    def _choices(self) -> dict[str, tuple[bool, Chosen]]:
         """Return which checkpoints to take, and whether they come from along runs."""
         times, runs = self.case.times, range(self.runs)
         early, late, end = times[1], times[-2], times[-1]
@@ -191,14 +197,20 @@ class Measured:
             "early and end": (True, list(product(runs, [early, end]))),
             "early and late": (True, list(product(runs, [early, late]))),
             "taking turns": (True, [(run, times[run % len(times)]) for run in runs]),
-            "all times": (True, self.checkpoints),
+            "all times": (True, list(product(runs, times))),
             "all but the end": (True, list(product(runs, times[:-1]))),
             "ends": (False, list(product(runs, [end]))),
             "one end": (False, [(0, end)]),
         }
 
     def sums(
-        self, masks: np.ndarray, chosen: Chosen, draws: int, *, along: bool
+        self,
+        masks: np.ndarray,
+        chosen: Chosen,
+        draws: int,
+        dampings: Sequence[float],
+        *,
+        along: bool,
     ) -> dict[float, np.ndarray]:
         """Return subset sums by damping, with the defaults for such checkpoints."""
         output = self.case.model_output
@@ -209,9 +221,9 @@ class Measured:
             power,
             is_probability=about_output(output).weight_is_probability,
         )
-        settings = [Setting(damping, power, combine, _K) for damping in _DAMPINGS]
+        settings = [Setting(damping, power, combine, _K) for damping in dampings]
         averages = average_weights(settings, [self.weights[one] for one in chosen])
-        total = dict.fromkeys(_DAMPINGS, np.zeros(()))
+        total = dict.fromkeys(dampings, np.zeros(()))
         for run, at in chosen:
             diagonal = np.ones(masks.shape[1])
             if w_power is not None and not draws:
@@ -236,28 +248,32 @@ class Measured:
     def fitted(self) -> list[str]:
         """Say of each time how large the loss weights are, and how many samples carry them."""
         lines = []
-        for at in self.case.times:
-            q = np.abs(np.stack([self.weights[run, at] for run in range(self.runs)]).astype(float))
+        for at in sorted({at for _, at in self.checkpoints}):
+            q = np.abs(
+                np.stack([q for (_, when), q in self.weights.items() if when == at]).astype(float)
+            )
             carried = (q.sum(1) ** 2 / (q**2).sum(1) / q.shape[1]).mean()
             lines.append(f"{at:g}: {q.mean():.4f}, {carried:.3f}")
         return lines
 
 
-def measure(name: str, measured: Measured, fraction: float) -> list[Row]:
+def measure(name: str, measured: Measured, fraction: float, dampings: Sequence[float]) -> list[Row]:
     """Return the rows of one study and fraction, and print them."""
     truth = measured.truth(fraction)
     sums = {
         (choice, draws, damping): own
-        for choice, (along, chosen) in measured.choices().items()
+        for choice, (along, chosen) in measured.choices.items()
         for draws in measured.draws
-        for damping, own in measured.sums(truth.masks, chosen, draws, along=along).items()
+        for damping, own in measured.sums(truth.masks, chosen, draws, dampings, along=along).items()
     }
     keys, mean = list(sums), truth.outputs.mean(axis=0)
     drawn = bootstrap([*sums.values()], truth.outputs)
     each = [float(rank_correlations(own, mean).mean()) for own in sums.values()]
     rows = []
     for i, (choice, draws, damping) in enumerate(keys):
-        same = choice if len(measured.draws) > 1 else "early and end"
+        same = "early and end"
+        if len(measured.draws) > 1 or same not in measured.choices:
+            same = choice
         first = keys.index((same, measured.draws[0], 2))
         gain = interval(drawn[:, i] - drawn[:, first], axis=0)
         own = interval(drawn[:, i], axis=0)
@@ -275,6 +291,8 @@ def main() -> None:
     parser.add_argument("studies", nargs="+", choices=CASES)
     parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS, help="kept")
     parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
+    parser.add_argument("--only", nargs="+", default=[], help="choices of checkpoints")
+    parser.add_argument("--dampings", type=float, nargs="+", default=_DAMPINGS, help="with 2")
     parser.add_argument("--draws", type=int, nargs="+", default=[0], help="numbers of labels")
     parser.add_argument("--folder", type=Path, help="where what is trained stays")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
@@ -289,10 +307,10 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             began = time.process_time()
             case = replace(CASES[name], subsets=asked.subsets or CASES[name].subsets)
-            measured = Measured(case, folder, draws=asked.draws)
+            measured = Measured(case, folder, draws=asked.draws, only=asked.only)
             print(f"{name}: time: loss weight, part that carries it; {measured.fitted()}")
             for fraction in asked.fractions:
-                rows += measure(name, measured, fraction)
+                rows += measure(name, measured, fraction, asked.dampings)
             print(f"{name}: {time.process_time() - began:.0f} processor seconds", flush=True)
     if asked.csv is not None:
         write_csv(asked.csv, rows, about)
