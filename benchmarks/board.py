@@ -17,8 +17,8 @@ large enough: it is the correlation of their effects when initial weights are pe
 their size. Kinds of drops below .8 are left out.
 
 --peers names the folder with other packages' environments (benchmarks/board_rivals.py); packages
-that are missing have no rows. --draws 4 8 adds rows of `projection: exact` with these
-`label_draws`, computed by `trak run` from the run's end.
+that are missing have no rows. --draws 0 4 --dampings 0.3 1 adds rows of `label_draws`, computed by
+`Attributor`.
 """
 
 import argparse
@@ -208,9 +208,8 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=12, help="starts no training after them")
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
-    parser.add_argument(
-        "--draws", type=int, nargs="*", default=[], help="label_draws of further rows"
-    )
+    parser.add_argument("--draws", type=int, nargs="*", default=[], help="numbers of drawn labels")
+    parser.add_argument("--dampings", type=float, nargs="*", default=[1], help="of these rows")
     parser.add_argument("--beside", default=OURS, help="the row that all are compared with")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -222,7 +221,8 @@ def main() -> None:
     about: Board = board(size, asked.text)
     machine = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
     print(machine)
-    scores = all_scores(about, asked.folder) | drawn_scores(about, asked.folder, asked.draws)
+    scores = all_scores(about, asked.folder)
+    scores |= drawn_scores(about, asked.folder, asked.draws, asked.dampings)
     scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
     known = truths(asked.folder)
     if asked.beside not in scores:

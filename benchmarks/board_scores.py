@@ -4,22 +4,20 @@ Rows of this package use inner products of whole gradients, as `projection: exac
 projection is named.
 """
 
-import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
-import yaml
 from board_study import TIMES, Board, losses, make_model, save, written
 from text_scores import Way, bm25, cosines, features, tf_idf
 from torch import Tensor, nn
 
+from trak_core import Attributor
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
 from trak_core.model_outputs.model_output import ModelOutput
@@ -29,27 +27,6 @@ _CHUNK, _MOST_BYTES = 64, 1e9
 _DAMPINGS = 2.0, 0.3, 0.1, 0.03, 0.01
 OURS = "along a run, damping 0.1"
 Products = Mapping[str, np.ndarray]
-_STUDY = """\
-import sys
-from pathlib import Path
-
-sys.path.insert(0, {here!r})
-import board_study
-
-ABOUT = board_study.board_in(Path({folder!r}))
-
-
-def make_model():
-    return board_study.make_model(ABOUT.size)
-
-
-def train_data():
-    return [{{"input_ids": piece, "labels": piece}} for piece in ABOUT.train]
-
-
-def target_data():
-    return [{{"input_ids": piece, "labels": piece}} for piece in ABOUT.asked]
-"""
 
 
 def loaded(about: Board, folder: Path, run: str, at: float) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -204,35 +181,44 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
     return found | {"embedding cosine, the end": cosines(end["means"], n, m)}
 
 
-def drawn_scores(about: Board, folder: Path, draws: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return scores (n, m) of the run's end by `trak run` with `exact` and `label_draws`."""
-    if not draws:
-        return {}
-    torch.save(loaded(about, folder, "run-0", 1.0)[0].state_dict(), folder / "end.pt")
-    study = _STUDY.format(here=str(Path(__file__).parent), folder=str(folder.resolve()))
-    (folder / "drawn.py").write_text(study, encoding="utf-8")
+def drawn_scores(
+    about: Board, folder: Path, draws: Sequence[int], dampings: Sequence[float]
+) -> dict[str, np.ndarray]:
+    """Return scores (n, m) by `Attributor` with ``label_draws``, of the run's end and along it.
+
+    Features are those of k = 1,024 random signs; of the end there are exact scores too. Processor
+    seconds of `fit`, and of `score` for each question, are printed.
+    """
+    train, asked = (
+        [{"input_ids": one, "labels": one} for one in pieces]
+        for pieces in (about.train, about.asked)
+    )
+    states = {at: loaded(about, folder, "run-0", at)[0].state_dict() for at in TIMES}
+    named = {f"at{at:g}": {"path": state, "run": "run", "at": at} for at, state in states.items()}
+    projected: dict[str, Any] = {"kind": "rademacher"}
+    rows = {
+        "its end, k = 1,024": (states[1.0], projected),
+        "along, k = 1,024": (named, projected),
+        "its end": (states[1.0], {"projection": "exact", "memory_mb": 6000}),
+    }
     scores = {}
-    for count, damping in product(draws, _DAMPINGS):
-        results = f"drawn-{count}"
-        config = {
-            **{"study": "drawn.py", "model_output": "language_modelling", "results": results},
-            **{"checkpoints": {"end": "end.pt"}, "experiments": {"all": {"targets": "all"}}},
-            **{"projection": "exact", "label_draws": count, "scoring": {"damping": damping}},
-            "compute": {"memory_mb": 6000},
-        }
-        (folder / f"{results}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        command = [sys.executable, "-m", "trak_core.command.main", "run", f"{results}.yaml"]
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "--cores", "1", "scores"], cwd=folder, env=environ, check=True)
-        jobs = (
-            "compute_gramian/end/train",
-            "compute_gramian/end/all",
-            "compute_exact_scores/all/end",
-        )
-        files = (folder / results / f"benchmarks/{job}.tsv" for job in jobs)
-        once, *each = (float(pd.read_csv(file, sep="\t")["cpu_time"].iloc[0]) for file in files)
-        each = sum(each) / about.size.questions
-        print(f"{count} label draws, damping {damping:g}: {once:.1f} s, {each:.2f} s a question")
-        made = pd.read_hdf(folder / results / "scores/all.h5", "scores")
-        scores[f"its end, {count} label draws, damping {damping:g}"] = np.asarray(made)
+    for number, (name, (kept, settings)) in product(draws, rows.items()):
+        made = folder / f"drawn-{number}-{name.replace(' ', '-')}"
+        for damping in dampings:
+            attributor = Attributor(
+                partial(make_model, about.size),
+                "language_modelling",
+                kept,
+                label_draws=number,
+                damping=damping,
+                threads=1,
+                **settings,
+            )
+            began = time.process_time()
+            attributor.fit(train, made)
+            fitted = time.process_time()
+            row = f"{name}, {number} drawn labels, damping {damping:g}"
+            scores[row] = attributor.score(asked).frame.to_numpy()
+            each = (time.process_time() - fitted) / len(asked)
+            print(f"{row}: {fitted - began:.1f} s, {each:.2f} s a question")
     return scores

@@ -213,7 +213,6 @@ def _random(setting: Setting, paths: Mapping[str, list[str]], *splits: Any) -> n
 
 
 _SMALL: dict[str, Any] = {"proj_dim": 512}
-_DRAWN: dict[str, Any] = {"label_draws": 4, "damping": 1}
 # The number of checkpoints and the function of each method. All are compared with the first.
 METHODS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "ours, 10 runs": (10, _ours("runs", 10)),
@@ -234,10 +233,14 @@ METHODS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "ours, 1 run, exact": (1, _ours("runs", 1, projection="exact", memory_mb=4000)),
     "ours, 10 runs, exact": (10, _ours("runs", 10, projection="exact", memory_mb=4000)),
     "ours, 10 halves, exact": (10, _ours("halves", 10, projection="exact", memory_mb=4000)),
-    "ours, 1 run, 4 drawn labels": (1, _ours("runs", 1, **_DRAWN)),
-    "ours, 10 runs, 4 drawn labels": (10, _ours("runs", 10, **_DRAWN)),
-    "ours, 10 halves, 4 drawn labels": (10, _ours("halves", 10, **_DRAWN)),
-    "ours, along 10 runs, 4 drawn labels": (20, _ours("along", 20, **_DRAWN)),
+    "ours, 1 run, 1 drawn label": (1, _ours("runs", 1, label_draws=1)),
+    "ours, 1 run, 4 drawn labels": (1, _ours("runs", 1, label_draws=4)),
+    "ours, 10 runs, 1 drawn label": (10, _ours("runs", 10, label_draws=1)),
+    "ours, 10 runs, 4 drawn labels": (10, _ours("runs", 10, label_draws=4)),
+    "ours, along 10 runs, 1 drawn label": (20, _ours("along", 20, label_draws=1)),
+    "ours, along 10 runs, 4 drawn labels, damping 1": (
+        *(20, _ours("along", 20, label_draws=4, damping=1)),
+    ),
     "gradient dot": (1, _gradient_products(normalize=False)),
     "gradient cosine": (1, _gradient_products(normalize=True)),
     "random": (0, _random),

@@ -6,8 +6,10 @@ Each study trains five networks with several checkpoints each. Two of these runs
 weight 0 for all but a random part of the samples. Features (`rademacher`, k = 512) and scores are
 the library's.
 
-A row is the fraction kept, a choice of checkpoints and a damping: its LDS with a 95 % bootstrap
-interval over subsets and targets, and the paired difference from `early and end` with damping 2.
+A row is the fraction kept, a choice of checkpoints, the number of drawn labels (`label_draws`) and
+a damping: its LDS with a 95 % bootstrap interval over subsets and targets, and the paired
+difference from the same checkpoints without drawn labels and with damping 2; with one number of
+draws, from `early and end`.
 The line before a study's table shows how closely its networks fit their data: at each time the mean
 loss weight, and the part of the samples that carry it (the square of the sum over the sum of
 squares, over n). `--folder` keeps the trained models, so that a stopped run continues.
@@ -81,6 +83,7 @@ class Row:
     study: str
     keeps: float
     checkpoints: str
+    draws: int
     damping: float
     lds: float
     low: float
@@ -93,13 +96,21 @@ class Row:
 class Measured:
     """One study's checkpoints and retrained models."""
 
-    def __init__(self, case: Case, folder: Path, runs: int = _RUNS):
-        """Train what the folder lacks, networks ``runs`` times."""
-        self.case, self.folder, self.runs = case, folder, runs
+    def __init__(
+        self,
+        case: Case,
+        folder: Path,
+        runs: int = _RUNS,
+        draws: Sequence[int] = (0,),
+        only: Sequence[str] = (),
+    ) -> None:
+        """Train what the folder lacks, networks ``runs`` times. ``only`` names choices."""
+        self.case, self.folder, self.runs, self.draws = case, folder, runs, draws
         study = Study.load(case.path)
         self.targets = study.split("target_data", None).ids[: case.n_targets]
         self.train_ids = study.split("train", None).ids
-        self.checkpoints = list(product(range(runs), case.times))
+        self.choices = {k: v for k, v in self._choices().items() if k in only or not only}
+        self.checkpoints = sorted({one for _, chosen in self.choices.values() for one in chosen})
         for run in range(runs):
             paths = [folder / f"{run}-{at}.pt" for at in case.times]
             if not paths[-1].exists():
@@ -112,15 +123,19 @@ class Measured:
                 )
         self.weights, self.curvature = {}, {}
         for run, at in self.checkpoints:
-            for split in ("train", "targets"):
-                self._make_features(run, at, split)
+            self._make_features(run, at, "targets", 0)
+            for number in {0, *draws}:
+                self._make_features(run, at, "train", number)
             with open_artifact(folder / f"{run}-{at}-train.h5", FEATURES) as file:
                 self.weights[run, at] = file.vector("loss_weights")
                 if file.has("curvature"):
                     self.curvature[run, at] = file.vector("curvature").astype(float)
 
-    def _make_features(self, run: int, at: float, split: str) -> None:
-        path = self.folder / f"{run}-{at}-{split}.h5"
+    def _features(self, run: int, at: float, split: str, draws: int) -> Path:
+        return self.folder / f"{run}-{at}-{split}{f'-{draws}' if draws else ''}.h5"
+
+    def _make_features(self, run: int, at: float, split: str, draws: int) -> None:
+        path = self._features(run, at, split, draws)
         if path.exists():
             return
         compute_features(
@@ -136,6 +151,7 @@ class Measured:
                 checkpoint=f"{run}-{at}",
                 split=split,
                 targets_digest=None if split == "train" else "",
+                label_draws=draws,
             ),
             targets=None if split == "train" else self.targets,
             code="",
@@ -173,7 +189,7 @@ class Measured:
                 )
         return read_ground_truth(paths, list(self.train_ids), list(self.targets), spec)
 
-    def choices(self) -> dict[str, tuple[bool, Chosen]]:
+    def _choices(self) -> dict[str, tuple[bool, Chosen]]:
         """Return which checkpoints to take, and whether they come from along runs."""
         times, runs = self.case.times, range(self.runs)
         early, late, end = times[1], times[-2], times[-1]
@@ -181,12 +197,21 @@ class Measured:
             "early and end": (True, list(product(runs, [early, end]))),
             "early and late": (True, list(product(runs, [early, late]))),
             "taking turns": (True, [(run, times[run % len(times)]) for run in runs]),
-            "all times": (True, self.checkpoints),
+            "all times": (True, list(product(runs, times))),
             "all but the end": (True, list(product(runs, times[:-1]))),
             "ends": (False, list(product(runs, [end]))),
+            "one end": (False, [(0, end)]),
         }
 
-    def sums(self, masks: np.ndarray, chosen: Chosen, *, along: bool) -> dict[float, np.ndarray]:
+    def sums(
+        self,
+        masks: np.ndarray,
+        chosen: Chosen,
+        draws: int,
+        dampings: Sequence[float],
+        *,
+        along: bool,
+    ) -> dict[float, np.ndarray]:
         """Return subset sums by damping, with the defaults for such checkpoints."""
         output = self.case.model_output
         combine = Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
@@ -196,16 +221,16 @@ class Measured:
             power,
             is_probability=about_output(output).weight_is_probability,
         )
-        settings = [Setting(damping, power, combine, _K) for damping in _DAMPINGS]
+        settings = [Setting(damping, power, combine, _K) for damping in dampings]
         averages = average_weights(settings, [self.weights[one] for one in chosen])
-        total = dict.fromkeys(_DAMPINGS, np.zeros(()))
+        total = dict.fromkeys(dampings, np.zeros(()))
         for run, at in chosen:
             diagonal = np.ones(masks.shape[1])
-            if w_power is not None:
+            if w_power is not None and not draws:
                 diagonal = self.curvature[run, at] ** w_power
             with (
-                open_artifact(self.folder / f"{run}-{at}-train.h5", FEATURES) as train,
-                open_artifact(self.folder / f"{run}-{at}-targets.h5", FEATURES) as targets,
+                open_artifact(self._features(run, at, "train", draws), FEATURES) as train,
+                open_artifact(self._features(run, at, "targets", 0), FEATURES) as targets,
             ):
                 rows = train.matrix("features")[:]
                 checkpoint = CheckpointRows(
@@ -214,6 +239,7 @@ class Measured:
                     read=lambda start, stop, rows=rows: rows[start:stop],
                     target_features=targets.matrix("features")[:].astype(float),
                     block=len(rows),
+                    normal_matrix=train.matrix("sampled_normal")[:] if draws else None,
                 )
                 for setting, share in setting_sums(masks, settings, averages, checkpoint).items():
                     total[setting.damping] = total[setting.damping] + share
@@ -222,37 +248,39 @@ class Measured:
     def fitted(self) -> list[str]:
         """Say of each time how large the loss weights are, and how many samples carry them."""
         lines = []
-        for at in self.case.times:
-            q = np.abs(np.stack([self.weights[run, at] for run in range(self.runs)]).astype(float))
+        for at in sorted({at for _, at in self.checkpoints}):
+            q = np.abs(
+                np.stack([q for (_, when), q in self.weights.items() if when == at]).astype(float)
+            )
             carried = (q.sum(1) ** 2 / (q**2).sum(1) / q.shape[1]).mean()
             lines.append(f"{at:g}: {q.mean():.4f}, {carried:.3f}")
         return lines
 
 
-def measure(name: str, measured: Measured, fraction: float) -> list[Row]:
+def measure(name: str, measured: Measured, fraction: float, dampings: Sequence[float]) -> list[Row]:
     """Return the rows of one study and fraction, and print them."""
     truth = measured.truth(fraction)
     sums = {
-        (choice, damping): own
-        for choice, (along, chosen) in measured.choices().items()
-        for damping, own in measured.sums(truth.masks, chosen, along=along).items()
+        (choice, draws, damping): own
+        for choice, (along, chosen) in measured.choices.items()
+        for draws in measured.draws
+        for damping, own in measured.sums(truth.masks, chosen, draws, dampings, along=along).items()
     }
-    first = ("early and end", 2)
-    sums = {first: sums.pop(first)} | sums
-    mean = truth.outputs.mean(axis=0)
+    keys, mean = list(sums), truth.outputs.mean(axis=0)
     drawn = bootstrap([*sums.values()], truth.outputs)
     each = [float(rank_correlations(own, mean).mean()) for own in sums.values()]
-    intervals = zip(
-        np.transpose(interval(drawn, axis=0)),
-        np.transpose(interval(drawn - drawn[:, :1], axis=0)),
-        strict=True,
-    )
     rows = []
-    for (choice, damping), lds, (own, gain) in zip(sums, each, intervals, strict=False):
-        numbers = (round(float(x), 4) for x in (lds, *own, lds - each[0], *gain))
-        rows.append(Row(name, fraction, choice, damping, *numbers))
-        print(("{:<20}{:>6} {:<16}" + "{:>8.3g}" * 7).format(*asdict(rows[-1]).values()))
-    low, high = np.transpose(interval(drawn, axis=0))[-1]
+    for i, (choice, draws, damping) in enumerate(keys):
+        same = "early and end"
+        if len(measured.draws) > 1 or same not in measured.choices:
+            same = choice
+        first = keys.index((same, measured.draws[0], 2))
+        gain = interval(drawn[:, i] - drawn[:, first], axis=0)
+        own = interval(drawn[:, i], axis=0)
+        numbers = (round(float(x), 4) for x in (each[i], *own, each[i] - each[first], *gain))
+        rows.append(Row(name, fraction, choice, draws, damping, *numbers))
+        print(("{:<20}{:>6} {:<16}{:>3}" + "{:>8.3g}" * 7).format(*asdict(rows[-1]).values()))
+    low, high = interval(drawn[:, -1], axis=0)
     print(f"{name}, {fraction}: ceiling {low:.3f} to {high:.3f}", flush=True)
     return rows
 
@@ -263,6 +291,9 @@ def main() -> None:
     parser.add_argument("studies", nargs="+", choices=CASES)
     parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS, help="kept")
     parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
+    parser.add_argument("--only", nargs="+", default=[], help="choices of checkpoints")
+    parser.add_argument("--dampings", type=float, nargs="+", default=_DAMPINGS, help="with 2")
+    parser.add_argument("--draws", type=int, nargs="+", default=[0], help="numbers of labels")
     parser.add_argument("--folder", type=Path, help="where what is trained stays")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -276,10 +307,10 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             began = time.process_time()
             case = replace(CASES[name], subsets=asked.subsets or CASES[name].subsets)
-            measured = Measured(case, folder)
+            measured = Measured(case, folder, draws=asked.draws, only=asked.only)
             print(f"{name}: time: loss weight, part that carries it; {measured.fitted()}")
             for fraction in asked.fractions:
-                rows += measure(name, measured, fraction)
+                rows += measure(name, measured, fraction, asked.dampings)
             print(f"{name}: {time.process_time() - began:.0f} processor seconds", flush=True)
     if asked.csv is not None:
         write_csv(asked.csv, rows, about)

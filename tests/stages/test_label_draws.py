@@ -136,7 +136,10 @@ def exact_of_case(case, checkpoint="c0"):
 
 
 def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
-    """Also in other batches and in shards. Features are those without draws."""
+    """Also in other batches and in shards. Features are those without draws.
+
+    For regression the matrix is that without draws too.
+    """
     spec, expected, matrix = of_case(case)
     given = case.path, case.checkpoints["c0"], spec
     normal, features = computed(tmp_path / "all.h5", *given)
@@ -151,6 +154,8 @@ def test_the_matrix_is_that_of_plain_autograd(case, tmp_path):
         assert_close(normal_of(file), normal, 1e-5)
     (j, *_), _ = case.jacobians["c0"]
     assert_close(features, j @ matrix, 1e-4)
+    if case.output == "regression":
+        assert_close(normal, features.T @ features, 1e-4)
 
 
 def test_inner_products_are_those_of_plain_autograd(case, capsys):
