@@ -159,13 +159,14 @@ def test_weights_of_other_numbers_are_refused_alike_by_start_and_job(state, tmp_
 
 
 def test_keys_and_shapes_are_checked_without_reading_the_numbers(tmp_path):
+    """Python 3.14 reads 128 KiB at each of a few places in a file."""
     for save, name in ((torch.save, "a.pt"), (save_file, "a.safetensors")):
-        save({"weight": torch.randn(1000, 1000), "bias": torch.ones(1000)}, tmp_path / name)
+        save({"weight": torch.randn(2000, 2000), "bias": torch.ones(2000)}, tmp_path / name)
         before = bytes_read()
-        check_checkpoint(nn.Linear(1000, 1000), tmp_path / name)
-        assert bytes_read() - before < 0.1 * 4e6
-        with refused("study.checkpoint_keys", "weight (1000, 1000) for (1000, 9"):
-            check_checkpoint(nn.Linear(9, 1000), tmp_path / name)
+        check_checkpoint(nn.Linear(2000, 2000), tmp_path / name)
+        assert bytes_read() - before < 0.1 * 16e6
+        with refused("study.checkpoint_keys", "weight (2000, 2000) for (2000, 9"):
+            check_checkpoint(nn.Linear(9, 2000), tmp_path / name)
 
 
 def bytes_read():

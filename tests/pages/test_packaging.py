@@ -14,6 +14,7 @@ from workspace import REPOSITORY
 import trak_core
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+PYTHONS = [int(n) for n in re.findall(r":: Python :: 3\.(\d+)", "\n".join(PROJECT["classifiers"]))]
 
 
 def pins(name):
@@ -48,12 +49,20 @@ def test_the_conda_environment_holds_what_was_tested():
     names = {"matplotlib": "matplotlib-base", "tables": "pytables", "torch": "pytorch"}
     newest = {name.lower(): version for name, version in pins("constraints.txt").items()}
     needed = {r.name: r for r in requirements("workflow") if r.name != "snakemake"}
-    assert ranges.pop("python") == f"{PROJECT['requires-python']},<3.12"
+    assert ranges.pop("python") == f"{PROJECT['requires-python']},<3.{max(PYTHONS) + 1}"
     assert set(ranges) == {names.get(name, name) for name in needed}
     for name, requirement in needed.items():
         lower, upper = ranges[names.get(name, name)].split(",")
         assert lower == str(requirement.specifier)
         assert Requirement(f"{name}{lower},{upper}").specifier.contains(newest[name])
+
+
+def test_each_python_of_the_classifiers_is_tested():
+    jobs = yaml.safe_load((REPOSITORY / ".github/workflows/gate.yml").read_text())["jobs"]
+    (gate,) = (s["with"] for s in jobs["gate"]["steps"] if "setup-python" in s.get("uses", ""))
+    tested = [gate["python-version"], *jobs["newest"]["strategy"]["matrix"]["python"]]
+    assert tested == [f"3.{n}" for n in PYTHONS]
+    assert PROJECT["requires-python"] == f">=3.{PYTHONS[0]}"
 
 
 def test_every_dependency_has_its_reason():
