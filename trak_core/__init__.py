@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # These modules are imported by name. With import statements, all jobs would depend on them.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}

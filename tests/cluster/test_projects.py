@@ -107,10 +107,10 @@ def test_two_modules_with_and_without_a_prefix(local, tmp_path):
 def test_deployed_and_pinned_to_a_tag(local, tmp_path):
     code = clone(tmp_path / "trak-core")
     git = ("git", "-c", "user.name=me", "-c", "user.email=me@example.org")
-    for arguments in (("init",), ("add", "."), ("commit", "-m", "as it is"), ("tag", "v0.2.0")):
+    for arguments in (("init",), ("add", "."), ("commit", "-m", "as it is"), ("tag", "v0.3.0")):
         subprocess.run((*git, *arguments), cwd=code, check=True, capture_output=True)
     program = Path(sys.executable).with_name("snakedeploy")
-    run_deploy = (program, "deploy-workflow", "trak-core", "mine", "--tag", "v0.2.0")
+    run_deploy = (program, "deploy-workflow", "trak-core", "mine", "--tag", "v0.3.0")
     subprocess.run(run_deploy, cwd=tmp_path, check=True, capture_output=True)
     deployed = tmp_path / "mine"
     assert {path.name for path in deployed.iterdir()} >= {"config", "profiles", "workflow"}
