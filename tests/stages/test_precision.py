@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linear_study import with_two_checkpoints
-from pipeline import ON_CPU, features_spec, scores_spec
+from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch import backends
 
@@ -17,20 +17,16 @@ from trak_core.artifacts import FEATURES, ArtifactError, open_artifact
 from trak_core.artifacts.check_consistency import check_made_for
 from trak_core.attribution.device import float32_precision
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_gramian import compute_gramian, compute_newton_scores
+from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 
-EXACT, NEWTON = ({"projection": {"kind": k}, "dtype": "float64"} for k in ("exact", "gauss_newton"))
+EXACT = {"projection": {"kind": "exact"}, "dtype": "float64"}
 TRAINING = {"model_output": "regression", "proj_dim": 8}
 STAGES = {
     compute_features: ("features", features_spec(**TRAINING)),
     compute_outputs: ("outputs", features_spec(**TRAINING, split="all")),
     compute_embeddings: ("embeddings", features_spec(**TRAINING, split="all")),
     compute_gramian: ("gramian", features_spec("regression", **EXACT)),
-    compute_newton_scores: (
-        "scores",
-        scores_spec(["c0"], [30], model_output="regression", **NEWTON).under("c0"),
-    ),
 }
 # What a user may have set, in torch's older and newer way.
 USERS = {
@@ -135,7 +131,7 @@ def test_every_stage_that_runs_a_model_reads_its_precision():
 
 
 @pytest.mark.parametrize("precision", EXPECTED)
-@pytest.mark.parametrize("projection", [None, "exact", "gauss_newton"])
+@pytest.mark.parametrize("projection", [None, "exact"])
 def test_an_attributor_leaves_the_precision_of_the_process(linear, seen, precision, projection):
     train, targets, attributor = linear
     before = state()
