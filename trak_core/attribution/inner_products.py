@@ -251,7 +251,12 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64, of rows (.., p): sums of products of some columns each."""
+    """Return a b^T, float64, of rows (.., p): sums of products of some columns each.
+
+    The products of a small model's gradients are float64, which costs little.
+    """
+    if a.shape[1] <= _ENTRIES:
+        return (a.double() @ b.double().T).cpu().numpy()
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     for x, y in zip(a.split(_ENTRIES, dim=1), b.split(_ENTRIES, dim=1), strict=True):
         total += x @ y.T
