@@ -32,5 +32,5 @@ def test_a_value_that_is_not_yaml_is_refused():
     config = {"training": {"until": "2024-13-45"}}
     with refused("config.no_yaml", "--config training: the value must be YAML"):
         with_values_read(config, ["training={until: 2024-13-45}"])
-    with refused("config.no_yaml", "010", 8):
+    with refused("config.octal", "--config training: a number must be decimal", "010", 8):
         with_values_read(config, ["training={epochs: 010}"])

@@ -103,7 +103,11 @@ REFUSALS = {
     "config.key_twice": {"a key twice": (GIVEN_TWICE, "'c0'", "4 and 6")},
     "config.octal": {
         name: (as_text({}) + f"data_files: [{value}]\n".encode(), value, number)
-        for name, value, number in (("base 8", "0123", 83), ("base 60", "12:30", 750))
+        for name, value, number in (
+            ("base 8", "0123", 83),
+            ("base 60", "12:30", 750),
+            ("base 60, a fraction", "1:30.5", 90.5),
+        )
     },
     "config.text_name": {"a name that is a number": (experiment(2024), "experiments", 2024)},
     "config.plain_value": {

@@ -63,11 +63,16 @@ def float32_precision(precision: str) -> Generator[None, None, None]:
     digits, on devices that support it. Sums are float32.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
-    _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
+    set_float32_precision(precision)
     try:
         yield
     finally:
         _round_factors(before)
+
+
+def set_float32_precision(precision: str) -> None:
+    """Set the precision, as ``float32_precision`` does. A study's file may have changed it."""
+    _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
 
 
 def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:

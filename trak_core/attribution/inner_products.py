@@ -101,7 +101,9 @@ def inner_products(
     method, room = _prepared(loaded, stored, draws, left_mb)
     train = _Rows(loaded, method, stored[-1], draws)
     right = train if targets is None else _Rows(loaded, method, stored[0], None)
-    most = 3 * room.budget_bytes // 4 // right.bytes_of_sample
+    # The need of one sample includes its rows in the block.
+    spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_of_sample
+    most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
     room = replace(room, budget_bytes=room.budget_bytes - block * right.bytes_of_sample)
     log(f"gradients of {block} {'training samples' if targets is None else 'targets'} in memory")
@@ -122,8 +124,8 @@ def _prepared(
     fews = [loaded.few_checked(samples) for samples in stored]
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
-    # The rows of a sample, and a copy of one while it is summed.
-    more = (2 + (draws.n_draws if draws else 0)) * _row_bytes(loaded)
+    # The rows of a sample in a batch and in the block, and a copy of one while it is summed.
+    more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
     needed = needs[largest].mapped(
         lambda memory: replace(memory, activation_bytes=memory.activation_bytes + more)
@@ -256,7 +258,8 @@ def _products(a: Tensor, b: Tensor) -> np.ndarray:
     The products of a small model's gradients are float64, which costs little.
     """
     if a.shape[1] <= _ENTRIES:
-        return (a.double() @ b.double().T).cpu().numpy()
+        left = a.double()
+        return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     for x, y in zip(a.split(_ENTRIES, dim=1), b.split(_ENTRIES, dim=1), strict=True):
         total += x @ y.T

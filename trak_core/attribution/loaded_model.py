@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trak_core.attribution.batch_by_length import OrderedSamples, StoredSamples, order_samples
 from trak_core.attribution.deferred_logits import MarginsOfTokens, vocabulary_size
+from trak_core.attribution.device import set_float32_precision
 from trak_core.attribution.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.dependency_digests import parameters_digest
 from trak_core.errors import InputError, is_out_of_memory
@@ -128,6 +129,7 @@ class LoadedModel:
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         blocks = Recomputation(model)
         release_freed_memory()
+        set_float32_precision(spec.precision)
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
@@ -238,9 +240,10 @@ class LoadedModel:
                 values = [over_samples(function, read, batch.labels) for function in functions]
                 current.append([value.double().item() for value in values])
         stored = np.stack([columns["outputs"], columns["loss_weights"]], axis=1)
-        # Rounding depends on the batch size, and CUDA may multiply in TF32.
+        # Rounding depends on the batch size and on the precision of CUDA's products.
+        cuda = 4e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
         eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
-        rounding = max(1e-4 if self.device.type == "cpu" else 1e-3, 4 * eps)
+        rounding = max(1e-4 if self.device.type == "cpu" else cuda, 4 * eps)
         most = rounding * np.abs(stored).max(axis=0)
         return bool((np.abs(stored[rows] - np.array(current)) <= most).all())
 

@@ -247,12 +247,13 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    """Return an integer, but not one that YAML 1.1 reads to base 8 or 60, such as 0123 or 1:30."""
-    value = loader.construct_yaml_int(node)
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    """Return a number, but not one that YAML 1.1 reads to base 8 or 60, such as 0123 or 1:30."""
+    is_integer = node.tag.endswith("int")
+    value = loader.construct_yaml_int(node) if is_integer else loader.construct_yaml_float(node)
     if re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
         raise InputError(
-            f"{node.start_mark.name}: an integer must be decimal. Found {node.value} in line "
+            f"{node.start_mark.name}: a number must be decimal. Found {node.value} in line "
             f"{node.start_mark.line + 1}, which YAML reads as {value}. Put it in quotes if it is "
             "text.",
             code="config.octal",
@@ -260,7 +261,6 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return value
 
 
-_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -281,7 +281,9 @@ class _TextKeyLoader(yaml.SafeLoader):
     """A YAML loader that keeps keys as text, as Snakemake does for ``--config``."""
 
 
-_TextKeyLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+for _loader in (_UniqueKeyLoader, _TextKeyLoader):
+    _loader.add_constructor("tag:yaml.org,2002:int", _number)
+    _loader.add_constructor("tag:yaml.org,2002:float", _number)
 _TextKeyLoader.add_constructor(
     yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
     lambda loader, node: {
@@ -306,8 +308,12 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
         if isinstance(read.get(key), Mapping | list):
+            loader = _TextKeyLoader(text)
+            loader.name = f"--config {key}"
             try:
-                given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+                given = loader.get_single_data()
+            except InputError:
+                raise
             except (yaml.YAMLError, ValueError, RecursionError) as error:
                 raise InputError(
                     f"--config {key}: the value must be YAML. {error}", code="config.no_yaml"

@@ -12,7 +12,7 @@ from trak_core.gradients.gradient_terms import Consumer, Contribution, summed_pa
 
 
 class SampleConsumer(Consumer, Protocol):
-    """A consumer of the gradients of a batch, with a row for each sample."""
+    """A consumer of a batch's gradients that keeps one row for each sample."""
 
     def of(self, samples: slice) -> Self:
         """Return a consumer for some of the samples, which writes into the same tensors."""

@@ -101,7 +101,7 @@ def parameter_gramian(
         kind = "no gradient" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
             f"The output must be a tensor with a graph, that is with requires_grad. Found {kind}. "
-            "Call the modules outside of torch.no_grad(), and don't detach.",
+            "Call the modules outside torch.no_grad(), and don't detach.",
             code="gramian.no_graph",
         )
     n = output.numel()

@@ -41,7 +41,7 @@ _PIECE, _PIECE_OF_GPU = 2**17, 2**23
 _TRANSFORM_NS = 0.33  # two transforms of a token and their product, divided by k log2(k)
 _COUNT_NS = 2.0  # the addition of one entry of a token's factor to its bucket
 _PRODUCT_NS = 0.035  # a token's term of one entry of a formed gradient
-_CALL_NS = 30_000  # how much more the first costs for each matrix, independent of tokens
+_CALL_NS = 30_000  # the additional cost of a sketch from factors for each matrix, for any tokens
 _LANES, _LANE_NS = 8, 8.0  # the addition of one entry of 8 samples' gradients to its bucket
 
 

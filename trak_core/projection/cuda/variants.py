@@ -84,7 +84,7 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
 
 
 HADAMARD_INNER = 8192  # the longest transform of a block of threads: 34 KiB of shared memory
-HADAMARD_THREADS = 128  # least number of threads of a block, which may process several rows
+HADAMARD_THREADS = 128  # minimum number of threads of a block; a block may process several rows
 HADAMARD_FLUSH = 256  # blocks after which sums are added to totals, if proj_dim is less than this
 
 
