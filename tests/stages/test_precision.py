@@ -99,6 +99,9 @@ def test_products_have_a_precision_and_then_that_of_the_user(users, precision):
 def test_a_stage_has_the_precision_of_its_spec(stage, precision, seen, tmp_path):
     before = state()
     study, checkpoints, _ = with_two_checkpoints(tmp_path)
+    # As training scripts do.
+    sets = 'import torch\ntorch.set_float32_matmul_precision("medium")\n'
+    study.write_text(sets + study.read_text())
     output, spec = STAGES[stage]
     features = replaced(spec, precision)
     given = {"checkpoint": checkpoints["c0"], "study_file": study, "spec": features, **ON_CPU}
