@@ -254,7 +254,8 @@ class FittedAttributor(ABC):
             try:
                 return compute()
             except InputError as error:
-                if error.code != "gradients.memory_limit" or not (self._holds and self._held):
+                of_memory = error.code in {"gradients.memory_limit", "config.memory"}
+                if not (of_memory and self._holds and self._held):
                     raise
                 self._held, self._holds = {}, False
                 return compute()
