@@ -57,7 +57,7 @@ def _scale(model: nn.Module) -> float:
     if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
             "model_output clip needs a model with one parameter `logit_scale`, the logarithm of "
-            f"the inner products' factor. Found {len(scales)}.",
+            f"the scale of logits. Found {len(scales)}.",
             code="attribution.logit_scale",
         )
     return scales[0].detach().exp().item()

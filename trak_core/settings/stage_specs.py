@@ -156,7 +156,7 @@ class FeaturesSpec:
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
         """Return the spec of one split. The training samples have no digest of targets."""
-        # Files of targets have products with the drawn gradients, but no features of them.
+        # Features of targets do not depend on draws, but exact products with drawn gradients do.
         draws = self.label_draws if split == TRAIN or self.is_exact else 0
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
