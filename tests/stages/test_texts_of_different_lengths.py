@@ -210,15 +210,15 @@ def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
 
 def test_memory_is_that_of_the_longest_in_a_batch(case, monkeypatch, capsys):
     """More short texts than long ones are in a batch."""
-    shapes, real = [], write_features.LoadedModel.batch
+    shapes, real = [], write_features.LoadedModel.checked
 
-    def watched(self, samples, start, stop):
-        batch = real(self, samples, start, stop)
+    def watched(self, samples, start, stop, n_classes):
+        batch = real(self, samples, start, stop, n_classes)
         if len(batch) > 1:
             shapes.append(tuple(batch.labels.shape))
         return batch
 
-    monkeypatch.setattr(write_features.LoadedModel, "batch", watched)
+    monkeypatch.setattr(write_features.LoadedModel, "checked", watched)
     case.features("tight", memory_mb=1)
     out = capsys.readouterr().out
     (of_longest,) = map(int, re.findall(r"^(\d+) samples at once", out, flags=re.M))
