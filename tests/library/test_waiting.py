@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_core.attribution import project_gradients
 from trak_core.attribution.deferred_logits import MarginsOfTokens
-from trak_core.attribution.project_gradients import batch_features
+from trak_core.attribution.project_gradients import queued_features
 from trak_core.gradients import as_batch, margins_in_pieces, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -118,7 +118,7 @@ def check_waits(make, kind):
         batch.given_to(model)
     for _ in range(2):  # with a new plan, and with a kept one
         with Counted() as counted:
-            batch_features(gradients_at_once, *given)
+            queued_features(gradients_at_once, *given).wait()
         assert counted.counts - forward.counts == {"_local_scalar_dense": 1}
 
 
@@ -129,9 +129,9 @@ def test_sketches_add_few_operations_to_a_pass():
     model, output, batch = texts(n_layers=12)
     parameters = select_parameters(model, None)
     given = model, parameters, output, batch, projection_of(parameters, "tensor_sketch")
-    batch_features(gradients_at_once, *given, range(len(batch)), 1, None)
+    queued_features(gradients_at_once, *given, range(len(batch)), 1, None).wait()
     with Counted() as counted:
-        batch_features(gradients_at_once, *given, range(len(batch)), 1, None)
+        queued_features(gradients_at_once, *given, range(len(batch)), 1, None).wait()
     with Counted() as floor:
         outputs = output.read(batch.given_to(model))
         torch.vmap(output.value)(outputs, batch.labels).sum().backward()

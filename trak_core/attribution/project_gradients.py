@@ -202,7 +202,11 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the result of ``batch_features``."""
+        """Return features and columns on the CPU.
+
+        Raises:
+            InputError: If a gradient, feature or output is not finite, with the samples' ids.
+        """
         if self.event is not None:
             self.event.synchronize()
         rows, columns = self.copies[0].numpy(), self.copies[1:]
@@ -225,31 +229,6 @@ def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event |
     return copies, event
 
 
-def batch_features(
-    method: GradientMethod,
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    batch: Batch,
-    projection: ProjectionSpec,
-    ids: Sequence[object],
-    threads: int,
-    scales: Mapping[str, Tensor] | None,
-    *,
-    is_scaled: bool = True,
-) -> tuple[np.ndarray, list[Tensor]]:
-    """Return features, shape (batch, proj_dim), float32; label numbers and ``PerSample.columns``.
-
-    Features are x R of gradients x, times the projection's scale if ``is_scaled``. All results are
-    on the CPU.
-
-    Raises:
-        InputError: If a gradient, feature or output is not finite, with the samples' ``ids``.
-    """
-    given = method, model, parameters, output, batch, projection, ids, threads, scales
-    return queued_features(*given, is_scaled=is_scaled).wait()
-
-
 def queued_features(
     method: GradientMethod,
     model: nn.Module,
@@ -263,7 +242,12 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return the features of ``batch_features`` without waiting for a GPU."""
+    """Return features that may still be computed on a GPU; ``wait`` returns them on the CPU.
+
+    They are features, shape (batch, proj_dim), float32, and label numbers with
+    ``PerSample.columns``. Features are x R of gradients x, times the projection's scale if
+    ``is_scaled``.
+    """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
     rows = sums.scaled() if is_scaled else sums.rows

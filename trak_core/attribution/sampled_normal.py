@@ -8,7 +8,7 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 
 from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.project_gradients import batch_features
+from trak_core.attribution.project_gradients import queued_features
 from trak_core.attribution.solve import fill_upper
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.settings import ProjectionSpec
@@ -59,7 +59,7 @@ class SampledNormal:
         """Add the terms of a batch. If an error is raised, the sum is unchanged."""
         given, more = (loaded.model, loaded.parameters), (self.projection, ids, threads)
         parts = [
-            batch_features(method, *given, *labelled, *more, loaded.scales)[0]
+            queued_features(method, *given, *labelled, *more, loaded.scales).wait()[0]
             for labelled in self.draws.drawn(loaded, batch, ids)
         ]
         rows = np.concatenate(parts).astype(np.float64)

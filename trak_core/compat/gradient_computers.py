@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trak_core.attribution.project_gradients import batch_features
+from trak_core.attribution.project_gradients import queued_features
 from trak_core.compat.modelout_functions import AbstractModelOutput, classification_batch
 from trak_core.gradients import (
     Batch,
@@ -163,9 +163,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         """
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()
-        rows, columns = batch_features(
+        rows, columns = queued_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
-        )
+        ).wait()
         # The Q of CLASSIFICATION is that of temperature 1.
         is_classification = arguments[2] is CLASSIFICATION
         if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:

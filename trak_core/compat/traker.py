@@ -268,7 +268,7 @@ class TRAKer:
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 
-        # in_chunks halves the number of samples if memory is exhausted. On a GPU, batch_features
+        # in_chunks halves the number of samples if memory is exhausted. On a GPU, queued_features
         # chooses the number.
         is_small = projection is not None and batch[0].device.type == "cpu"
         most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
