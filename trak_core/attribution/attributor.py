@@ -126,8 +126,8 @@ class Attributor(FittedAttributor):
         >>> scores.frame.shape
         (60, 2)
 
-    Not supported: outputs that compare the samples of a batch; models that are split over devices;
-    evaluation by retraining, which the pipeline supports.
+    Outputs that compare the samples of a batch and models that are split over devices are not
+    supported. Only the pipeline supports evaluation by retraining.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """

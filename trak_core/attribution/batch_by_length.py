@@ -26,7 +26,7 @@ class OrderedSamples:
     samples are in the order of the study.
 
     Attributes:
-        split: The samples in this order.
+        split: The samples in the order in which they are processed.
         output: The model output, which reads labels.
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
@@ -50,7 +50,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return samples on the CPU. If texts differ in length, they are padded on the right."""
+        """Return a batch on the CPU. If texts differ in length, they are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -91,7 +91,7 @@ class OrderedSamples:
             yield
 
     def length(self, i: int) -> int:
-        """Return the length of text i. Later texts of its window are not longer."""
+        """Return the length of text i. Later texts of the same window are not longer."""
         return 0 if self.lengths is None else self.lengths[i]
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:

@@ -28,7 +28,7 @@ Summary = Callable[[np.ndarray], np.ndarray]
 
 
 def fast_rows(n_targets: int) -> int:
-    """Return the number of rows in a fast block of scores, a multiple of ``CHUNK_ROWS``."""
+    """Return the number of rows of scores that fit into the cache, in whole chunks."""
     return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
@@ -44,7 +44,7 @@ def _sd(numbers: np.ndarray) -> np.ndarray:
 def summarized(
     parts: Sequence[Part], key: str, n_samples: int, block: int, *summaries: Summary
 ) -> list[np.ndarray]:
-    """Return each summary of the checkpoints' vectors ``key``, shape (n,) each."""
+    """Return the result of each summary function for the vectors ``key``, shape (n,) each."""
     blocks: list[list[np.ndarray]] = [[] for _ in summaries]
     for start in range(0, n_samples, block):
         values = np.stack([part.vector(key, start, start + block) for part in parts])

@@ -44,7 +44,7 @@ def takes_cuda(name: str) -> bool:
 def find_device(name: str) -> torch.device:
     """Return the device ``auto``, ``cpu`` or ``cuda`` of a config.
 
-    A job reserves the first GPU that no other job has reserved. It waits until there is one.
+    A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
     """
     if not takes_cuda(name):
         return torch.device("cpu")
@@ -88,7 +88,7 @@ def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _round_factors(dtypes: Sequence[str]) -> None:
-    # torch has older settings with the same meaning. It raises an error if they differ.
+    # torch also has older settings with the same meaning, and raises an error if they differ.
     older = "medium" if dtypes[3] == "bf16" else "high"
     torch.set_float32_matmul_precision(older if dtypes[0] == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = dtypes[1] == "tf32"

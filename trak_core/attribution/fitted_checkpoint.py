@@ -232,9 +232,9 @@ class DampedGradients:
 
     Attributes:
         damped: The factorized Gramian.
-        inverse_lengths: Factors of the rows of K_t, shape (n, 1), or None for 1. With ``normalize``
-            they are 1 / |g_i| for the training gradients g_i.
-        n_samples: n.
+        inverse_lengths: Factors of the rows of R J_t^T, shape (n, 1), or None for 1. With
+            ``normalize``, the factors are 1 / |g_i| for the training gradients g_i.
+        n_samples: The number n of training samples.
         norm: ||B||. None if scores are not divided by it.
     """
 

@@ -32,7 +32,7 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import FeaturesSpec, stream_of
 from trak_core.study.dataset_split import Split
 
-# Products are summed in float32 over _ENTRIES gradient entries, and computed for _ROWS rows.
+# Products are computed for _ROWS rows at a time, with float32 sums over _ENTRIES columns.
 _ENTRIES, _ROWS = 2**15, 256
 
 
@@ -101,7 +101,7 @@ def inner_products(
     method, room = _prepared(loaded, stored, draws, left_mb)
     train = _Rows(loaded, method, stored[-1], draws)
     right = train if targets is None else _Rows(loaded, method, stored[0], None)
-    # The need of one sample includes its rows in the block.
+    # The memory for one sample already includes its rows in the block.
     spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_of_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
@@ -164,7 +164,7 @@ class _Rows:
 
     @property
     def bytes_of_sample(self) -> int:
-        """The size of a sample's rows."""
+        """The size of a sample's rows in bytes."""
         return self.of_sample * _row_bytes(self.loaded)
 
     def zeros(self, n_samples: int) -> Tensor:

@@ -30,7 +30,7 @@ _JOINED = 2**18
 
 
 class Features:
-    """A consumer of gradients x that computes the projections x R.
+    """A consumer of gradients x that computes x R, with the projection matrix R.
 
     A gradient method passes the gradients of each parameter, for all samples of a batch, to
     ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
@@ -40,7 +40,8 @@ class Features:
 
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
-        products: The sum of the sketches that were computed from factors. None for other kinds.
+        products: For a tensor sketch, the sum of sketches of factors. None for other kinds of
+            projection.
     """
 
     in_order: ClassVar[bool] = True
@@ -67,7 +68,7 @@ class Features:
         self._begin(rows)
 
     def _begin(self, rows: Tensor) -> None:
-        """Set the rows to which gradients are added."""
+        """Set the rows to which projections are added."""
         of_matrices = self._projection.kind.about.of_matrices
         self.rows = rows
         self.products = (
@@ -182,7 +183,7 @@ class Features:
         self.rows += other.rows
 
     def scaled(self) -> Tensor:
-        """Return the features x R * scale, for which E<phi_x, phi_y> = <x, y>."""
+        """Return the features phi_x = scale * x R, for which E<phi_x, phi_y> = <x, y>."""
         return self.rows * self._projection.scale
 
 

@@ -134,8 +134,8 @@ def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
     """Return how much each training sample improves targets and worsens them, on average.
 
     The two columns are the means over targets of ``max(scores * improves, 0)`` and of
-    ``max(-scores * improves, 0)``. Scores have shape (rows, m), signs ``improves`` (m,). The result
-    has shape (rows, 2), float64, and does not depend on how rows are divided into blocks.
+    ``max(-scores * improves, 0)``. Scores have shape (rows, m), and the signs ``improves`` (m,).
+    The result has shape (rows, 2), float64, and does not depend on the size of blocks.
     """
     moved = scores * improves.astype(scores.dtype)
     up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
@@ -147,7 +147,7 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the class whose targets each training sample harms most, shape (rows,).
 
     The harm of a class is the mean of ``max(-scores, 0)`` over its targets. A tie goes to the
-    smallest class. Scores have shape (rows, m), the targets' labels (m,), integers.
+    smallest class. Scores have shape (rows, m), and the targets' labels, integers, have shape (m,).
     """
     order = np.argsort(labels, kind="stable")
     classes, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)

@@ -61,7 +61,7 @@ def fill_upper(lower: np.ndarray) -> None:
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
-    """Return mean_i w_i |phi_i|^2 over the ``n_rows`` rows of a normal matrix, from its trace."""
+    """Return the mean of w_i |phi_i|^2 over ``n_rows`` samples, from their normal matrix."""
     return float(np.trace(normal_matrix)) / n_rows
 
 
@@ -141,7 +141,7 @@ class DampedMatrix:
         return cls(scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0], ridge)
 
     def solve(self, right_side: np.ndarray) -> np.ndarray:
-        """Return X of (M + ridge I) X = right_side, both of shape (k, m), float64."""
+        """Return the solution X of (M + ridge I) X = right_side, both of shape (k, m), float64."""
         return scipy.linalg.cho_solve((self.factor, True), right_side)
 
     def squares(self, rows: np.ndarray) -> np.ndarray:
@@ -250,7 +250,7 @@ def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
     cross *= inverse_lengths
 
 
-# The number of columns of the Gramian that one call solves.
+# The number of columns of the Gramian for which one call solves.
 _COLUMNS = 256
 
 

@@ -23,7 +23,7 @@ SIDES = ("train", "target")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Scores of pairs for one checkpoint, split by the tokens of one side and by parameters.
+    """Scores of pairs for one checkpoint, split by tokens of one of the texts and by parameters.
 
     Attributes:
         tokens: For each pair, the scores of the tokens, then the score of terms that belong to no
@@ -91,12 +91,12 @@ def cut_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The samples of one side, and the solved vectors of the other side.
+    """The training samples or the targets, and the solved vectors of the other samples of pairs.
 
     Attributes:
         split: The samples whose gradients are split.
-        vectors: Solved features of the other side's samples, shape (samples, k).
-        pairs: For each pair the row of a sample and the row of a vector.
+        vectors: Solved features of the other samples of the pairs, shape (samples, k).
+        pairs: For each pair, the row of a sample and the row of a vector.
     """
 
     split: Split

@@ -34,7 +34,7 @@ class Pairs:
     vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
-        """Return each sample with the slice of its pairs, among all pairs or the given ones."""
+        """Return each sample with the slice of its pairs, among all pairs or among ``pairs``."""
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
@@ -85,7 +85,7 @@ class Directions:
         scales: Factors of the gradients' entries, by parameter name.
 
     Attributes:
-        vectors: The same vectors.
+        vectors: The argument ``vectors``.
         contractions: For a tensor sketch, computes inner products from factors of gradients. None
             for other kinds.
     """
@@ -174,7 +174,7 @@ class Shares:
         pairs: Pairs,
         n_tokens: int,
     ) -> Self:
-        """Return zeros for texts of ``n_tokens``, which is 0 for samples that are not texts."""
+        """Return a consumer with zeros. ``n_tokens`` is 0 for samples that are not texts."""
         by_token, by_parameter = (
             torch.zeros(len(pairs.samples), n, dtype=torch.float64, device=pairs.samples.device)
             for n in (n_tokens + 1, len(parameters))
@@ -278,7 +278,7 @@ class Shares:
         return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
 
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield the gradient of a use in parts. Positions are tokens if there are as many."""
+        """Yield the parts of a use's gradient. Positions are tokens if their counts are equal."""
         if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
             of_weight = use.of_weight if isinstance(use, BiasFactors) else use
             first = 0

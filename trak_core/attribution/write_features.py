@@ -52,7 +52,7 @@ def feature_blocks(
     must_differ: bool,
     sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
-    """Yield features phi = scale R^T g of samples in their order, one block at a time.
+    """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
 

@@ -152,7 +152,7 @@ class AbstractSaver(ABC):
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Create the arrays of a new model id. With the flag, a registered model id is opened."""
+        """Create the arrays of a new model id. With the flag, open a registered model id."""
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:

@@ -46,7 +46,10 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return the product on the CPU, computed in blocks of ``bs`` rows on a GPU if there is one."""
+    """Return ``features @ target_grads.T`` on the CPU.
+
+    It is computed in blocks of ``bs`` rows, on a GPU if there is one.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([

@@ -58,7 +58,7 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
 
 
 def _cast(values: Tensor, dtype: torch.dtype, ids: Sequence[int], name: str) -> np.ndarray:
-    """Convert values, one row for each sample, to the store's dtype. They must stay finite."""
+    """Convert values, one row for each sample, to the store's dtype. The result must be finite."""
     narrow = values.detach().cpu().to(dtype)
     lost = ~narrow.isfinite().all(dim=1)
     if lost.any():
@@ -224,7 +224,8 @@ class TRAKer:
         """Load a state dict into the model, and create or open the store of ``model_id``.
 
         ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. Weights other than those
-        with which it was featurized raise an error. Stored features are kept. The flag is ignored.
+        with which it was featurized raise an error. Stored features are kept.
+        ``_allow_featurizing_already_registered`` is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
         digest = self._load_weights(checkpoint, model_id)
@@ -330,9 +331,9 @@ class TRAKer:
     ) -> None:
         """Compute the features G K of each checkpoint that has none for this ``lambda_reg``.
 
-        If ``model_ids`` is None, all in ``save_dir`` are used. With ``del_grads``, the gradients
-        are deleted afterwards. Features for another ``lambda_reg`` can then no longer be computed.
-        See ``score_computers`` for G K.
+        If ``model_ids`` is None, all model ids in ``save_dir`` are used. With ``del_grads``, the
+        gradients are deleted afterwards. Features for another ``lambda_reg`` can then no longer be
+        computed. See ``score_computers`` for G K.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
@@ -375,7 +376,7 @@ class TRAKer:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
         ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Weights
-        other than those in ``featurize`` raise an error, and another number of targets too.
+        other than those in ``featurize`` raise an error, and so does another number of targets.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -439,9 +440,9 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        If ``model_ids`` is None, all in ``save_dir`` with finalized features are used, and a
-        warning names the others. A checkpoint without scores raises an error. With ``allow_skip``,
-        such checkpoints are left out with a warning.
+        If ``model_ids`` is None, all model ids with finalized features are used, and a warning
+        names the others. A model id without scores raises an error. With ``allow_skip``, it is left
+        out with a warning.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the

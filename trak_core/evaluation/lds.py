@@ -117,9 +117,8 @@ def bootstrap(
     """Return mean rank correlations for resampled subsets and targets.
 
     Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
-    averages over the drawn targets. All predictions use the same draws, so that differences between
-    two predictions are paired. The result for a prediction does not depend on the other
-    predictions.
+    averages over the drawn targets. All predictions use the same draws, so differences between two
+    predictions are paired. The result for a prediction does not depend on the others.
 
     Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
     over seeds of ``outputs``, shape (seeds, subsets, targets).
@@ -173,8 +172,7 @@ def order_models(
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
     ``outputs`` are models, and each has the name of its subset. Its columns are samples, including
-    the targets. All subsets must have the same number of models. Error messages contain the file's
-    ``name``.
+    the targets. All subsets must have the same number of models. Errors contain ``name``.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.

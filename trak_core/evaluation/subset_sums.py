@@ -77,7 +77,7 @@ def average_weights(
 class FeaturePass:
     """Settings with the same checkpoints, weighting and normalization of rows.
 
-    Each file of features is read once for all of them.
+    Each file of features is read once for all settings.
 
     Attributes:
         settings: The settings of scores.

@@ -30,7 +30,7 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd
 def few_targets(targets: pd.DataFrame) -> bool:
     """Return whether the table of targets of a scores file is too short for a list of suspects.
 
-    The result is False for a mean of targets, because the file does not contain their number.
+    The result is False for a mean of targets, because its file lacks the number of targets.
     """
     return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
@@ -59,8 +59,8 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
     """Return the training samples that harm targets more than they help, the most harmful first.
 
-    Columns are id, rank, ``score`` (help minus harm, which is negative), and those of ``train``,
-    the table of a scores file.
+    Columns are id, rank, ``score`` (help minus harm, which is negative), and the columns of
+    ``train``, the table of a scores file.
     """
     score = _help_minus_harm(train)
     order = np.argsort(score, kind="stable")[: int((score < 0).sum())]

@@ -43,7 +43,7 @@ class OpenRun(FittedAttributor):
     """
 
     def __init__(self, results: Path, run: FinishedRun | None = None) -> None:
-        """Open a results folder. If ``run`` is None, it is read from the folder."""
+        """Open a results folder. If ``run`` is None, the run is read from the folder."""
         super().__init__()
         self.folder, self._run = results, run
         self._notices: set[str] = set()
