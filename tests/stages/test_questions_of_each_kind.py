@@ -238,7 +238,7 @@ def check_answers_without_scores_by_token(monkeypatch, capsys, reads):
             main([*words, "--tokens"])
         told = capsys.readouterr()
         assert told.out == whole
-        assert len(re.findall(r"Notice: .*without tokens", told.err)) == 1
+        assert len(re.findall(r"Notice: .*no scores by token", told.err)) == 1
         assert why in told.err
     cut = ProjectedScorer.cut
     memory_mb = FinishedRun.of_folder(Path("results")).specs.config["compute"]["memory_mb"]

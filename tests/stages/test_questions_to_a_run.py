@@ -271,7 +271,7 @@ def test_targets_are_given_by_id(here, capsys):
     assert f"  {asked.max():+.3g}  train {asked.idxmax()}" in out
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--target", "patient-1"])
-    assert "Found patient-1;" in capsys.readouterr().err
+    assert "Found patient-1. There are" in capsys.readouterr().err
 
 
 def test_an_id_must_be_different_for_each_target_and_line(here, capsys):

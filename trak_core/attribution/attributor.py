@@ -43,14 +43,14 @@ from trak_core.settings import TRAIN
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# Keys of ``compute`` that an attributor takes. They change no numbers except by rounding.
+# The keys of ``compute`` that are arguments of an attributor.
 _COMPUTE = ("device", "precision", "batch_size", "memory_mb", "threads")
 # This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
 
 
 class Attributor(FittedAttributor):
-    """Attribute a model's predictions to its training samples, by TRAK.
+    """Attribute a model's predictions to its training samples with TRAK.
 
     The score of training sample i for target j estimates how much training on i raised the model
     output f of j. A positive score means that training on i raised f. Features are gradients of f,
@@ -58,57 +58,59 @@ class Attributor(FittedAttributor):
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
-    with features Phi_c (n, k) of the training samples, T_c (m, k) of the targets, and weights W_c.
-    They are multiplied by loss weights Q_c = -dl/df of the training samples, and averaged over
-    checkpoints. ``projection="exact"`` uses whole gradients. Batch size, memory and device change
-    scores by rounding only. A run of the pipeline with the same settings and checkpoint ids gives
-    the same scores.
+    with features Phi_c (n, k) of the training samples, features T_c (m, k) of the targets, and
+    diagonal weights W_c. Scores are multiplied by the loss weights Q_c = -dl/df of the training
+    samples, where l is the training loss, and averaged over checkpoints. ``projection="exact"``
+    uses gradients without a projection. Batch size, memory and device change only the rounding of
+    scores. A run of the pipeline with the same settings and checkpoint ids gives the same scores.
 
     Args:
-        model: A module, which is copied at once, or a function that returns one. It is used in
+        model: A module, which is copied, or a function that returns a module. The model is used in
             evaluation mode.
-        output: The model output f to explain: a name that ``model_output`` of the config takes,
-            such as ``"image_classification"``; a ``ModelOutput``; or a function of the model's
-            return value for one sample and of the sample's label. With a function, all training
-            samples have the loss weight Q = 1, which is correct if f is minus the training loss.
-        checkpoints: The weights of trained models. More checkpoints of separate trainings give
-            better scores. Weights are the path of a file or folder in any format that the config
-            takes, or a state dict. Pass one of these, a list of them, or a dict from ids to them.
-            Several checkpoints of one training are entries ``{"path": ..., "run": ..., "at": ...}``
-            of the dict. In a list, ids are the file names without suffix if all differ, with `_`
-            in place of signs such as `=`, else 0, 1, 2, ... The id determines the projection
-            matrix. None for the weights of ``model``.
-        projection: None for a random projection, ``"exact"`` for inner products of whole gradients
-            (n^2 numbers).
+        output: The model output f to explain: a value of ``model_output`` in a config, such as
+            ``"image_classification"``; a ``ModelOutput``; or a function of the model's return value
+            for one sample and of the sample's label. With a function, all training samples have the
+            loss weight Q = 1, which is correct if f is minus the training loss.
+        checkpoints: The weights of trained models: a path, a state dict, a list of these, or a dict
+            from ids to these. None for the weights of ``model``. A path is a file or folder in any
+            format that a config accepts. Checkpoints of several trainings give better scores. For
+            several checkpoints of one training, the values of the dict are
+            ``{"path": ..., "run": ..., "at": ...}``. In a list, ids are the file names without
+            suffix if all differ, with `_` for characters such as `=`, otherwise 0, 1, 2, ... The id
+            determines the projection matrix.
+        projection: None for a random projection, ``"exact"`` for inner products of gradients
+            without a projection (n^2 numbers).
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
             dense matrix.
         proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
             memory grows with n k + k^2.
         seed: Seed of the projection matrix.
-        damping: ridge_c / mean_i w_i |phi_i|^2. None for 2. The best
-            value differs between studies.
-        weighting: ``"plain"`` for W = I, ``"curvature"`` for the curvature d2l/df2 to a power. None
-            for a default that depends on the output and the checkpoints, as for the next two.
-        combine: ``"product_of_averages"``, ``"average_of_products"`` or ``"unit_average"``: how
-            scores are averaged over checkpoints.
+        damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i. None for
+            2. The best value differs between studies.
+        weighting: ``"plain"`` for W = I, ``"curvature"`` for a power of the curvature d2l/df2. None
+            for a default that depends on the output and the checkpoints. The next two arguments
+            have such defaults too.
+        combine: How to average scores over checkpoints: ``"product_of_averages"``,
+            ``"average_of_products"`` or ``"unit_average"``.
         loss_weight_power: The power of Q, in (0, 1].
         normalize: Whether the training samples' features are divided by their lengths.
         parameters: Patterns of names of the parameters to differentiate, such as ``"head.*"``.
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
-        label_draws: The number of labels that are drawn from the model for each training sample.
-            The normal matrix is then the Gauss-Newton matrix of the training loss, in expectation.
-            ``fit`` needs as many further backward passes, and ``score`` too with ``exact``. 0 for
-            Phi_c^T W_c Phi_c.
-        features_dtype: Stored dtype of features: ``"float32"``, ``"float16"`` or ``"int8"``.
+        label_draws: The number of labels to draw from the model for each training sample. The
+            expectation of the normal matrix is then the Gauss-Newton matrix of the training loss.
+            Each draw adds a backward pass to ``fit``, and to ``score`` if the projection is
+            ``"exact"``. With 0, the normal matrix is Phi_c^T W_c Phi_c.
+        features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
+            ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         precision: ``"highest"`` for float32 products of matrices and convolutions, ``"high"`` for
-            TF32 products, with three digits, on devices that have them. torch's own settings are
+            TF32 products, with three digits, on devices that support them. torch's own settings are
             replaced during ``fit`` and ``score``, and then restored.
-        batch_size: The largest number of samples to differentiate at once.
+        batch_size: The largest number of samples in a batch.
         memory_mb: Memory for arrays, in MiB.
         threads: CPU threads of the projection. None for the number that torch uses.
-        describe: A function that returns the text with which notebooks show a sample.
+        describe: A function of a sample that returns the text to show for it in notebooks.
 
     Example:
         >>> import torch
@@ -124,8 +126,8 @@ class Attributor(FittedAttributor):
         >>> scores.frame.shape
         (60, 2)
 
-    Not supported: outputs that compare the samples of a batch; models that are split over devices;
-    evaluation by retraining, which the pipeline supports.
+    Outputs that compare the samples of a batch and models that are split over devices are not
+    supported. Only the pipeline supports evaluation by retraining.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """
@@ -237,10 +239,11 @@ class Attributor(FittedAttributor):
         Args:
             train_data: The samples on which the checkpoints were trained, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
-                ``split_of_data``). None for the samples of the study of ``of_study``.
+                ``split_of_data``). None for the training samples of the study of ``of_study``.
             folder: A folder for the files, in the layout of a run's results. A later call with the
-                same data and settings reuses the files of finished checkpoints, after comparing
-                the model outputs of eight samples. None for a temporary folder.
+                same data and settings reuses the files of finished checkpoints. It first compares
+                the model outputs of eight samples with the stored outputs. None for a temporary
+                folder.
             ids: An id for each sample. None for 0, 1, 2, ...
 
         Returns:
@@ -294,9 +297,9 @@ class Attributor(FittedAttributor):
                 return model_output(output, model, self._train, device, self._setup.study)
             if not isinstance(output, ModelOutput):
                 notice(
-                    f"all training samples have the loss weight Q = 1 under {spec.model_output}, "
-                    "which is right if it is minus the training loss. "
-                    "ModelOutput(value, loss_weight) sets other weights."
+                    f"all training samples have the loss weight Q = 1 with {spec.model_output}, "
+                    "which is correct only if this output is minus the training loss. Otherwise, "
+                    "pass ModelOutput(value, loss_weight)."
                 )
             return own_output(output, spec.model_output)
 
@@ -315,7 +318,7 @@ class Attributor(FittedAttributor):
         )
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
-        """Write the files of a checkpoint that do not exist; return the digest of its weights."""
+        """Write the missing files of a checkpoint, and return the digest of its weights."""
         path, own, compute = self._features(name), self._spec.under(name), self._compute
         loaded = self._load(name)
         sizes = {"batch_size": compute.batch_size, "memory_mb": compute.memory_mb}
@@ -347,7 +350,7 @@ class Attributor(FittedAttributor):
         return digest
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file has this checkpoint. Raise an error for other data or settings."""
+        """Return whether a file is for this checkpoint. Other data or settings raise an error."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]

@@ -1,4 +1,4 @@
-"""Batch texts of similar lengths, so that little is padded, and restore the order of results."""
+"""Batch texts of similar lengths, to avoid padding, and restore the order of results."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ class OrderedSamples:
     samples are in the order of the study.
 
     Attributes:
-        split: The samples in this order.
+        split: The samples in the order in which they are processed.
         output: The model output, which reads labels.
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
         along: Names of the inputs that have a row for each token.
-        source: The largest length of each input of an encoder, by name, to which it is padded. It
-            may differ from the length of labels.
+        source: The length to which each input of an encoder is padded, by name. It may differ from
+            the length of labels.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """
@@ -50,7 +50,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return samples on the CPU. If texts differ in length, they are padded on the right."""
+        """Return a batch on the CPU. If texts differ in length, they are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -73,7 +73,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return the first ``n`` positions, or those of the longest, shortest and other texts."""
+        """Return up to ``n`` positions, among them the longest and the shortest text."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -91,7 +91,7 @@ class OrderedSamples:
             yield
 
     def length(self, i: int) -> int:
-        """Return the length of text i. Later texts of its window are not longer."""
+        """Return the length of text i. Later texts of the same window are not longer."""
         return 0 if self.lengths is None else self.lengths[i]
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
@@ -132,10 +132,10 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
         if error.code == "gradients.no_decoder_inputs":
             raise
         raise InputError(
-            f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens: texts "
-            "must be no longer than the model's positions and the memory allow. Cut longer ones "
-            "into pieces, or as training did (`study_arguments: {max_tokens: 64}`, say, with a "
-            "ready-made study).",
+            f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens. Texts "
+            "must not be longer than the model's positions and the memory allow. Split longer "
+            "texts, or truncate them as in training (in a ready-made study, for example with "
+            "`study_arguments: {max_tokens: 64}`).",
             code=error.code,
         ) from error
 
@@ -143,11 +143,11 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
 def order_samples(
     splits: Sequence[Split], model: nn.Module, output: ModelOutput, window: int | None = None
 ) -> list[OrderedSamples]:
-    """Return the ordered samples of splits whose batches may be combined.
+    """Return the samples of each split in the order in which they are processed.
 
     All texts are read once for their lengths. Other samples are not read. If any two texts differ
     in length, the texts of all splits are padded, with an attention mask if the model takes one.
-    ``window`` samples are sorted together, or all if it is None.
+    ``window`` samples are sorted together, or all samples if it is None.
     """
     shapes = None
     if output.label_ndim == 1:

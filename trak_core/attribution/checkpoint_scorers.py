@@ -31,11 +31,11 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device and the sizes of computations. They change results by rounding only.
+    """The device and the sizes of computations, which change only the rounding of results.
 
     Attributes:
         device: The device of the model.
-        batch_size: The largest number of samples in the model at once.
+        batch_size: The largest number of samples in a batch.
         memory_mb: Memory for arrays, in MiB.
         threads: CPU threads of the projection.
     """
@@ -52,7 +52,7 @@ class MemoryPart:
 
     Attributes:
         rows: Reads rows of A_c, shape (rows, m).
-        vectors: Values for each sample, by the names of vectors in files.
+        vectors: Values of all samples, by the names that the vectors have in files.
         norm: ||B||, or 1 if scores are not divided by it.
     """
 
@@ -97,7 +97,7 @@ def _part(
 def target_features(
     loaded: LoadedModel, targets: Split, spec: FeaturesSpec, method_of: MethodOf, compute: Compute
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the targets' features, shape (m, k), rounded to the stored dtype; and columns."""
+    """Return targets' features, shape (m, k), rounded to the stored dtype, and their columns."""
     blocks = feature_blocks(
         loaded,
         targets,
@@ -155,8 +155,8 @@ class ProjectedScorer:
     ) -> tuple[Cut, Cut]:
         """Return scores of pairs, split by tokens of training samples and by tokens of targets.
 
-        ``train`` are rows of training samples. A pair is a position in ``train`` and the row of a
-        target.
+        ``train`` has row numbers of training samples. A pair is a position in ``train`` and the row
+        number of a target.
         """
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):

@@ -28,12 +28,12 @@ Summary = Callable[[np.ndarray], np.ndarray]
 
 
 def fast_rows(n_targets: int) -> int:
-    """Return the largest number of rows in a block of scores, a multiple of ``CHUNK_ROWS``."""
+    """Return the number of rows of scores that fit into the cache, in whole chunks."""
     return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
 def mean(numbers: np.ndarray) -> np.ndarray:
-    """Return the mean over checkpoints, float32."""
+    """Return the mean over the first axis, the checkpoints, float32."""
     return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
 
 
@@ -44,7 +44,7 @@ def _sd(numbers: np.ndarray) -> np.ndarray:
 def summarized(
     parts: Sequence[Part], key: str, n_samples: int, block: int, *summaries: Summary
 ) -> list[np.ndarray]:
-    """Return summaries over checkpoints of the vectors ``key``, shape (n,) each."""
+    """Return the result of each summary function for the vectors ``key``, shape (n,) each."""
     blocks: list[list[np.ndarray]] = [[] for _ in summaries]
     for start in range(0, n_samples, block):
         values = np.stack([part.vector(key, start, start + block) for part in parts])
@@ -54,11 +54,11 @@ def summarized(
 
 
 def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.ndarray]:
-    """Return the table of training samples or of targets; ``side`` is ``train`` or ``target``.
+    """Return the table of training samples (``side`` is ``train``) or of targets (``target``).
 
     Columns are ``id``, ``label``, ``prediction``, ``output`` and ``output_sd``, shape (n,) each.
-    Outputs are means over checkpoints, ``output_sd`` is their standard deviation. A predicted class
-    is the most frequent one. Other predictions are means.
+    ``output`` is the mean over checkpoints, and ``output_sd`` the standard deviation. A predicted
+    class is the one that most checkpoints predict. Other predictions are means.
     """
     ids, labels = parts[0].vector(f"{side}_ids"), parts[0].vector(f"{side}_labels")
     outputs, spreads = summarized(parts, f"{side}_outputs", len(ids), block, mean, _sd)
@@ -79,9 +79,10 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 
 
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
-    """Add the column ``improves``, if the sign of the scores that improve a target is known.
+    """Add the column ``improves``, the sign of scores that improve each target, if it is known.
 
-    A mean of several targets has no label. Its sign is known only if ``better`` is ``larger``.
+    A mean of several targets has no label. Therefore the sign for it is known only if ``better`` is
+    ``larger``.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]
@@ -110,10 +111,10 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return the summary of blocks of rows, each with its first row and scores (rows, m).
+        """Return the summary of blocks, which are first row numbers and scores (rows, m).
 
-        ``improves`` are signs of the scores that improve targets, or None if unknown. ``labels``
-        are the targets' labels, or None if they are not classes. Both have shape (m,).
+        ``improves`` has the sign of the scores that improve each target, or is None if unknown.
+        ``labels`` are the targets' labels, or None if they are not classes. Both have shape (m,).
         """
         helpful = harmful = None
         by_sample: dict[str, list[np.ndarray]] = {}

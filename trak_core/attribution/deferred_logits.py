@@ -33,8 +33,8 @@ class _LogitsNeededError(Exception):
 class DeferredLogits(Tensor):
     """Placeholder for the result of a linear layer, shape (..., V), and entrywise functions of it.
 
-    Rows can be sliced. Other operations raise ``_LogitsNeededError``, because they might write into
-    the logits or return a view of them.
+    Rows can be sliced, and entrywise functions can be applied. Other operations raise
+    ``_LogitsNeededError``, because they might write into the logits or return a view of them.
     """
 
     head: Head
@@ -42,7 +42,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, head: Head) -> "DeferredLogits":
-        """Return the placeholder of ``head`` applied to ``hidden``, shape (..., d)."""
+        """Return a placeholder for the logits of ``head`` at ``hidden``, shape (..., d)."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             like = head.logits(hidden.new_empty(0, hidden.shape[-1]))
         shape = (*hidden.shape[:-1], len(head.weight))
@@ -119,12 +119,12 @@ def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Non
 class MarginsOfTokens(nn.Module):
     """A language model that returns the margins of its tokens instead of logits.
 
-    Its argument ``labels`` has the labels. It returns shape (batch, tokens, 2): the margin of each
-    label, and 1 if the label is the most likely token, else 0. If the model does not end in a
-    linear layer and entrywise functions, all logits are computed at once.
+    It is called like the model, with ``labels``. It returns a tensor of shape (batch, tokens, 2)
+    with the margin of each label, and 1 if the label is the most likely token, else 0. If the model
+    does not end in a linear layer and entrywise functions, all logits are computed together.
 
     Attributes:
-        output: The model output f as a function of margins, equal to the given one up to rounding.
+        output: The model output f as a function of margins. Up to rounding, it equals f of logits.
         n_classes: Size of the vocabulary, known after the first call of the model.
         is_deferred: Whether the last call computed logits in pieces.
     """
@@ -172,17 +172,17 @@ class MarginsOfTokens(nn.Module):
         logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits. They are computed"
         if self.is_deferred:
             return (
-                f"{logits} a few tokens at a time, and again on the way back, which takes less "
-                "memory."
+                f"{logits} a few tokens at a time, and again in the backward pass, which needs "
+                "less memory."
             )
         return (
-            f"{logits} as a whole, because the model does not end in a linear layer and functions "
-            "of single logits."
+            f"{logits} together, because the model does not end in a linear layer and entrywise "
+            "functions."
         )
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the number of rows of the largest embedding, or of the largest matrix if none."""
+    """Return the number of rows of the largest embedding, or else of the largest matrix."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

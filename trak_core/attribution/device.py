@@ -34,7 +34,7 @@ def takes_cuda(name: str) -> bool:
     is_available = torch.cuda.is_available()
     if name == "cuda" and not is_available:
         raise InputError(
-            "compute.device is cuda, so torch must find a CUDA device. Found none: check "
+            "compute.device is cuda, so torch must find a CUDA device. Found none. Check "
             "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto.",
             code="attribution.no_cuda",
         )
@@ -44,7 +44,7 @@ def takes_cuda(name: str) -> bool:
 def find_device(name: str) -> torch.device:
     """Return the device ``auto``, ``cpu`` or ``cuda`` of a config.
 
-    A job reserves the first GPU that no other job has reserved. It waits until there is one.
+    A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
     """
     if not takes_cuda(name):
         return torch.device("cpu")
@@ -56,7 +56,7 @@ def find_device(name: str) -> torch.device:
 
 @contextmanager
 def float32_precision(precision: str) -> Generator[None, None, None]:
-    """Set the precision of this process's float32 products, and restore torch's settings later.
+    """Set the precision of float32 products in the context, and restore torch's settings after it.
 
     With ``highest``, products of matrices and convolutions are float32. (torch's default is TF32
     for convolutions on CUDA.) With ``high``, their factors are rounded to TF32, which has three
@@ -71,7 +71,7 @@ def float32_precision(precision: str) -> Generator[None, None, None]:
 
 
 def set_float32_precision(precision: str) -> None:
-    """Set the precision, as ``float32_precision`` does. A study's file may have changed it."""
+    """Set the precision as in ``float32_precision``, in case a study's file has changed it."""
     _round_factors([PRECISIONS[precision]] * len(_PRODUCTS))
 
 
@@ -88,7 +88,7 @@ def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _round_factors(dtypes: Sequence[str]) -> None:
-    # torch has older settings with the same meaning. It raises an error if they differ.
+    # torch also has older settings with the same meaning, and raises an error if they differ.
     older = "medium" if dtypes[3] == "bf16" else "high"
     torch.set_float32_matmul_precision(older if dtypes[0] == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = dtypes[1] == "tf32"
@@ -103,7 +103,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Return the index in ``names`` of a GPU, after reserving it for this process until it ends.
+    """Return the index in ``names`` of a GPU that is reserved until this process ends.
 
     The function waits until a GPU is free. A lock on a file in the system's temporary folder
     reserves a GPU. The system releases the lock when the process ends for any reason. ``names``,
@@ -128,13 +128,13 @@ def hold_one(names: tuple[str, ...]) -> int:
                 os.close(descriptor)
                 raise InputError(
                     f"{folder}: the folder of temporary files must be on a disk with file locks, "
-                    f"by which jobs share GPUs. Found {error.strerror}. Set another folder on this "
-                    "machine, such as TMPDIR=/dev/shm before the command.",
+                    f"which jobs need to share GPUs. Found {error.strerror}. Set another folder on "
+                    "this machine, for example with TMPDIR=/dev/shm before the command.",
                     code="model.gpu_locks",
                 ) from error
             else:
                 return index  # The open descriptor keeps the lock.
         if not waiting:
-            print(f"Waiting: other jobs hold all GPUs ({len(names)}).", flush=True)
+            print(f"Waiting, because other jobs use all GPUs ({len(names)}).", flush=True)
             waiting = True
         time.sleep(_LOOK_SECONDS)

@@ -52,9 +52,10 @@ class Setup:
 
     Attributes:
         spec: The settings that determine the scores.
-        compute: The device, and sizes that change results by rounding only.
+        compute: The device and the sizes of computations, which change only the rounding of
+            results.
         train: The training samples. None before ``fit``.
-        folder: The folder of their features and normal matrices.
+        folder: The folder of the training samples' features and normal matrices.
         study: The study that provides the samples, if there is one.
     """
 
@@ -118,7 +119,7 @@ class FittedAttributor(ABC):
         """Return the scores of all training samples for targets.
 
         Args:
-            target_data: The samples whose predictions are explained, in a form that ``fit`` takes.
+            target_data: The samples whose predictions to explain, in any form that ``fit`` accepts.
             ids: An id for each target. None for 0, 1, 2, ...
             keep: ``"full"`` for all n x m scores. ``"top_k"`` for the top influences only, which
                 needs less memory. ``Scores.frame`` is then not available.
@@ -127,11 +128,11 @@ class FittedAttributor(ABC):
         return self._score(split_of_data(target_data, ids), keep=keep, top=top)
 
     def self_influence(self) -> pd.DataFrame:
-        """Return |A_c[i, i] Q_c[i]| of each training sample i, averaged over checkpoints.
+        """Return the absolute value of each training sample's score for itself.
 
         A large self-influence means that the model memorized the sample. Labels of such samples are
-        often wrong. Columns are ``label``, ``prediction``, ``output`` and ``self_influence``, by
-        id. This method is not available with ``exact``.
+        often wrong. The result is a table by id, with columns ``label``, ``prediction``, ``output``
+        and ``self_influence``. This method is not available with ``projection="exact"``.
         """
         self._check_projected("Self-influences")
         features, matrices = (
@@ -146,26 +147,26 @@ class FittedAttributor(ABC):
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Split the scores of each target's top training samples by tokens and by layers.
 
-        A score is an inner product with the sample's gradient. The gradient is a sum over tokens
-        and over parameters. The score of a token or a layer is the inner product with its terms of
-        this sum. Samples must be texts.
+        A score is the inner product of a vector with a sample's gradient. The gradient is a sum of
+        terms over tokens and parameters. The score of a token or a layer is the inner product of
+        the vector with the terms of this token or layer. Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
-            top: The number of positive and of negative top influences, at most as many as were
-                kept.
+            top: The number of positive and of negative top influences to split for each target. It
+                must not be larger than the number that ``score`` kept.
 
         Returns:
             Two tables. The first has columns ``target_id``, ``train_id``, ``side`` (``train`` or
             ``target``, the text to which the token belongs), ``token`` (from 0; -1 for terms that
             belong to no token) and ``score``. The second has columns ``target_id``, ``train_id``,
-            ``layer`` and ``score``. The scores of a pair and a side sum to the pair's score.
+            ``layer`` and ``score``. For each side, the tokens' scores sum to the pair's score.
         """
         self._check_projected("Scores by tokens")
         if scores.samples is None:
             raise InputError(
-                "Only the process that computed scores can split them by tokens. Found scores "
-                "without their targets' samples, as after unpickling. Call `score` again.",
+                "Scores can be split by tokens only in the process that computed them. Found "
+                "scores without the targets' samples, as after unpickling. Call `score` again.",
                 code="attribution.no_tokens",
             )
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
@@ -204,7 +205,7 @@ class FittedAttributor(ABC):
         if not self._is_projected:
             raise InputError(
                 f"{noun} need a random projection. Found `projection: "
-                f"{self._spec.features.projection['kind']}`.",
+                f"{self._spec.features.projection['kind']}`. Choose another projection.",
                 code="attribution.no_features",
             )
 
@@ -224,7 +225,7 @@ class FittedAttributor(ABC):
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        # A spec without these keys does not match a file with one.
+        # None for these keys makes the spec differ from that of a file in which one of them is set.
         return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
@@ -270,15 +271,15 @@ class FittedAttributor(ABC):
         for name in self.checkpoints:
             scorer = self._scorer(name, stack)
             parts.append(scorer.score(targets, self._compute_beside_held(name)))
-            del scorer  # to free its memory before the next is read
+            del scorer  # to free its memory before the next scorer is read
         return parts
 
     def _scorer(self, name: str, stack: ExitStack) -> Scorer:
         """Return a checkpoint's scorer.
 
-        Scorers are kept in memory if those of all checkpoints fit into half of it. A scorer of a
-        single checkpoint that does not fit is kept without features, which are read from the file.
-        ``stack`` closes the files of scorers that are not kept.
+        Scorers are kept in memory if the scorers of all checkpoints fit into half of ``memory_mb``.
+        If the scorer of a single checkpoint does not fit, it is kept without features, which are
+        read from the file. ``stack`` closes the files of scorers that are not kept.
         """
         if name in self._held:
             return self._held[name]

@@ -59,9 +59,9 @@ class Part(Protocol):
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of features (n, k), or their ``first`` columns.
+    """Return a function that reads rows of features (n, k), or only their ``first`` columns.
 
-    With ``normalize`` it returns rows divided by their lengths, float64.
+    With ``normalize``, rows are divided by their lengths, float64.
     """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
@@ -69,10 +69,12 @@ def read_rows(
 
 
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
-    """Return a function for rows of A_c = Phi_c X, with X = (N + ridge I)^-1 T_c^T, shape (k, m).
+    """Return a function that computes rows of A_c = Phi_c X from rows of Phi_c.
 
-    Products are computed for ``CHUNK_ROWS`` rows at a time. Therefore results are equal to the last
-    bit for all blocks that start at a chunk. A stored X is read again for every block.
+    ``phi`` reads rows of Phi_c, and ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m).
+    Products are computed for ``CHUNK_ROWS`` rows at a time. Therefore results are bitwise equal for
+    all blocks that start at a multiple of ``CHUNK_ROWS``. If X is in a file, it is read again for
+    every block.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
@@ -86,7 +88,7 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
 
 
 def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: ScoresSpec) -> ReadRows:
-    """Return a function for rows of scores, which combines the rows of A_c of all checkpoints."""
+    """Return a function that combines rows of A_c of all checkpoints into rows of scores."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -99,7 +101,7 @@ def score_rows(parts: Sequence[Part], similarity: Sequence[ReadRows], spec: Scor
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
-    """Return W's diagonal, shape (n,), float64: ones, or the losses' curvature to a power."""
+    """Return W's diagonal, shape (n,), float64: ones, or a power of the loss's curvature."""
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
     if not train.has("curvature"):
@@ -114,9 +116,9 @@ def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray
 def write_normal_matrix(
     path: Path, train: Artifact, spec: NormalSpec, *, code: str, memory_mb: int
 ) -> None:
-    """Write N = Phi^T W Phi, its mean squared norm and its extreme eigenvalues.
+    """Write N = Phi^T W Phi, its extreme eigenvalues, and the mean of w_i |phi_i|^2.
 
-    With ``label_draws`` N is the sum in the file of features (see ``SampledNormal``).
+    With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``).
 
     Training features are read once, block by block. If ``spec.norm_power`` is set, all eigenvalues
     and the k x k products of ``Spectrum.norm_products`` are written too. They determine ||B|| for
@@ -162,7 +164,7 @@ def write_normal_matrix(
             smallest, largest = extreme_eigenvalues(matrix)
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
-        # It is limited to 1 / eps, so that it is finite for a singular matrix too.
+        # The limit of 1 / eps keeps the number finite if the matrix is singular.
         floor = largest * np.finfo(np.float64).eps
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
@@ -181,7 +183,7 @@ class DampedNormalMatrix:
 
     @classmethod
     def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Factorize a stored normal matrix. It must have been computed from these features."""
+        """Factorize a stored normal matrix, which must belong to the features in ``train``."""
         own = spec.of_normal_matrix()
         expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
         expected |= {"features": train.content_hash}
@@ -210,29 +212,29 @@ class DampedNormalMatrix:
 
 
 def stored_products(file: Artifact) -> np.ndarray:
-    """Return the matrix of ``inner_products`` in a file, with the rows of drawn labels."""
+    """Return the result of ``inner_products`` from a file, with the rows of drawn labels."""
     gramian = file.matrix("gramian")[:]
     if not file.has("drawn"):
         return gramian
     drawn, m = file.matrix("drawn")[:], gramian.shape[1]
-    if drawn.shape[1] > m:  # The file of the training samples has the products with all rows.
+    if drawn.shape[1] > m:  # For training samples, drawn rows have products with all rows.
         gramian = np.hstack([gramian, drawn[:, :m].T])
     return np.vstack([gramian, drawn])
 
 
 @dataclass(frozen=True, slots=True)
 class DampedGradients:
-    """The damped Gramian of one checkpoint's n training samples, factorized, without a projection.
+    """The factorized damped Gramian of one checkpoint's n training samples, for exact scores.
 
-    With ``label_draws`` the Gramian R R^T has further rows for the drawn gradients. The normal
-    matrix is that of these rows alone, R^T W R with the weights 0 for gradients of the model output
-    and 1 / S for drawn ones.
+    With S ``label_draws``, the rows of R are the gradients of the model output and the gradients
+    for drawn labels. The Gramian is R R^T. The normal matrix R^T W R uses only the drawn labels: W
+    is 1 / S for their gradients and 0 for gradients of the model output.
 
     Attributes:
         damped: The factorized Gramian.
-        inverse_lengths: Factors of the rows of K_t, shape (n, 1), or None for 1. With ``normalize``
-            they are 1 / |g_i| for the training gradients g_i.
-        n_samples: n.
+        inverse_lengths: Factors of the rows of R J_t^T, shape (n, 1), or None for 1. With
+            ``normalize``, the factors are 1 / |g_i| for the training gradients g_i.
+        n_samples: The number n of training samples.
         norm: ||B||. None if scores are not divided by it.
     """
 
@@ -256,7 +258,7 @@ class DampedGradients:
         if spec.normalize:
             inverse_lengths = np.ones((n, 1))
             divide_by_lengths(gramian, inverse_lengths)
-        # The damping is relative to a mean over samples, and not over the 1 + S rows of each.
+        # Damping refers to a mean over n samples. ``factorize`` takes the mean over n (1 + S) rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
@@ -276,8 +278,8 @@ def self_influences(
     """Return the absolute value of every training sample's score for itself.
 
     The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. Predictions and
-    outputs are combined over the last checkpoints of all runs. There is a file of features and of a
-    normal matrix for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
+    outputs are combined over the last checkpoints of all runs. ``features`` and ``normal_matrices``
+    have a file for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
     ``prediction``, ``output`` and ``self_influence``, shape (n,) each, and the spec of their file.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,

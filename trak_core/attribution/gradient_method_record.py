@@ -25,7 +25,7 @@ Methods = dict[str, tuple[str, str | None]]
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the method that was chosen for the same conditions, or choose one; print its notice.
+    """Return the method for the conditions of ``few``, chosen now or before. Print its notice.
 
     A new choice compares the gradients of the first two samples of ``few`` and is added to
     ``methods``. Conditions are, for example, the device, the ranks and dtypes of the inputs, and
@@ -58,7 +58,7 @@ def recorded_method_for(
 
     For each set of conditions, the first job compares gradients and records its choice in the
     results folder. A damaged record, or one of another model or ``code``, is not used. The choice
-    changes results by rounding only. If no record can be written, every job compares gradients.
+    changes only the rounding of results. If no record can be written, every job compares gradients.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)
@@ -78,7 +78,7 @@ def recorded_methods(results: Path, spec: FeaturesSpec) -> Methods:
 
 
 def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
-    """Return methods by the code of the jobs that recorded them. It is empty for another model."""
+    """Return methods by the code of the jobs that recorded them, or {} for another model."""
     known = read_record(record)
     return known.get("methods", {}) if known.get("model") == _model(spec) else {}
 

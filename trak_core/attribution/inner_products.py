@@ -32,7 +32,7 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import FeaturesSpec, stream_of
 from trak_core.study.dataset_split import Split
 
-# The number of entries of gradients whose products are summed in float32, and of rows of a product.
+# Products are computed for _ROWS rows at a time, with float32 sums over _ENTRIES columns.
 _ENTRIES, _ROWS = 2**15, 256
 
 
@@ -47,7 +47,7 @@ def write_gramian(
     batch_size: int,
     memory_mb: int,
 ) -> None:
-    """Write the inner products of training samples with each other, or with targets."""
+    """Write inner products of the training samples ``data`` with each other or with targets."""
     own, where = targets or data, device_name(loaded.device)
     n, m = len(data.ids), len(own.ids)
     log(f"{spec.split}: inner products of {n} x {m} gradients on {where}")
@@ -72,19 +72,19 @@ def inner_products(
     batch_size: int,
     memory_mb: int,
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return R R^T of the training samples, or R J_t^T with targets, float64.
+    """Return inner products of gradients, R R^T, or R J_t^T if there are targets, float64.
 
-    The first n rows of R are J, the gradients of the model output. With S ``label_draws``, n S rows
-    follow: the gradients with labels that ``LabelDraws`` draws, in the order of draws. J_t are the
-    targets' gradients.
+    The first n rows of R are J, the training samples' gradients of the model output. With S
+    ``label_draws``, n rows follow for each draw: the gradients for the labels that ``LabelDraws``
+    draws. The rows of J_t are the targets' gradients.
 
-    Three quarters of the memory are for a block of rows of the right factor, which is multiplied
-    with batches of the left factor. So training samples are differentiated once for each block.
-    Products are sums of float32 products in float64. The result must fit into ``memory_mb``. Batch
-    size and memory change it by rounding only.
+    Three quarters of the memory hold a block of rows of the right factor, which is multiplied by
+    batches of the left factor. Therefore training samples are differentiated once for each block.
+    Float32 products are summed in float64. The result must fit into ``memory_mb``. Batch size and
+    memory change only the rounding.
 
-    The second result has label numbers and ``PerSample.columns`` of the samples of the
-    right factor.
+    The second result has the label numbers and ``PerSample.columns`` of the targets, or of the
+    training samples if there are no targets.
     """
     n_rows = 1 + spec.label_draws
     others, n_other_rows = (data, n_rows) if targets is None else (targets, 1)
@@ -101,7 +101,7 @@ def inner_products(
     method, room = _prepared(loaded, stored, draws, left_mb)
     train = _Rows(loaded, method, stored[-1], draws)
     right = train if targets is None else _Rows(loaded, method, stored[0], None)
-    # The need of one sample includes its rows in the block.
+    # The memory for one sample already includes its rows in the block.
     spare = room.budget_bytes - room.needed.of_longest.of(1) + right.bytes_of_sample
     most = min(3 * room.budget_bytes // 4, spare) // right.bytes_of_sample
     block = max(1, min(len(others.ids), most))
@@ -119,12 +119,12 @@ def inner_products(
 def _prepared(
     loaded: LoadedModel, stored: list[StoredSamples], draws: LabelDraws | None, left_mb: int
 ) -> tuple[GradientMethod, MemoryBudget]:
-    """Check all labels; return the gradient method and the memory budget of batches."""
+    """Check all labels, and return the gradient method and the memory budget of batches."""
     left_mb = max(0, left_mb - sum(samples.n_bytes for samples in stored) // 2**20)
     fews = [loaded.few_checked(samples) for samples in stored]
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
-    # The rows of a sample in a batch and in the block, and a copy of one while it is summed.
+    # The rows of a sample in a batch and in the block, and a copy of one row while it is summed.
     more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
     needed = needs[largest].mapped(
@@ -150,7 +150,7 @@ def _row_bytes(loaded: LoadedModel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The gradients of samples, and those of their draws, as rows of a matrix."""
+    """The gradients of samples, for their labels and for drawn labels, as rows of a matrix."""
 
     loaded: LoadedModel
     method: GradientMethod
@@ -164,20 +164,20 @@ class _Rows:
 
     @property
     def bytes_of_sample(self) -> int:
-        """The size of a sample's rows."""
+        """The size of a sample's rows in bytes."""
         return self.of_sample * _row_bytes(self.loaded)
 
     def zeros(self, n_samples: int) -> Tensor:
-        """Return zeros in place of the rows of some samples."""
+        """Return zeros in the shape of the rows of ``n_samples`` samples."""
         shape = self.of_sample * n_samples, n_params(self.loaded.parameters)
         return torch.zeros(shape, dtype=_dtype(self.loaded), device=self.loaded.device)
 
     def chunks(
         self, start: int, stop: int, at_once: Callable[[int], int], into: Tensor | None = None
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
-        """Yield the number of samples, row numbers, rows and columns of each batch.
+        """Yield each batch as its number of samples, row numbers, rows and columns.
 
-        Row numbers are in the study's order. The rows are parts of ``into`` if it is given.
+        Row numbers refer to the study's order. If ``into`` is given, rows are written into it.
         """
         width = self.of_sample
 
@@ -208,7 +208,7 @@ class _Rows:
 def _fill(
     values: np.ndarray, train: _Rows, right: _Rows, block: int, batch_size: int, room: MemoryBudget
 ) -> list[Tensor]:
-    """Write the products of the rows of ``train`` and ``right``; return the latter's columns."""
+    """Write the products of ``train`` and ``right``, and return the columns of ``right``."""
     is_square = train is right
     n, m = len(train.samples), len(right.samples)
     at_once, right_at_once = (
@@ -244,7 +244,7 @@ def _fill(
 
     starts = range(0, m, block)
     total = sum(n - start for start in starts) if is_square else n * len(starts)
-    # The progress in samples is the share of all batches.
+    # Samples are differentiated once for each block. Progress is scaled to n samples.
     done = (-(-n * count // total) for count in accumulate(steps(), initial=0))
     for _ in with_progress(pairwise(done), n, "training samples"):
         pass
@@ -253,9 +253,10 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64, of rows (.., p): sums of products of some columns each.
+    """Return a b^T, float64, for matrices with p columns.
 
-    The products of a small model's gradients are float64, which costs little.
+    Products over ``_ENTRIES`` columns are summed in float64. If p is not larger than ``_ENTRIES``,
+    all computations are float64, which costs little.
     """
     if a.shape[1] <= _ENTRIES:
         left = a.double()

@@ -1,4 +1,4 @@
-"""Draw labels from the model, in place of the labels of the study."""
+"""Draw labels from the model, to use instead of the labels of the study."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class LabelDraws:
     Attributes:
         n_draws: S, at least 1.
         stream: The number of the checkpoint (see ``stream_of``).
-        seed: Seed of all checkpoints.
+        seed: The seed, which is the same for all checkpoints.
     """
 
     n_draws: int
@@ -35,7 +35,7 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the memory of logits, z, probabilities and their sums for a sample of ``few``."""
+        """Return the bytes of logits, z, probabilities and their sums for a sample of ``few``."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
         return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
@@ -43,7 +43,7 @@ class LabelDraws:
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
-        """Yield for each draw f = <logits, z>, and the batch with z in place of the labels.
+        """Yield f = <logits, z> of each draw, and the batch with z instead of the labels.
 
         The gradient of f is B^T z, where B is the derivative of a sample's logits with respect to
         the parameters and z is drawn by ``ModelOutput.loss_noise``.
@@ -67,7 +67,7 @@ class LabelDraws:
                 z = torch.vmap(noise)(read, labels, numbers)
             if z.shape != read.shape:
                 raise InputError(
-                    "loss_noise must return the shape of the tensor that it gets, "
+                    "loss_noise must return a tensor of the same shape as its first argument, "
                     f"{tuple(read.shape[1:])}. Found {tuple(z.shape[1:])}.",
                     code="model.no_loss_noise",
                 )
@@ -76,7 +76,7 @@ class LabelDraws:
     def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
         """Return random numbers in [0, 1) of a sample, shape (*shape, n_draws), float32.
 
-        Padding of the first dimension does not change the numbers before it.
+        Padding of the first dimension does not change the numbers before the padding.
         """
         text = f"{self.seed} {self.stream} {sample_id}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
@@ -86,7 +86,7 @@ class LabelDraws:
 def no_loss_noise() -> InputError:
     """Return the error for a model output whose labels cannot be drawn."""
     return InputError(
-        "label_draws needs a ModelOutput with `loss_noise`, which reads one tensor. This model "
-        "output has none. Leave label_draws out.",
+        "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
+        "another model output. Leave label_draws out.",
         code="model.no_loss_noise",
     )

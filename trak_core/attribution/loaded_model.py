@@ -48,11 +48,11 @@ from trak_core.study.study import Study
 
 _FEW = 8  # samples that are checked before the expensive work
 _COMPARED = 8  # samples whose outputs are compared with stored ones
-# Bytes for each logit if all are computed at once. GPT-2 and Llama needed 11 to 16.
+# Bytes for each logit if all logits are computed together. GPT-2 and Llama needed 11 to 16.
 _LOGIT_BYTES = 16
-# If the logits of a text need more than this fraction of the memory, they are computed in pieces.
+# If the logits of a text need more than 1/4 of the memory, they are computed in pieces.
 _LOGITS_SHARE = 4
-# The memory for the copies of a piece of logits that exist at the same time.
+# The memory for a piece of logits and the copies of it that exist at the same time.
 _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 
@@ -67,7 +67,8 @@ class LoadedModel:
         device: The model's device.
         checkpoint_digests: SHA-256 of the files of weights (``sha256``), and of other files that
             change results.
-        blocks: The model's repeated blocks, which are recomputed if a sample needs much memory.
+        blocks: The model's repeated blocks. If a sample needs much memory, their activations are
+            recomputed in the backward pass.
         scales: Factors of the gradients' entries, by parameter name. None for no factors.
     """
 
@@ -100,7 +101,7 @@ class LoadedModel:
         output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
     ) -> Self:
-        """Return the model with the weights of a file, a folder or a state dict, or with its own.
+        """Return the model with the weights of a file, folder or state dict, or unchanged for None.
 
         ``output_of`` returns the model output for the model with these weights.
         """
@@ -121,8 +122,8 @@ class LoadedModel:
         if spec.preconditioner is not None:
             if not isinstance(weights, Path):
                 raise InputError(
-                    "preconditioner: adam reads the optimizer's state from the checkpoint's path. "
-                    f"Found weights in memory for {spec.checkpoint}.",
+                    "preconditioner: adam reads the optimizer's state from a checkpoint's files. "
+                    f"Found weights in memory for {spec.checkpoint}. Pass the checkpoint's path.",
                     code="model.no_optimizer_path",
                 )
             on_cpu, digests["optimizer_sha256"] = adam_scales(model, parameters, trained, weights)
@@ -143,7 +144,10 @@ class LoadedModel:
     def checked(
         self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
     ) -> Batch:
-        """Return ``batch`` after checking labels on the CPU, which does not wait for a GPU."""
+        """Return the result of ``batch``, after checking labels on the CPU.
+
+        A check on a GPU would have to wait for the GPU.
+        """
         batch = samples.batch(start, stop)
         check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
         return self._on_device(batch)
@@ -154,9 +158,9 @@ class LoadedModel:
         return replace(batch, gives_labels=True) if needs_labels else batch
 
     def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
-        """Return a model that computes logits in pieces if they would need much memory.
+        """Return a model that computes logits in pieces if all logits would need much memory.
 
-        Its outputs are the same up to rounding. ``few`` prints a notice about it.
+        Model outputs are the same up to rounding. ``few`` prints a notice if the model is replaced.
         """
         if not self.output.joins_tokens or self.output.takes_labels:
             return self
@@ -254,7 +258,7 @@ class LoadedModel:
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings that determine the content of a file. They are stored in the file.
 
-        ``projection`` is the spec of the projection, or of another use of the gradients.
+        ``projection`` is the spec of the projection, which has only a ``kind`` if scores are exact.
         """
         file_spec = spec.as_dict() | {
             "projection": dict(projection),
@@ -283,8 +287,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
             raise
         n_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         raise InputError(
-            f"The model of {-(-n_bytes // 2**20)} MiB must fit into the memory of {device}, which "
-            "ran out. Use a larger GPU, a dtype of fewer bytes in make_model(), or "
+            f"The model needs {-(-n_bytes // 2**20)} MiB, which must fit into the memory of "
+            f"{device}. The memory ran out. Use a larger GPU, a smaller dtype in make_model(), or "
             "`compute: {device: cpu}`.",
             code="study.model_size",
         ) from error

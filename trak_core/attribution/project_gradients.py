@@ -20,28 +20,28 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import OuterProducts, add_projection, add_rows, prefers_factors
 from trak_core.settings import ProjectionSpec, matrix_shape
 
-# The largest accepted relative error, in norm, of a sample's features in a stored dtype. float16
-# has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8 has 1e-2
-# for entries of similar size, and more if one entry is far larger than the others.
+# The largest accepted relative error, in norm, of a sample's features after rounding to a dtype.
+# float16 has a relative error of at most 5e-4, except for entries below 6e-5 or above 65504. int8
+# has an error of 1e-2 for entries of similar size, and more if one entry is far larger.
 _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
-# Parts of up to this total number of entries are copied into one tensor and projected together.
+# Parts with at most this many entries in total are copied into one tensor and projected together.
 _JOINED = 2**18
 
 
 class Features:
-    """A consumer of gradients that sums x R over the parameters.
+    """A consumer of gradients x that computes x R, with the projection matrix R.
 
     A gradient method passes the gradients of each parameter, for all samples of a batch, to
-    ``take``. It calls ``finish`` at the end. The coordinates of x are the entries of the parameters
-    in their order, row-major. Gradients are formed in parts, and small parts are collected so that
-    one call projects many. A tensor sketch uses the factors of gradients if that is cheaper and
-    there are no scales.
+    ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
+    parameters, row-major, in the order of the parameters. Gradients are computed in parts, and one
+    call projects several small parts. A tensor sketch is computed from the factors of gradients if
+    that is cheaper and there are no scales.
 
     Attributes:
-        rows: x R, shape (batch, proj_dim), float32, unscaled. Before ``finish``, the terms in
-            ``products`` are missing.
-        products: The sum of sketches of factors. None for kinds other than tensor sketches.
+        rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
+        products: For a tensor sketch, the sum of sketches of factors. None for other kinds of
+            projection.
     """
 
     in_order: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class Features:
         self._begin(rows)
 
     def _begin(self, rows: Tensor) -> None:
-        """Set the rows to which gradients are added."""
+        """Set the rows to which projections are added."""
         of_matrices = self._projection.kind.about.of_matrices
         self.rows = rows
         self.products = (
@@ -87,7 +87,7 @@ class Features:
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ) -> Self:
-        """Return zeros on the parameters' device. ``scales`` are factors of gradients, by name."""
+        """Return a consumer with rows of 0. ``scales`` are factors of gradients, by name."""
         device = next(iter(parameters.values())).device
         rows = torch.zeros(n_samples, projection.proj_dim, device=device)
         return cls(parameters, projection, rows, threads, scales)
@@ -114,7 +114,7 @@ class Features:
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Add the sketch of a use's factors, if that is cheaper; return whether it was added."""
+        """Add the sketch of a use's factors if that is cheaper. Return whether it was added."""
         if use.matrix != shape:
             return False
         if isinstance(use, Lookup):
@@ -136,7 +136,7 @@ class Features:
     def _project_held(self) -> None:
         """Project the collected parts, with one call for each run of consecutive coordinates.
 
-        On a GPU, one call sketches all parts.
+        On a GPU, one call computes the tensor sketch of all parts.
         """
         if self.products is not None and self.rows.device.type == "cuda":
             add_rows(self.rows, sorted(self._held.items()), self._projection)
@@ -183,7 +183,7 @@ class Features:
         self.rows += other.rows
 
     def scaled(self) -> Tensor:
-        """Return the features x R * scale, for which E<phi_x, phi_y> = <x, y>."""
+        """Return the features phi_x = scale * x R, for which E<phi_x, phi_y> = <x, y>."""
         return self.rows * self._projection.scale
 
 
@@ -193,7 +193,7 @@ class QueuedFeatures:
 
     Attributes:
         copies: Features, label numbers and ``PerSample.columns``, on the CPU.
-        event: The end of the copies from a GPU. None on a CPU.
+        event: The event that follows the copies from a GPU. None on a CPU.
         explain: Raises an error that names the samples whose gradients are not finite.
     """
 
@@ -202,10 +202,10 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> tuple[np.ndarray, list[Tensor]]:
-        """Return features and columns on the CPU.
+        """Return the batch's features and columns on the CPU, after waiting for them.
 
         Raises:
-            InputError: If a gradient, feature or output is not finite, with the samples' ids.
+            InputError: If a gradient, feature or model output is not finite.
         """
         if self.event is not None:
             self.event.synchronize()
@@ -221,7 +221,7 @@ class QueuedFeatures:
 
 
 def _copied(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Return copies on the CPU, and the event at their end. It does not wait for a GPU."""
+    """Return copies on the CPU and the event that follows them, without waiting for a GPU."""
     copies, event = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
     if tensors[0].is_cuda:
         event = torch.cuda.Event()
@@ -242,11 +242,11 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return features that may still be computed on a GPU; ``wait`` returns them on the CPU.
+    """Return a batch's features, which a GPU may still be computing.
 
-    They are features, shape (batch, proj_dim), float32, and label numbers with
-    ``PerSample.columns``. Features are x R of gradients x, times the projection's scale if
-    ``is_scaled``.
+    The result has the features, shape (batch, proj_dim), float32, the label numbers and
+    ``PerSample.columns``. The features of a gradient x are x R, multiplied by the projection's
+    scale if ``is_scaled``.
     """
     sums = Features.zeros(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
@@ -272,17 +272,18 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
     named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
     if named and dtype == "int8":
         raise InputError(
-            "int8 must represent a sample's features to 2e-2 of their norm. Found a loss of up to "
-            f"{(losses[lost] / norms[lost]).max():.2g} in the samples {named}, where an entry is "
-            "far larger than the others. Set features_dtype to float16 or float32.",
+            "Rounding to int8 must change a sample's features by at most 2e-2 of their norm. Found "
+            f"up to {(losses[lost] / norms[lost]).max():.2g} in the samples {named}, where one "
+            "entry is far larger than the others. Set features_dtype to float16 or float32.",
             code="stages.int8",
         )
     if named:
         size = np.abs(rows[lost])
         raise InputError(
-            "float16 must represent a sample's features to 1e-3 of their norm, which needs entries "
-            f"of 6e-5 to 65504. Found entries from {size[size > 0].min():.2g} to {size.max():.2g} "
-            f"in the samples {named}. Set features_dtype to float32.",
+            "Rounding to float16 must change a sample's features by at most 1e-3 of their norm. "
+            "Entries must be from 6e-5 to 65504. Found entries from "
+            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {named}. Set "
+            "features_dtype to float32.",
             code="stages.float16",
         )
     return stored
@@ -291,7 +292,7 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
 def projecting_device(name: str) -> torch.device:
     """Return the device of a config, after checking that the projection can run on it."""
     if takes_cuda(name):
-        # Only CUDA needs this import. The check precedes the wait for a GPU.
+        # Only CUDA needs this import. The check comes before ``find_device`` waits for a GPU.
         from trak_core.projection.cuda.project import require_numba_cuda
 
         require_numba_cuda()

@@ -28,10 +28,10 @@ from trak_core.settings import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
 
-# The number of contrast pairs for CLIP, the same as in TRAK, and the seed of their draw.
+# The number of contrast pairs for CLIP, as in TRAK, and the seed with which they are drawn.
 N_OTHERS = 300
 OTHERS_SEED = 0
-# A model output that reads pairs without labels, used before contrast pairs are embedded.
+# A model output that reads pairs without labels. It is used to embed the contrast pairs.
 _UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
@@ -71,11 +71,11 @@ def model_output(
     study: Study | None = None,
     n_others: int = N_OTHERS,
 ) -> ModelOutput:
-    """Return the model output with a name of ``TABLE``, or the object ``name`` of ``file.py:name``.
+    """Return the model output for a name in ``TABLE``, or for ``file.py:object``.
 
-    If the file is the file of the loaded ``study``, it is not run again. For an output with
-    ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``.
-    They are the same for every checkpoint. ``model`` embeds them and must have a ``logit_scale``.
+    A file that is already loaded as ``study`` is not run again. For an output with ``needs_pairs``,
+    ``n_others`` contrast pairs are drawn uniformly from the training samples ``pairs``. The draw is
+    the same for every checkpoint. ``model`` embeds the drawn pairs and must have a ``logit_scale``.
     """
     place = function_location(name)
     if place is not None:
@@ -104,7 +104,10 @@ def outputs_and_predictions(
     batch_size: int,
     study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return f and the prediction of every sample of the pool, shape (n,) each."""
+    """Return the model output f and the prediction of every sample of ``pool``, shape (n,) each.
+
+    ``train`` provides the contrast pairs of outputs that need them.
+    """
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)
@@ -128,12 +131,12 @@ def outputs_and_predictions(
 def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
-    They are averaged over all dimensions between the first and the last, such as the tokens of a
-    text without padding. The result has shape (batch, width), float32. The model runs in evaluation
-    mode.
+    Inputs are averaged over all dimensions between the first and the last, such as the tokens of a
+    text, without padding. The result has shape (batch, width), float32. The model runs in
+    evaluation mode.
 
     Raises:
-        InputError: If the model calls no such layer with a row for each sample.
+        InputError: If the model does not call such a layer on inputs with a row for each sample.
     """
     last_inputs: list[Tensor] = []
 
@@ -154,9 +157,9 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     if not fits or (lengths is not None and shape[1:-1] not in {(), batch.labels.shape[1:]}):
         layer = f"one with inputs of shape {tuple(shape)}" if last_inputs else "none"
         raise InputError(
-            "Embeddings need a last torch.nn.Linear whose inputs have a row for each sample or "
-            f"token. Found {layer} for {len(batch)} samples. Remove embedding_cosine from the "
-            "baselines of `evaluation`.",
+            "Embeddings are the inputs of the last torch.nn.Linear, which must have a row for each "
+            f"sample or token. Found {layer} for {len(batch)} samples. Remove embedding_cosine "
+            "from the baselines of `evaluation`.",
             code="attribution.embeddings",
         )
     rows = last_inputs[0].float()
@@ -169,7 +172,7 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
 def write_columns(
     writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
 ) -> None:
-    """Write ids, label numbers and ``PerSample.columns``. Targets have no loss weights."""
+    """Write ids, label numbers and ``PerSample.columns``. Loss weights of targets are left out."""
     labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
     writer.vector("sample_ids", list(ids))
     writer.vector("labels", labels.numpy())
@@ -190,7 +193,7 @@ def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
     if saturated > 0.5:
         print(
             f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3, and "
-            "scores near 0, because they are fitted almost exactly. A smaller loss_weight_power, "
-            "or an earlier checkpoint, ranks them better.",
+            "scores near 0, because the model fits them almost exactly. Set a smaller "
+            "loss_weight_power, or use an earlier checkpoint, to rank them better.",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Sum the normal matrix of gradients with labels that are drawn from the model."""
+"""Compute the normal matrix of gradients for labels that are drawn from the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from trak_core.settings import ProjectionSpec
 class SampledNormal:
     """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
 
-    phi_is = scale R^T B_i^T z_is is a projected gradient, where B_i is the derivative of the logits
-    with respect to the parameters and z_is is drawn by ``ModelOutput.loss_noise``. The expectation
-    of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. It is the
-    Fisher matrix if the loss is minus the log-probability of the label.
+    phi_is = scale R^T B_i^T z_is is a gradient, projected by R. B_i is the derivative of the logits
+    with respect to the parameters, and ``ModelOutput.loss_noise`` draws z_is. The expectation of N
+    is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G is the Fisher
+    matrix if the loss is minus the log-probability of the label.
 
-    See ``LabelDraws`` for the random numbers. Batches change the result by rounding only.
+    See ``LabelDraws`` for the random numbers. The batch size changes only the rounding.
 
     Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
         sections 5 and 9.

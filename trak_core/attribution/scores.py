@@ -1,4 +1,4 @@
-"""Compute scores from features and solved targets, block of rows by block of rows, in NumPy."""
+"""Compute scores from features and solved targets in NumPy, one block of rows at a time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from trak_core.settings import Combine, ScoresSpec
 
-# The number of rows of scores for 1,000 targets that fit into the processor's cache with copies.
+# For 1,000 targets, this number of rows of scores and copies of them fit into a processor's cache.
 _CACHED_ROWS = 256
 
 
@@ -39,7 +39,7 @@ def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray
 
 
 def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
-    """Average one block of rows of scores over checkpoints, with one of them in memory at a time.
+    """Average a block of scores over checkpoints, with one checkpoint in memory at a time.
 
     Args:
         parts: For each of one or more checkpoints, rows of A_c, shape (rows, m); their Q_c^power,
@@ -95,9 +95,9 @@ def unit_of(spec: ScoresSpec) -> str:
 def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) -> np.ndarray:
     """Return the class that most checkpoints predict for each row, shape (rows,).
 
-    A tie goes to the row's label if the mean of ``outputs``, its log-odds, is above 0. Otherwise it
-    goes to the smallest of the other classes that are equally frequent. Memory does not grow with
-    the number of classes.
+    In a tie, the row's label is returned if its mean log-odds ``outputs`` are above 0. Otherwise,
+    the smallest of the other most frequent classes is returned. Memory does not grow with the
+    number of classes.
 
     Args:
         classes: Predicted classes, integers, shape (checkpoints, rows).
@@ -120,10 +120,10 @@ def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) 
 
 
 def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    """Return the sign of -dl/df of each target, with l its loss, shape (m,), int64.
+    """Return the sign of -dl/df of each target, where l is its loss, shape (m,), int64.
 
-    It is 1 if a larger f improves the target. If ``better`` is ``larger`` it is always 1. If it is
-    ``closer`` it is the sign of label - prediction, both of shape (m,).
+    The sign is 1 if a larger f improves the target. If ``better`` is ``larger``, the sign is always
+    1. If ``better`` is ``closer``, it is the sign of label - prediction, both of shape (m,).
     """
     if better == "larger":
         return np.ones(len(labels), dtype=np.int64)
@@ -134,8 +134,8 @@ def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
     """Return how much each training sample improves targets and worsens them, on average.
 
     The two columns are the means over targets of ``max(scores * improves, 0)`` and of
-    ``max(-scores * improves, 0)``. Scores have shape (rows, m), signs ``improves`` (m,). The result
-    has shape (rows, 2), float64, and does not depend on how rows are divided into blocks.
+    ``max(-scores * improves, 0)``. Scores have shape (rows, m), and the signs ``improves`` (m,).
+    The result has shape (rows, 2), float64, and does not depend on the size of blocks.
     """
     moved = scores * improves.astype(scores.dtype)
     up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
@@ -147,7 +147,7 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the class whose targets each training sample harms most, shape (rows,).
 
     The harm of a class is the mean of ``max(-scores, 0)`` over its targets. A tie goes to the
-    smallest class. Scores have shape (rows, m), the targets' labels (m,), integers.
+    smallest class. Scores have shape (rows, m), and the targets' labels, integers, have shape (m,).
     """
     order = np.argsort(labels, kind="stable")
     classes, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
@@ -163,7 +163,8 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 class Extremes:
     """The largest scores of each target so far, and their rows.
 
-    Both have shape (kept, m). Scores are in descending order, equal scores in the order of rows.
+    Both have shape (kept, m). Scores are in descending order. Equal scores are in the order of
+    their rows.
     """
 
     rows: np.ndarray
@@ -174,8 +175,8 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
     """Return the ``keep`` largest entries of every column, after one more block of rows.
 
     Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
-    blocks in the order of rows. Only entries above the smallest kept entry are sorted. These are
-    few unless scores increase with the row.
+    blocks in the order of rows. Only entries above the smallest kept entry are sorted, usually a
+    small fraction.
 
     Args:
         seen: The result for the previous blocks. None for the first block.
@@ -203,7 +204,7 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
 
 def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
-    """Return the ``keep`` largest of every column, from earlier and later rows."""
+    """Return the ``keep`` largest entries of every column among earlier and later rows."""
     rows = np.vstack([earlier.rows, later.rows])
     scores = np.vstack([earlier.scores, later.scores])
     # A stable sort keeps the earlier of equal scores.

@@ -11,7 +11,7 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 
 from trak_core.errors import InputError
 
-# Features are float32. Directions whose eigenvalue is below about 1e-7 of the largest are noise.
+# Features are float32, so directions with an eigenvalue below about 1e-7 of the largest are noise.
 MAX_CONDITION = 1e7
 # With a condition number below this, rounding leaves the damped matrix positive definite.
 _SURELY = MAX_CONDITION / 100
@@ -37,8 +37,8 @@ def weighted_gramians(
     for features, weights in blocks:
         n_rows += len(features)
         for i, row_weights in enumerate(weights):
-            # syrk computes one triangle, which is half the work of a product. A row-major array is
-            # the transpose of a column-major one.
+            # syrk computes one triangle, which is half the work of a product. BLAS needs
+            # column-major arrays, and the transpose of a row-major array is column-major.
             rows = features * np.sqrt(row_weights, dtype=np.float64)[:, None]
             part = dsyrk(1.0, rows.T, lower=1)
             if i < len(totals):
@@ -61,7 +61,7 @@ def fill_upper(lower: np.ndarray) -> None:
 
 
 def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
-    """Return mean_i w_i |phi_i|^2 over the ``n_rows`` rows of a normal matrix, from its trace."""
+    """Return the mean of w_i |phi_i|^2 over ``n_rows`` samples, from their normal matrix."""
     return float(np.trace(normal_matrix)) / n_rows
 
 
@@ -104,14 +104,14 @@ class DampedMatrix:
     ) -> Self:
         """Return the factorization of M + ridge I, with a ridge of at least 0.
 
-        This differs from ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)`` in: a
-        condition number of ``MAX_CONDITION`` or more raises an error, because the solution would be
-        noise.
+        Unlike ``scipy.linalg.cho_factor(M + ridge * np.eye(k), lower=True)``, it raises an error if
+        the condition number is ``MAX_CONDITION`` or more, because the solution would be noise.
 
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
         smallest and its largest eigenvalue, or None. ``is_gramian`` changes only the error message.
         """
-        # The trace bounds the largest eigenvalue. The eigenvalues take longer than the rest.
+        # The trace is an upper bound of the largest eigenvalue. If this bound suffices, eigenvalues
+        # are not computed, because they take longer than the factorization.
         ends = eigenvalues or (0.0, float(np.trace(matrix)))
         if eigenvalues is None and ends[1] > _SURELY * ridge:
             ends = extreme_eigenvalues(matrix)
@@ -141,7 +141,7 @@ class DampedMatrix:
         return cls(scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0], ridge)
 
     def solve(self, right_side: np.ndarray) -> np.ndarray:
-        """Return X of (M + ridge I) X = right_side, both of shape (k, m), float64."""
+        """Return the solution X of (M + ridge I) X = right_side, both of shape (k, m), float64."""
         return scipy.linalg.cho_solve((self.factor, True), right_side)
 
     def squares(self, rows: np.ndarray) -> np.ndarray:
@@ -198,28 +198,28 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
 
 def _positive_root(squared_norm: float) -> float:
-    """Return ||B|| from its square. Scores are divided by it, so that it must be above 0."""
+    """Return ||B|| from its square. Scores are divided by ||B||, so it must be above 0."""
     if not squared_norm > 0:
         raise InputError(
             "With `combine: unit_average` the norm of a checkpoint's scores over the training "
-            f"samples must be above 0. Found {squared_norm:.3g}: all loss weights or all gradients "
-            "are 0. Leave this checkpoint out, or set scoring.combine.",
+            f"samples must be above 0. Found {squared_norm:.3g}, because all loss weights or all "
+            "gradients are 0. Leave this checkpoint out, or choose another scoring.combine.",
             code="scoring.norm",
         )
     return squared_norm**0.5
 
 
-# Due to the rounding of float32 rows, eigenvalues that should be 0 are about 1e-14 of the largest.
+# Eigenvalues that should be 0 are about 1e-14 of the largest, because rows are rounded to float32.
 _SINGULAR = 1e13
 
 
 def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.ndarray, int]:
-    """Return the inverse of a matrix and its rank, or the pseudo-inverse if there is no inverse.
+    """Return the inverse of a matrix, or else its pseudo-inverse, and the rank of the matrix.
 
     The pseudo-inverse uses eigenvectors with eigenvalues above 1e-13 of the largest, and at most
     ``max_rank`` of them. For a matrix G^T G, the product of G and the pseudo-inverse is the limit
-    of G (G^T G + lambda I)^-1 for lambda to 0. The matrix is symmetric, positive semi-definite, of
-    shape (k, k), float64.
+    of G (G^T G + lambda I)^-1 as lambda approaches 0. The matrix is symmetric, positive
+    semi-definite, of shape (k, k), float64.
     """
     k = len(matrix)
     if max_rank >= k:
@@ -235,11 +235,12 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
 
 
 def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
-    """Divide training gradients by their lengths in their inner products K and K_t, in place.
+    """Divide each training gradient by its length in the inner products K and K_t, in place.
 
-    K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The targets'
-    gradients J_t are not scaled. If a training gradient has length 0, or a squared length below the
-    rounding error of the largest, its inner products become 0.
+    K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The rows of J and
+    J_t are the gradients of the training samples and of the targets. J_t is not scaled. If a
+    training gradient has length 0, or a squared length below the rounding error of the largest, its
+    inner products become 0.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
@@ -249,7 +250,7 @@ def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
     cross *= inverse_lengths
 
 
-# The number of columns of the Gramian that one call solves.
+# The number of columns of the Gramian for which one call solves.
 _COLUMNS = 256
 
 
@@ -258,7 +259,7 @@ class DampedGramian:
     """The n x n form of the damped solve: S K S + ridge I, factorized, with S = W^(1/2).
 
     Attributes:
-        gramian: K = J J^T, shape (n, n), float64, symmetric, positive semi-definite.
+        gramian: K = J J^T of the training gradients J, shape (n, n), float64.
         root: The diagonal of S, shape (n,), float64.
         damped: The factorization of S K S + ridge I.
 
@@ -303,8 +304,8 @@ class DampedGramian:
 
         By Woodbury's identity A = (K W + ridge I)^-1 K_t
         = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
-        and is defined if a weight is 0 too. Without damping A = W^-1 K^-1 K_t, if K has an inverse.
-        K_t and A have shape (n, m), float64.
+        and is also defined if a weight is 0. Without damping, A = W^-1 K^-1 K_t if K has an
+        inverse. K_t and A have shape (n, m), float64.
 
         Source: docs/explanation/scores.md, "Exact scores".
         """
@@ -320,7 +321,7 @@ class DampedGramian:
         """
         squared = 0.0
         # B = diag(|Q|^power) A, where A are the similarities of the training samples to each other.
-        n = len(row_weights)  # Rows of drawn labels follow.
+        n = len(row_weights)  # The rows after n are of drawn labels.
         for start in range(0, n, _COLUMNS):
             columns = slice(start, min(start + _COLUMNS, n))
             rows = self.similarities(self.gramian[:, columns])[:n]

@@ -28,9 +28,9 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# The number of targets that a notebook shows, and of training samples of either sign for each.
+# Notebooks show _SHOWN targets, and for each of them _EACH training samples of either sign.
 _SHOWN, _EACH = 5, 3
-# A function that returns a sample as HTML. Its arguments are whether it is a target, and its id.
+# A function that returns a sample as HTML, given whether the sample is a target, and its id.
 ShowSample = Callable[[bool, Any], str]
 
 
@@ -42,9 +42,9 @@ class Scores:
 
     Attributes:
         targets: A table of the targets by id, with columns ``label``, ``prediction``, ``output``
-            (the model output, averaged over checkpoints), ``output_sd``, and those of the study.
-        train: The same for the training samples, with ``loss_weight``. If it is known which sign of
-            a score improves a target, there are also ``help`` and ``harm``.
+            (the mean over checkpoints) and ``output_sd``, and the columns of the study.
+        train: The same columns for the training samples, and ``loss_weight``. If it is known which
+            sign of a score improves a target, the table also has ``help`` and ``harm``.
         unit: The unit of a score, as text.
 
     Example:
@@ -87,8 +87,9 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        For each of ``spec.checkpoints``, ``parts`` has its data and ``rows`` a function that reads
-        rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` are other attributes.
+        ``parts`` has the data of each checkpoint in ``spec.checkpoints``, and ``rows`` a function
+        that reads rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` sets other
+        attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -126,9 +127,9 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores of a file of a run. Their matrix is read when it is needed.
+        """Return the scores in a run's file. The matrix is read from the file when it is needed.
 
-        ``texts`` has tables by id whose columns are added to ``targets`` and ``train``.
+        ``texts`` has tables by id. Their columns are added to ``targets`` and ``train``.
         """
         with open_artifact(path, SCORES) as file:
             targets, train = (
@@ -195,13 +196,13 @@ class Scores:
         return own.reset_index(drop=True)
 
     def of_train(self, train_id: Any) -> pd.DataFrame:
-        """Return the scores of a training sample, largest first: ``target`` and ``score``.
+        """Return a training sample's scores, largest first, with columns ``target`` and ``score``.
 
         With ``keep="top_k"``, only targets with the sample among their top influences are returned.
         """
         if train_id not in self.train.index:
             raise InputError(
-                f"`train_id` must be the id of a training sample. Found {train_id!r}, and "
+                f"`train_id` must be the id of a training sample. Found {train_id!r}. There are "
                 f"{len(self.train)} ids such as {self.train.index[0]!r}.",
                 code="artifacts.no_sample",
             )

@@ -1,4 +1,4 @@
-"""Split the scores of chosen pairs by the tokens of either text, and by parameters."""
+"""Split the scores of pairs of texts by the tokens of either text, and by parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,11 @@ SIDES = ("train", "target")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Scores of pairs for one checkpoint, split by the tokens of one side and by parameters.
+    """Scores of pairs for one checkpoint, split by tokens of one of the texts and by parameters.
 
     Attributes:
-        tokens: For each pair the scores of its tokens, and last the score of no token.
+        tokens: For each pair, the scores of the tokens, then the score of terms that belong to no
+            token.
         layers: The scores of parameters, shape (pairs, parameters).
         names: Names of the parameters.
     """
@@ -49,9 +50,9 @@ def cut_pairs(
 ) -> tuple[Cut, Cut]:
     """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
 
-    A score is <x, R v>. To split it by the tokens of a sample, x is the gradient of this sample,
-    and v = (N + ridge I)^-1 phi with the features phi of the other sample. Each side's samples are
-    differentiated once.
+    The score of a pair is <x, R v>. To split it by the tokens of one sample of the pair, x is the
+    gradient of this sample, and v = (N + ridge I)^-1 phi with the features phi of the other sample.
+    Each sample is differentiated once.
 
     Args:
         loaded: The model with the weights of the checkpoint.
@@ -59,13 +60,13 @@ def cut_pairs(
         damped: The checkpoint's damped normal matrix.
         splits: n training samples and m targets.
         features: Their features, shapes (n, k) and (m, k), float64.
-        pairs: For each pair the row of a training sample and of a target.
-        batch_size: The largest number of samples in the model at once.
+        pairs: For each pair, the row numbers of a training sample and of a target.
+        batch_size: The largest number of samples in a batch.
         memory_mb: Memory in MiB for gradients and activations.
         method_of: Returns the gradient method for a few samples, which must compute terms.
 
     Returns:
-        The scores, split by the tokens of training samples; and by the tokens of targets.
+        The scores split by the tokens of training samples, and by the tokens of targets.
     """
     phi, target_phi = features
     lengths = np.ones(len(phi))
@@ -90,12 +91,12 @@ def cut_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The samples of one side, and the solved vectors of the other side.
+    """The training samples or the targets, and the solved vectors of the other samples of pairs.
 
     Attributes:
         split: The samples whose gradients are split.
-        vectors: Solved features of the other side's samples, shape (samples, k).
-        pairs: For each pair the row of a sample and the row of a vector.
+        vectors: Solved features of the other samples of the pairs, shape (samples, k).
+        pairs: For each pair, the row of a sample and the row of a vector.
     """
 
     split: Split

@@ -34,7 +34,7 @@ class Pairs:
     vectors: Tensor
 
     def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
-        """Return each sample with the slice of its pairs, among all pairs or the given ones."""
+        """Return each sample with the slice of its pairs, among all pairs or among ``pairs``."""
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
@@ -53,7 +53,7 @@ _Inner = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The gradient of one use of a parameter, as terms at positions, such as tokens.
+    """The gradient of one use of a parameter, as a sum of terms at positions such as tokens.
 
     Attributes:
         first: The token at the first position. None if positions are not tokens.
@@ -85,7 +85,7 @@ class Directions:
         scales: Factors of the gradients' entries, by parameter name.
 
     Attributes:
-        vectors: The same vectors.
+        vectors: The argument ``vectors``.
         contractions: For a tensor sketch, computes inner products from factors of gradients. None
             for other kinds.
     """
@@ -116,7 +116,7 @@ class Directions:
         return id(parameter) in self._scales
 
     def held(self, parameter: Tensor) -> Tensor | None:
-        """Return all directions of a small parameter, shape (m, entries)."""
+        """Return a small parameter's directions, shape (m, entries), or None for a larger one."""
         if id(parameter) not in self._small:
             return None
         if id(parameter) not in self._held:
@@ -134,14 +134,15 @@ class Directions:
 class Shares:
     """A consumer of gradients that sums <x, R v> for pairs of a gradient x and a vector v.
 
-    The gradient of a weight is never formed. With factors sum_t a_t b_t^T and the direction D of v
-    the share of token t is a_t^T D b_t. A tensor sketch needs no direction if it is cheaper to
-    sketch each token's factors once for all vectors.
+    The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
+    direction D of v, the share of token t is a_t^T D b_t. For a tensor sketch, D is not needed if
+    it is cheaper to sketch each token's factors once for all vectors.
 
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
             no single token, such as those of position embeddings.
-        by_parameter: Shape (pairs, parameters), float64. Its rows have the sums of ``by_token``.
+        by_parameter: Shape (pairs, parameters), float64. Each row has the same sum as in
+            ``by_token``.
     """
 
     in_order: ClassVar[bool] = True
@@ -173,7 +174,7 @@ class Shares:
         pairs: Pairs,
         n_tokens: int,
     ) -> Self:
-        """Return zeros for texts of ``n_tokens``, which is 0 for samples that are not texts."""
+        """Return a consumer with zeros. ``n_tokens`` is 0 for samples that are not texts."""
         by_token, by_parameter = (
             torch.zeros(len(pairs.samples), n, dtype=torch.float64, device=pairs.samples.device)
             for n in (n_tokens + 1, len(parameters))
@@ -219,7 +220,7 @@ class Shares:
         if terms is None or len(terms) * most * terms.shape[2] > PIECE:
             return torch.cat([part.inner(b, directions[vectors[rows]]) for b, rows in self._groups])
         directions = directions[:, part.entry : part.entry + terms.shape[2]]
-        # bmm multiplies all samples at once. Samples with fewer pairs than others are padded.
+        # bmm multiplies all samples in one call. Samples with fewer pairs than others are padded.
         padded = vectors.new_zeros(len(terms), most)
         ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
         positions = self._pairs.samples, ranks.to(vectors.device)
@@ -234,7 +235,7 @@ class Shares:
         number: int,
         matrix: int,
     ) -> bool:
-        """Add the shares of a use from its sketched factors, or return False if not cheaper."""
+        """Add the shares of a use from sketches of its factors. Return False if not cheaper."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -263,7 +264,7 @@ class Shares:
     def _add_shares(
         self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None
     ) -> None:
-        """Add shares of the tokens from ``first`` on. None adds them to the column of no token."""
+        """Add shares of the tokens from ``first`` on. None adds them to the last column."""
         rows = slice(None) if pairs is None else pairs
         shares = shares.double()
         sums = shares.sum(1)
@@ -277,7 +278,7 @@ class Shares:
         return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
 
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield the gradient of a use in parts. Positions are tokens if their numbers are equal."""
+        """Yield the parts of a use's gradient. Positions are tokens if their counts are equal."""
         if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
             of_weight = use.of_weight if isinstance(use, BiasFactors) else use
             first = 0

@@ -28,7 +28,7 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# The size of the window in which texts are sorted: bytes of features, and the minimum of texts.
+# Texts are sorted within a window of this size in bytes of features, but of at least 256 texts.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 # A function that chooses the gradient method for a model from a few samples.
@@ -52,7 +52,7 @@ def feature_blocks(
     must_differ: bool,
     sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
-    """Yield features phi = scale R^T g of samples in their order, one block at a time.
+    """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
 
@@ -61,11 +61,11 @@ def feature_blocks(
         data: The samples.
         spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
         method_of: Returns the gradient method for a few samples.
-        batch_size: The largest number of samples in the model at once.
+        batch_size: The largest number of samples in a batch.
         memory_mb: Memory in MiB for gradients and activations, which may reduce the batch size.
         threads: CPU threads of the projection.
         must_differ: Whether to raise an error if all features are equal.
-        sampled: A sum to which the terms of all samples are added, or None.
+        sampled: The sum to which terms for drawn labels of all samples are added, or None.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -96,7 +96,7 @@ def feature_blocks(
     if samples.lengths is not None:
         most = min(batch_size, room.most(needed.shortest))
         lengths = f"{needed.shortest} to {needed.longest} tokens"
-        log(f"texts of {lengths}: {most} of the shortest at once")
+        log(f"texts of {lengths}: up to {most} of the shortest at once")
 
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
@@ -117,7 +117,7 @@ def feature_blocks(
 def _awaited(
     chunks: Iterable[tuple[int, int, QueuedFeatures]],
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield features as tensors. Those of a GPU are awaited after the next batch was queued."""
+    """Yield features as tensors. On a GPU, each batch is awaited after the next one is queued."""
     queue: deque[tuple[int, int, QueuedFeatures]] = deque()
 
     def first() -> tuple[int, int, list[Tensor]]:
@@ -162,7 +162,7 @@ def write_features(
     log(
         f"{spec.split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} "
         f"parameters to {projection.proj_dim} dimensions ({projection.kind}"
-        f"{'' if 'kind' in spec.projection else ', by their number'}), gradients on {where}"
+        f"{'' if 'kind' in spec.projection else ', the default'}), gradients on {where}"
     )
     own = subset(data, range(start, stop))
     sampled = SampledNormal(projection, spec.label_draws) if spec.label_draws else None
@@ -176,7 +176,7 @@ def write_features(
         memory_mb=max(0, left_mb),
         threads=threads,
         sampled=sampled,
-        # A shard may have a few training samples with equal features.
+        # A shard may consist of a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,
     )
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -187,7 +187,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # A list of parts would fragment memory, with small tensors between large freed ones.
+            # A list of parts would fragment memory, with small tensors between freed large tensors.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

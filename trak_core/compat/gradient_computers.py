@@ -1,4 +1,4 @@
-"""Compute per-sample gradients with TRAK's two classes: for all samples at once, or one by one.
+"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one.
 
 Both classes use the methods of ``trak_core.gradients``, and their results agree up to rounding.
 Parameters are in the order of ``named_parameters``.
@@ -35,13 +35,13 @@ _Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """Return the named parameters, also frozen ones, in the model's order. None selects all."""
+    """Return the named parameters, including frozen ones, in the model's order. None means all."""
     names = dict(model.named_parameters()) if grad_wrt is None else grad_wrt
     return select_parameters(model, list(names))
 
 
 class _ModelWithTask(nn.Module):
-    """A module that returns f of each sample of a batch, shape (B,), by a task's ``get_output``."""
+    """A module that computes f of each sample, shape (B,), with a task's ``get_output``."""
 
     def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return df/dtheta of each sample: a dict of tensors (B, *shape), or one (B, grad_dim)."""
+        """Return df/dtheta of each sample: a dict of (B, *shape), or a tensor (B, grad_dim)."""
 
     @abstractmethod
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
@@ -166,7 +166,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         rows, columns = queued_features(
             method, *arguments, projection, ids, threads, None, is_scaled=False
         ).wait()
-        # The Q of CLASSIFICATION is that of temperature 1.
+        # CLASSIFICATION computes Q for the temperature 1.
         is_classification = arguments[2] is CLASSIFICATION
         if is_classification and vars(self.modelout_fn)["loss_temperature"] == 1:
             return rows, columns[3].unsqueeze(1)

@@ -24,7 +24,7 @@ Weights = Mapping[str, Tensor] | None
 def is_unmodified(instance: object) -> bool:
     """Return whether the class of ``instance`` is in this package, with no method replaced.
 
-    Only then may a faster method compute the same result.
+    Only such an instance is known to give the same result with a faster method.
     """
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
@@ -43,7 +43,7 @@ def _call(
 class AbstractModelOutput(ABC):
     """Base class of model outputs f with their loss weights Q."""
 
-    # Whether get_output, if weights is None, takes a sample without batch dimension.
+    # Whether get_output takes a sample without batch dimension if weights is None.
     per_sample: ClassVar[bool] = False
 
     @abstractmethod
@@ -181,7 +181,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Draw the simulated batch, once for all samples: vmap could draw one for each sample."""
+        """Draw the simulated batch once, because vmap could draw another one for each sample."""
         n, size = CLIPModelOutput.num_computed_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = drawn_pairs(n, size, seed=0)
 

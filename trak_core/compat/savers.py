@@ -30,11 +30,11 @@ from trak_core.runtime.files import NO_LOCKS, atomic_write
 
 
 class ModelIDException(InputError):
-    """The error for a model id that is not in the state that a call needs."""
+    """An error for a model id whose state does not allow a call."""
 
 
 class AssertedError(InputError, AssertionError):
-    """An error that is also an ``AssertionError``, as ``trak`` raises it and scripts catch it."""
+    """An error that is also an ``AssertionError``, which scripts for ``trak`` may catch."""
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -62,11 +62,11 @@ def _open_map(
 
 
 class AbstractSaver(ABC):
-    """Base class of stores of the arrays of a TRAKer and their state.
+    """Base class of stores, which contain the arrays of a TRAKer and their state.
 
     Attributes:
-        model_ids: The state of each model id: is_featurized, is_finalized, and lambda_reg and
-            checkpoint once they are set.
+        model_ids: The state of each model id: is_featurized, is_finalized, and, once they are set,
+            lambda_reg and checkpoint.
         experiments: The num_targets, scores_path and scores_finalized of each experiment, by name.
         current_model_id: The model id of the arrays in ``current_store``; None if none was opened.
     """
@@ -103,8 +103,9 @@ class AbstractSaver(ABC):
         for name, value in self.metadata.items():
             if stored.get(name) != value:
                 raise AssertedError(
-                    f"A save_dir has one set of settings. Found {name} {stored.get(name)!r} in "
-                    f"{self.save_dir} and {value!r} here. Use the same, or another save_dir.",
+                    f"All calls with one save_dir must have the same settings. Found {name} "
+                    f"{stored.get(name)!r} in {self.save_dir}, and {value!r} in this call. Use the "
+                    "same value, or another save_dir.",
                     code="compat.other_settings",
                 )
         self.refresh()
@@ -142,7 +143,7 @@ class AbstractSaver(ABC):
                 if error.errno not in NO_LOCKS:
                     raise
                 if not self._warned_of_locks:
-                    message = "%s: the disk has no file locks. Let one process at a time write."
+                    message = "%s: the disk has no file locks. Run only one process at a time."
                     self.logger.warning(message, self.save_dir)
                 self._warned_of_locks = True
             yield
@@ -151,7 +152,7 @@ class AbstractSaver(ABC):
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Create the arrays of a new model id. With the flag, open those of a known one."""
+        """Create the arrays of a new model id. With the flag, open a registered model id."""
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
@@ -173,7 +174,7 @@ class AbstractSaver(ABC):
         exp_num_targets: int = -1,
         mode: str = "r+",
     ) -> None:
-        """Open the arrays of a model id, or of its experiment. Mode ``w+`` creates missing ones."""
+        """Open the arrays of a model id or of an experiment. Mode ``w+`` creates missing arrays."""
 
     @abstractmethod
     def save_scores(self, exp_name: str) -> None:
@@ -241,16 +242,16 @@ class MmapSaver(AbstractSaver):
             known = self._update_experiment(exp_name, new | {"scores_finalized": 0})["num_targets"]
             if known != num_targets:
                 raise InputError(
-                    f"An experiment has one set of targets. Found {num_targets} for {exp_name!r}, "
-                    f"which has {known} in {self.save_dir}. Use another name.",
+                    f"An experiment must always have the same targets. Found {num_targets} for "
+                    f"{exp_name!r}, which has {known} in {self.save_dir}. Use another name.",
                     code="compat.other_targets",
                 )
             self.load_current_store(model_id, exp_name, num_targets, mode="w+")
-        # Read-only, because several processes may score at the same time.
+        # The arrays are read-only, because several processes may score at the same time.
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Return an experiment's state, or ``new`` if it has none, after writing ``changes`` to it.
+        """Return an experiment's state, which is first ``new``, after writing ``changes`` to it.
 
         The caller must have locked the folder.
         """
@@ -287,7 +288,7 @@ class MmapSaver(AbstractSaver):
             store[f"{exp_name}_scores"] = _open_map(path, shape, np.float32, "r")
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Write the scores, and return them as an array. Changes of the array are not saved."""
+        """Write the scores, and return them as an array. Changes to this array are not saved."""
         path = self._scores_path(exp_name)
         _write_map(path, scores.shape, np.float32, scores)
         self.save_scores(exp_name)

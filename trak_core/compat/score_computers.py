@@ -46,7 +46,10 @@ def get_matrix_mult_standard(
 def get_matrix_mult_blockwise(
     features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
 ) -> Tensor:
-    """Return the product on the CPU, computed in blocks of ``bs`` rows on a GPU if there is one."""
+    """Return ``features @ target_grads.T`` on the CPU.
+
+    It is computed in blocks of ``bs`` rows, on a GPU if there is one.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     columns, rows = target_grads.to(device), features.split(bs)
     return torch.cat([
@@ -74,7 +77,7 @@ def get_matrix_mult(
 
 
 class AbstractScoreComputer(ABC):
-    """Base class of computations of G^T G, the features G K, and the scores (G K) T^T.
+    """Base class of classes that compute G^T G, the features G K, and the scores (G K) T^T.
 
     ``dtype`` is the dtype of stored arrays. It does not change the dtype of sums.
 
@@ -95,7 +98,7 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Return G K, shape (n, k), float32, for K = inv(G^T G + lambda I) over its mean |K|."""
+        """Return G K, shape (n, k), float32, for K = inv(G^T G + lambda I), divided by mean |K|."""
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:

@@ -35,13 +35,13 @@ from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# The samples of one backward pass on a CPU. Larger batches make all but small networks slower, as
-# benchmarks/batches.py measures.
+# The number of samples in a backward pass on a CPU. Larger batches are slower, except for small
+# networks, as benchmarks/batches.py measures.
 _SAMPLES_AT_ONCE = 128
 
 
 def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end: int) -> list[int]:
-    """Return the positions of a batch's n samples: ``inds``, or those that follow ``start``."""
+    """Return the positions of a batch's n samples: ``inds``, or the positions from ``start`` on."""
     if (inds is None) == (num_samples is None):
         count = "both" if num_samples else "neither"
         message = f"Give exactly one of `num_samples` and `inds`. Found {count}."
@@ -58,7 +58,7 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
 
 
 def _cast(values: Tensor, dtype: torch.dtype, ids: Sequence[int], name: str) -> np.ndarray:
-    """Convert values, one row for each sample, to the store's dtype. They must stay finite."""
+    """Convert values, one row for each sample, to the store's dtype. The result must be finite."""
     narrow = values.detach().cpu().to(dtype)
     lost = ~narrow.isfinite().all(dim=1)
     if lost.any():
@@ -120,10 +120,10 @@ class TRAKer:
 
         ``task`` is a key of ``TASK_TO_MODELOUT`` or a model output. The model and the batches must
         be on ``device``. ``gradient_computer``, ``saver`` and ``score_computer`` are classes.
-        ``projector`` is an instance with its own ``proj_dim``. None selects a rademacher projection
-        to ``proj_dim``, which should be well below ``train_set_size`` and the number of parameters.
-        ``grad_wrt`` names the parameters to differentiate; None selects all. With
-        ``load_from_save_dir``, model ids and experiments of other processes are read. With
+        ``projector`` is an instance, whose ``proj_dim`` is used. None selects a rademacher
+        projection to ``proj_dim`` dimensions, which should be well below ``train_set_size`` and the
+        number of parameters. ``grad_wrt`` names the parameters to differentiate. None selects all.
+        With ``load_from_save_dir``, model ids and experiments of other processes are read. With
         ``use_half_precision``, arrays are stored as float16, and sums are in float32 or float64.
         ``proj_max_batch_size`` is ignored.
         """
@@ -162,7 +162,7 @@ class TRAKer:
                 "JL dimension": self.proj_dim,
                 "JL matrix type": str(getattr(self.projector, "proj_type", "custom")),
                 "train set size": train_set_size,
-                # Folders that trak wrote lack this key. Its matrices cannot be recomputed here.
+                # Folders of trak lack this key. The matrices of trak cannot be recomputed here.
                 "matrix": {key: value for key, value in matrix.items() if key != "stream"},
                 "parameters": list(parameters),
                 "dtype": str(self.dtype),
@@ -209,9 +209,9 @@ class TRAKer:
     def _check_weights(self, model_id: int, digest: str) -> None:
         if self.saver.model_ids[model_id].get("checkpoint", digest) != digest:
             raise InputError(
-                f"A model id has one checkpoint. Found other weights than those featurized as "
-                f"{model_id} in {self.save_dir}. Use another model id; to start over, delete the "
-                f"folder {model_id} and id_{model_id}.json.",
+                f"A model id must have one checkpoint. Found other weights than those featurized "
+                f"as {model_id} in {self.save_dir}. Use another model id. To start over, delete "
+                f"the folder {model_id} and id_{model_id}.json.",
                 code="compat.other_weights",
             )
 
@@ -223,8 +223,9 @@ class TRAKer:
     ) -> None:
         """Load a state dict into the model, and create or open the store of ``model_id``.
 
-        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. Other weights than those
-        with which it was featurized raise an error. Stored features are kept. The flag is ignored.
+        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. Weights other than those
+        with which it was featurized raise an error. Stored features are kept.
+        ``_allow_featurizing_already_registered`` is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
         digest = self._load_weights(checkpoint, model_id)
@@ -285,8 +286,8 @@ class TRAKer:
         """Compute the gradients and loss weights of training samples that are not stored yet.
 
         ``batch`` contains the tensors that the task takes, stacked along the first dimension. Give
-        either ``inds``, the positions of the samples in the training set, or ``num_samples``, which
-        continues from the last call.
+        either ``inds``, the positions of the samples in the training set, or ``num_samples``, to
+        continue after the samples of the last call.
         """
         if not isinstance(self.ckpt_loaded, int):
             message = "Load a checkpoint using traker.load_checkpoint before featurizing."
@@ -312,7 +313,7 @@ class TRAKer:
         self._last_ind += len(ids) if inds is None else 0
 
     def _registered(self, model_ids: Iterable[int] | None) -> list[int]:
-        """Return the given model ids, which must be in the store, or for None all of the store."""
+        """Return the given model ids, which must be in the store. None selects all in the store."""
         self.saver.refresh()
         chosen = sorted(self.saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
         unknown = [m for m in chosen if not self.saver.is_registered(m)]
@@ -330,8 +331,9 @@ class TRAKer:
     ) -> None:
         """Compute the features G K of each checkpoint that has none for this ``lambda_reg``.
 
-        ``model_ids`` None selects all in ``save_dir``. ``del_grads`` then deletes the gradients.
-        Without them, features for another ``lambda_reg`` cannot be computed.
+        If ``model_ids`` is None, all model ids in ``save_dir`` are used. With ``del_grads``, the
+        gradients are deleted afterwards. Features for another ``lambda_reg`` can then no longer be
+        computed. See ``score_computers`` for G K.
         """
         self.projector.free_memory()
         self._last_ind, saver = 0, self.saver
@@ -351,10 +353,10 @@ class TRAKer:
                 if store["grads"] is None:
                     raise InputError(
                         f"lambda_reg {self.lambda_reg} needs the gradients of model id {model_id}. "
-                        f"Found them deleted. Use lambda_reg {state.get('lambda_reg')} as before.",
+                        f"Found them deleted. Use lambda_reg {state.get('lambda_reg')} again.",
                         code="compat.no_gradients",
                     )
-                # A process that is killed while it writes features leaves this 0.
+                # This remains 0 if the process is killed while it writes features.
                 state["is_finalized"] = 0
                 saver.serialize_current_model_id_metadata()
                 _check_not_zero(np.asarray(store["grads"]))
@@ -373,8 +375,8 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Raise an
-        error for other weights than those in ``featurize``, or another number of targets.
+        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Weights
+        other than those in ``featurize`` raise an error, and so does another number of targets.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -438,13 +440,14 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        ``model_ids`` None selects all in ``save_dir`` with finalized features, and a warning names
-        the others. A selected checkpoint without scores raises an error. With ``allow_skip``, it is
-        left out with a warning instead.
+        If ``model_ids`` is None, all model ids with finalized features are used, and a warning
+        names the others. A model id without scores raises an error. With ``allow_skip``, it is left
+        out with a warning.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the
-            attribute ``scores``. A training sample with a positive score raises the model output.
+            attribute ``scores``. A positive score means that the training sample raised the model
+            output.
         """
         chosen = self._registered(model_ids)
         reasons = {m: why for m in chosen if (why := self._why_unusable(m, exp_name))}

@@ -38,9 +38,10 @@ def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Return TRAK's maximum number of entries in a chunk of parameters, and the size of each chunk.
+    """Return TRAK's maximum number of entries in a chunk, and the size of each chunk.
 
-    The kernel of ``trak`` counts the entries of a batch with 32 bits. This package needs no chunks.
+    ``trak`` divides the parameters into chunks, because its kernel counts the entries of a batch
+    with 32 bits. This package needs no chunks.
     """
     largest = (2**32 - 1) // batch_size
     chunks = [0]
@@ -60,7 +61,7 @@ def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-param
     """
     device = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
     if use_fast_jl and device == "cpu":
-        print("There is no CUDA device here: the CUDA kernel was not checked. The CPU path was:")
+        print("There is no CUDA device, so only the CPU code is tested, not the CUDA kernel:")
     model = nn.Linear(256, 2, bias=False).to(device)
     images, labels = torch.eye(20, 256, device=device), torch.arange(20, device=device) % 2
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ _K1, _B = 1.2, 0.75
 def label_sums(
     masks: np.ndarray, train_labels: np.ndarray, target_labels: np.ndarray, block: int
 ) -> np.ndarray:
-    """Return subset sums of 1 for training samples of the target's label and 0 for others."""
+    """Return subset sums of scores that are 1 if training sample and target have equal labels."""
 
     def same(start: int, stop: int) -> np.ndarray:
         return train_labels[start:stop, None] == target_labels
@@ -48,9 +48,10 @@ def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
 
 
 def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray) -> np.ndarray:
-    """Return subset sums of cosines between embeddings, of shapes (rows, width) and (m, width).
+    """Return subset sums of cosines between embeddings of training samples and of targets.
 
-    A zero embedding has cosine 0 with everything.
+    Blocks in ``train`` have shape (rows, width), and ``target_embeddings`` (m, width). A cosine
+    with an embedding of zeros is 0.
     """
     directions = ((start, stop, unit_rows(rows)) for start, stop, rows in train)
     return subset_sums(masks, directions) @ unit_rows(target_embeddings).T
@@ -60,8 +61,8 @@ def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray)
 class Bm25:
     """An index of training texts by their words.
 
-    For each word, ``entries`` has its number, the texts that contain it, and the word's terms of
-    their scores (float64).
+    For each word, ``entries`` has its number, the texts that contain it, and the terms that it adds
+    to the scores of these texts (float64).
     """
 
     n_texts: int

@@ -1,8 +1,8 @@
-"""Compute 95 % confidence intervals of means and of bootstrap draws from few numbers.
+"""Compute 95 % confidence intervals of means and of bootstrap draws for small samples.
 
-A percentile interval of a bootstrap is too short for few numbers: with five trainings it contains
-the true mean in 83 % of cases. Therefore variances have the divisor n - 1, widths use Student's
-quantile, and independent variances are added by Welch's formula.
+A percentile interval of a bootstrap is too short for a small sample. With five trainings, it
+contains the true mean in 83 % of cases. Therefore variances have the divisor n - 1, widths use
+Student's quantile, and independent variances are added by Welch's formula.
 
 Source: Welch, "The generalization of 'Student's' problem when several different population
     variances are involved", Biometrika 34, 1947; Hesterberg, "What Teachers Should Know About the
@@ -46,12 +46,13 @@ class Chance(NamedTuple):
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the interval of a mean over trainings and targets, of shape (seeds, targets).
+    """Return the interval of the mean of ``values`` over trainings and targets, (seeds, targets).
 
     Trainings and targets are both treated as random samples of a population. All targets share the
     models, so the differences between models do not average out over targets. Noise that varies
     with both is counted twice, so the interval may be too long, but not too short. With one
-    training (or one target) the interval does not account for others.
+    training (or one target), the interval does not account for differences between trainings (or
+    targets).
 
     Example:
         >>> import numpy as np
@@ -72,9 +73,9 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
     """Return the interval of a mean of ones and zeros, or of their differences.
 
-    If all models agree on all n targets, the values have no spread. Other targets may still differ:
-    up to about 3 / n of them, with 95 % confidence. The interval is extended accordingly if fewer
-    than one target differs. ``values`` have shape (seeds, targets).
+    If all models agree on all n targets, the values have no variance. Yet models may differ on up
+    to about 3 / n of all possible targets, with 95 % confidence. Therefore the interval is extended
+    if models differ on fewer than one target. ``values`` have shape (seeds, targets).
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.
@@ -106,7 +107,7 @@ def expanded(
     """Return percentile intervals, widened to the half width of ``chance``.
 
     Draws have shape (..., draws), estimates and chances (...). The distances of both ends to the
-    estimate are multiplied by the same factor, so that the interval stays as asymmetric as it is.
+    estimate are multiplied by the same factor, so that the interval remains equally asymmetric.
     """
     spread = np.nanstd(draws, axis=-1, ddof=1)
     wide = chance.half_width()

@@ -1,8 +1,8 @@
-"""Compute linear datamodeling scores (LDS): how well subset sums predict retrained models.
+"""Compute linear datamodeling scores (LDS): how well scores predict retrained models.
 
 A *subset sum* is the sum of a target's scores over a subset of the training samples. The LDS of a
-target is the Spearman correlation, over subsets, between the outputs of models retrained on them
-and the subset sums.
+target is the Spearman correlation, over subsets, between the subset sums and the outputs of models
+that were retrained on the subsets.
 
 Source: Ilyas et al., "Datamodels", ICML 2022; Park et al., "TRAK", ICML 2023, section 2.2.
 """
@@ -48,7 +48,8 @@ class _Sorted:
         Equal values share the mean of their ranks. Ranks and their mean are halves of integers, so
         nothing is rounded.
         """
-        # With ties, a rank is (smaller + smaller or equal + 1) / 2. The mean rank is (n + 1) / 2.
+        # With ties, the rank of x is (n_smaller + n_smaller_or_equal + 1) / 2, with the numbers of
+        # values < x and <= x. The mean rank is (n + 1) / 2.
         below = np.zeros((len(counts) + 1, self.order.shape[1]))
         np.cumsum(counts[self.order], axis=0, out=below[1:])
         ranks = np.take_along_axis(below, self.first, axis=0)
@@ -89,7 +90,7 @@ def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
 
     Outputs are noisy, because they are means over r seeds. Let rho be the mean Spearman correlation
     between two seeds. The reliability of the mean is r rho / (1 + (r - 1) rho), by the formula of
-    Spearman and Brown, and the ceiling is its square root. A negative rho gives 0.
+    Spearman and Brown, and the ceiling is its square root. A negative rho is replaced by 0.
 
     Outputs have shape (seeds, subsets, targets), with at least two seeds.
 
@@ -116,15 +117,15 @@ def bootstrap(
     """Return mean rank correlations for resampled subsets and targets.
 
     Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
-    averages over the drawn targets. All predictions share the draws, so that differences between
-    two predictions are paired, and the result for one does not depend on the others.
+    averages over the drawn targets. All predictions use the same draws, so differences between two
+    predictions are paired. The result for a prediction does not depend on the others.
 
     Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
     over seeds of ``outputs``, shape (seeds, subsets, targets).
 
     Returns:
-        Shape (n_draws, predictions). With at least two seeds there is one more column, the noise
-        ceiling.
+        Shape (n_draws, predictions). With at least two seeds, the last of (predictions + 1) columns
+        is the noise ceiling.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
     """
@@ -151,12 +152,12 @@ Frame = tuple[np.ndarray, list[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """Retrained models in the order of a scores file's samples and targets.
+    """Outputs of retrained models, with samples and targets in the order of a scores file.
 
     Attributes:
-        masks: 1 where a subset has a training sample, shape (subsets, n), float64.
+        masks: 1 if a subset contains a training sample, else 0, shape (subsets, n), float64.
         outputs: f of the models, shape (seeds, subsets, m), float64.
-        source: A hash of the content of each file.
+        source: A hash of the content of each file of retrained models.
     """
 
     masks: np.ndarray
@@ -167,11 +168,11 @@ class GroundTruth:
 def order_models(
     masks: Frame, outputs: Frame, train_ids: Sequence[Any], target_ids: Sequence[Any], name: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reorder the subsets and retrained models of a file by the study's samples and targets.
+    """Return a file's subsets and model outputs in the order of the study's samples and targets.
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
     ``outputs`` are models, and each has the name of its subset. Its columns are samples, including
-    the targets. All subsets must have the same number of models. Errors name the file ``name``.
+    the targets. All subsets must have the same number of models. Errors contain ``name``.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
@@ -180,7 +181,7 @@ def order_models(
     if unknown:
         raise InputError(
             f"{name}: the columns of `masks` must be the training samples of the study. Found "
-            f"others, such as {sorted(map(str, unknown))[0]}.",
+            f"other columns, such as {sorted(map(str, unknown))[0]}.",
             code="evaluation.retrained_models",
         )
     chosen = _columns(masks, train_ids, name, "masks")
@@ -195,16 +196,16 @@ def order_models(
     for row, subset in enumerate(outputs[1]):
         if subset not in rows:
             raise InputError(
-                f"{name}: the name of every row of `outputs` must be that of a row of `masks`, the "
-                f"model's subset. Found {subset!r}.",
+                f"{name}: every row of `outputs` must have the name of a row of `masks`, which is "
+                f"the model's subset. Found {subset!r}.",
                 code="evaluation.retrained_models",
             )
         rows[subset].append(row)
     counts = {len(models) for models in rows.values()}
     if len(rows) < len(subsets) or len(counts) > 1 or 0 in counts:
         raise InputError(
-            f"{name}: `masks` must have each subset once, and `outputs` the same number of models "
-            f"of each. Found {len(subsets)} rows of {len(rows)} subsets, with "
+            f"{name}: `masks` must have one row for each subset, and `outputs` the same number of "
+            f"models for each subset. Found {len(subsets)} rows of {len(rows)} subsets, with "
             f"{min(counts, default=0)} to {max(counts, default=0)} models each.",
             code="evaluation.retrained_models",
         )
@@ -281,8 +282,9 @@ def sweep_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables ``sweep`` and ``best``, from subset sums of each setting.
 
-    The best setting is chosen on every other target. Its LDS, and that of the setting in the
-    config (``configured``), are reported on the other targets. A single target is used for both.
+    Half of the targets are used to choose the best setting. The LDS of this setting and of the
+    setting in the config (``configured``) are reported for the other half. A single target is used
+    for both.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)

@@ -1,7 +1,7 @@
-"""Sum scores over subsets of training samples, for many settings of scoring at once.
+"""Sum scores over subsets of training samples, for many scoring settings in one pass.
 
 A subset sum adds up a target's scores over the training samples of a subset. It is linear in the
-rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m) the sums are
+rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m), the sums are
 ((M * w) Phi_c) X_c. The first factor is computed once for all values of the damping, and the n x m
 scores are never formed.
 """
@@ -32,7 +32,7 @@ def read_blocks(read: ReadRows, n_rows: int, block: int) -> Blocks:
 def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
     """Return ``masks @ rows``, the sum of each subset's rows, shape (S, m), float64.
 
-    Masks are 1 where a subset has a training sample, shape (S, n), float64.
+    Masks are 1 if a subset contains a training sample, else 0, shape (S, n), float64.
     """
     total = np.zeros(())
     for start, stop, rows in blocks:
@@ -46,11 +46,11 @@ class CheckpointRows:
 
     Attributes:
         loss_weights: Q of the training samples, shape (n,).
-        normal_weights: For each power of the loss weights the diagonal of W, shape (n,).
+        normal_weights: The diagonal of W, shape (n,), for each power of the loss weights.
         read: Returns rows of Phi_c from start to stop, shape (rows, k).
         target_features: T_c, shape (m, k), float64.
-        block: The number of training samples to read at once.
-        normal_matrix: N, shape (k, k), if it is not Phi_c^T W Phi_c.
+        block: The number of training samples in a block.
+        normal_matrix: N, shape (k, k). None for Phi_c^T W Phi_c.
     """
 
     loss_weights: np.ndarray
@@ -77,12 +77,12 @@ def average_weights(
 class FeaturePass:
     """Settings with the same checkpoints, weighting and normalization of rows.
 
-    Each file of features is read once for all of them.
+    Each file of features is read once for all settings.
 
     Attributes:
         settings: The settings of scores.
         checkpoints: Ids of the checkpoints to sum over.
-        averages: From ``average_weights``, over these checkpoints.
+        averages: The result of ``average_weights`` for these checkpoints.
         weighting: ``plain`` or ``curvature``.
         unit_dim: Rows are cut to this number of columns and divided by their length. None leaves
             rows unchanged.
@@ -105,7 +105,7 @@ def setting_sums(
 
     Phi_c is read once. The sum of these terms over checkpoints is the subset sum of scores times
     the number of checkpoints, which does not change ranks. See ``subset_sums`` for masks.
-    ``averages`` are from ``average_weights``, over all checkpoints.
+    ``averages`` is the result of ``average_weights`` for all checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -188,9 +188,10 @@ def damped_sums(
 ) -> np.ndarray:
     """Return subset sums of the columns of A_c for each ridge, by one eigendecomposition.
 
-    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T, of shape (len(ridges), W, S, m).
-    ``sums`` are from ``weighted_sums``, shape (W, S, k). ``spectrum`` has the eigenvectors V (k, k)
-    and eigenvalues D of N. Targets T have shape (m, k), float64. Ridges are positive.
+    With N = V D V^T, the subset sums are (sums V) (D + ridge I)^-1 (T V)^T, of shape (len(ridges),
+    W, S, m). ``sums`` is the result of ``weighted_sums``, shape (W, S, k). ``spectrum`` has the
+    eigenvectors V (k, k) and eigenvalues D of N. Targets T have shape (m, k), float64. Ridges are
+    positive.
 
     Source: docs/explanation/scores.md, "The formula".
     """

@@ -21,7 +21,7 @@ _TABLE_COLUMNS = ("label", "prediction")
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of a column: their sorted names, and the number of the group of each sample.
+    """The groups of a column: their sorted names, and the number of each sample's group.
 
     ``numbers`` has shape (n,), integers.
     """
@@ -158,8 +158,8 @@ def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
     """Return the variance of a group's mean that is due to its samples, shape (...).
 
     It is the variance between draws with the same runs, times size / (size - 1). ``draws`` contains
-    means over the group's ``size`` samples, shape (..., N_DRAWS), or NaN if a draw has none of
-    them. The variance for a single sample is 0.
+    means over the group's ``size`` samples, shape (..., N_DRAWS), or NaN for draws without samples
+    of the group. The variance for a single sample is 0.
     """
     variance = _within_runs(draws) * size / max(size - 1, 1)
     return Chance(variance, np.full(variance.shape, size - 1.0))
@@ -170,8 +170,8 @@ def group_interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return intervals of groups' means, or of differences between them.
 
-    The variance is the sum of that of ``samples`` and, for at least two runs, that between runs.
-    ``draws`` has shape (..., N_DRAWS), and the other arrays have shape (...).
+    The variance is that of ``samples``. If there are at least two runs, the variance between runs
+    is added. ``draws`` has shape (..., N_DRAWS), and the other arrays have shape (...).
     """
     if n_runs > 1:
         # A mean over SAMPLE_DRAWS draws of samples still has the variance of these draws, divided

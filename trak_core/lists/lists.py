@@ -20,7 +20,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
-    """Return samples in an order, with the columns id and rank, the given ones, and all others."""
+    """Return the samples in this order, with columns id, rank and ``columns``, then all others."""
     rows = train.assign(**columns).iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *columns]
@@ -30,19 +30,19 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd
 def few_targets(targets: pd.DataFrame) -> bool:
     """Return whether the table of targets of a scores file is too short for a list of suspects.
 
-    The result is False for a mean of targets, because the file does not contain their number.
+    The result is False for a mean of targets, because its file lacks the number of targets.
     """
     return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
 
 def suspects(train: pd.DataFrame) -> pd.DataFrame:
-    """Return all training samples, the most harmful first, because they likely have wrong labels.
+    """Return all training samples, the most harmful first.
 
-    A sample with a wrong label worsens the model output of similar targets. Most labels of the
-    targets must be right.
+    A sample with a wrong label worsens the model output of similar targets, so the most harmful
+    samples are likely to have wrong labels. Most labels of the targets must be right.
 
-    Columns are id, rank, ``worth_a_look``, ``suggested_label``, harm, help, and the others of
-    ``train``, the table of a scores file. ``worth_a_look`` is 1 if the harm is larger than the
+    Columns are id, rank, ``worth_a_look``, ``suggested_label``, harm, help, and the other columns
+    of ``train``, the table of a scores file. ``worth_a_look`` is 1 if the harm is larger than the
     help. This does not mean that the label is wrong.
 
     Source: docs/how-to/lists.md, "Help and harm".
@@ -59,8 +59,8 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
     """Return the training samples that harm targets more than they help, the most harmful first.
 
-    Columns are id, rank, ``score`` (help minus harm, which is negative), and those of ``train``,
-    the table of a scores file.
+    Columns are id, rank, ``score`` (help minus harm, which is negative), and the columns of
+    ``train``, the table of a scores file.
     """
     score = _help_minus_harm(train)
     order = np.argsort(score, kind="stable")[: int((score < 0).sum())]
@@ -74,7 +74,7 @@ def best_in_turn(
 
     In each turn, a target chooses the most helpful of its top influences that is not chosen yet.
     Therefore samples for all kinds of targets are chosen. In contrast, the samples with the largest
-    help minus harm can be very similar. They follow after all top influences.
+    help minus harm can be very similar. These samples follow when all top influences are chosen.
 
     A positive score must improve its target. The tables are from a scores file. ``fraction`` of the
     training samples, rounded up, are returned. Columns are those of ``most_harmful``.
@@ -101,8 +101,9 @@ def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
     """Return the training samples with the largest (help - harm) / (help + harm).
 
     This is for regression, where some targets need a larger f and others a smaller one. A training
-    label that is much too large helps the former most, and harms the latter as much. The size of
-    the error cancels in the ratio. Arguments and columns are those of ``best_in_turn``.
+    label that is much too large helps the first kind of target most, and harms the second kind as
+    much. The ratio does not depend on the size of the error. Arguments and columns are those of
+    ``best_in_turn``.
     """
     score = _help_minus_harm(train)
     size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
@@ -146,7 +147,7 @@ def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     """Return the samples that have a copy among the rows, with these rows, cosines and closeness.
 
     Let d_i be the distance (1 minus the cosine) to the i-th nearest row. The closeness of the
-    nearest row is 1 - d_1 / d_5. The row is a copy if this is at least 0.9.
+    nearest row is 1 - d_1 / d_5. The row is a copy if its closeness is at least 0.9.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
     # The cosine with a sample's own row is -inf, and there can be fewer than five rows.

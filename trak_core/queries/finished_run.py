@@ -35,7 +35,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the finished run of a config with its defaults. No file is written."""
+        """Return the finished run of a config that includes defaults. No file is written."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -43,8 +43,8 @@ class FinishedRun:
                 if not others:
                     raise _not_finished(results, config["study"])
                 raise InputError(
-                    f"{results}: the run must have today's study_arguments and version of "
-                    f"trak-core. Found {others[0].name}. Run the config again first.",
+                    f"{results}: the run must have the config's study_arguments and this "
+                    f"version of trak-core. Found {others[0].name}. Run the config again first.",
                     code="queries.other_study",
                 )
             run = cls(specs_of(config, results, writes=False), results, folder)
@@ -59,8 +59,8 @@ class FinishedRun:
             gone = [path for path, *_ in files if not path.exists()]
             if gone and run.results not in gone[0].parents:
                 raise InputError(
-                    f"The checkpoints of the run must exist. Found nothing at {gone[0]} (from "
-                    f"{folder}). Put it back, or run the config again with its new path.",
+                    f"The checkpoints of the run must exist. Found nothing at {gone[0]} "
+                    f"(relative to {folder}). Restore it, or run the config again with a new path.",
                     code="queries.no_checkpoint",
                 )
             missing = [path for paths in files for path in paths if not path.exists()]
@@ -87,7 +87,7 @@ class FinishedRun:
         return [self.checkpoint(name), *(self.results / path for path in made)]
 
     def check_scores(self) -> None:
-        """Raise an error if scores were computed with other scoring settings."""
+        """Raise an error if scores were computed with scoring settings other than the config's."""
         for name in self.specs.experiments:
             path = self.results / "scores" / f"{name}.h5"
             if path.exists():
@@ -101,8 +101,9 @@ class FinishedRun:
         """Raise an error for a file with a spec that differs from the current one in ``keys``."""
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
-            f"{self.results}: the run must have today's config, study, data and checkpoints. Found "
-            f"{path.relative_to(self.results)} of another {names}. Run the config again first.",
+            f"{self.results}: the run must have the current config, study, data and checkpoints. "
+            f"Found {path.relative_to(self.results)} of another {names}. Run the config again "
+            "first.",
             code="queries.changed",
         )
 

@@ -32,9 +32,9 @@ from trak_core.study.study import Study
 class OpenRun(FittedAttributor):
     """A finished run as a fitted ``Attributor``, with the scores of its experiments.
 
-    Scores are read on request, and each file is verified. When the first further sample is scored,
-    the study and the checkpoints are loaded, and must be those of the run. Checkpoints stay in
-    memory if all of them need at most half of ``compute.memory_mb``.
+    Scores are read on request, and each file is verified. When a sample is first scored, the study
+    and the checkpoints are loaded. They must be those of the run. Checkpoints stay in memory if all
+    of them need at most half of ``compute.memory_mb``.
 
     Example:
         >>> run = trak_core.open("results")  # doctest: +SKIP
@@ -43,7 +43,7 @@ class OpenRun(FittedAttributor):
     """
 
     def __init__(self, results: Path, run: FinishedRun | None = None) -> None:
-        """Open a results folder. If ``run`` is None, it is read from the folder."""
+        """Open a results folder. If ``run`` is None, the run is read from the folder."""
         super().__init__()
         self.folder, self._run = results, run
         self._notices: set[str] = set()
@@ -89,8 +89,8 @@ class OpenRun(FittedAttributor):
             return self.target(sample_id, experiment).sample
         if sample_id not in self._places:
             raise InputError(
-                f"The id must be that of a training sample, or of a target with its experiment. "
-                f"Found {sample_id!r} among {len(self._train.ids)} training samples such as "
+                f"The id must belong to a training sample, or to a target with its `experiment`. "
+                f"Found {sample_id!r}. There are {len(self._train.ids)} training samples, such as "
                 f"{self._train.ids[0]!r}.",
                 code="queries.no_sample",
             )
@@ -118,6 +118,7 @@ class OpenRun(FittedAttributor):
         """Convert a line or a text to a sample. A sample from the study is not changed.
 
         A mapping of plain values is a line, unless training samples have the same keys and types.
+        ``number`` is the id of a sample without an id.
 
         Returns:
             The sample with its id and fields.
@@ -166,7 +167,7 @@ class OpenRun(FittedAttributor):
                         return Asked(found_id, split.samples[row], fields)
                 shown += ids[:2]
         raise InputError(
-            f"The id must be that of a target of {', '.join(names)}. Found {target_id}; there are "
+            f"The id must belong to a target of {', '.join(names)}. Found {target_id}. There are "
             f"ids such as {', '.join(dict.fromkeys(shown))}.",
             code="queries.no_target",
         )
@@ -183,7 +184,8 @@ class OpenRun(FittedAttributor):
         if tokens:
             self._check_projected("Scores by tokens")
         n = len(self._train.ids)
-        # A target needs its scores and, for each checkpoint, solved features or a Gramian column.
+        # A target needs memory for its scores and, for each checkpoint, for solved features or a
+        # column of a Gramian.
         width = self._spec.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         answers: Sequence[Answer | InputError] = []
@@ -210,7 +212,8 @@ class OpenRun(FittedAttributor):
 
     def _answers(self, group: Sequence[Asked], k: int, *, tokens: bool) -> list[Answer]:
         samples: Any = [asked.sample for asked in group]
-        # Ids can have several types, so positions are used. A single sample has its id in messages.
+        # Ids can have different types, so positions replace them. The id of a single sample is kept
+        # for error messages.
         ids: Any = [group[0].id] if len(group) == 1 else [*range(len(group))]
         scores = self._score(Split(samples, ids), keep="full", top=k)
         token_scores = self._tokens(group, scores, k) if tokens else None
@@ -240,7 +243,7 @@ class OpenRun(FittedAttributor):
         return answers
 
     def _tokens(self, group: Sequence[Asked], scores: Scores, k: int) -> pd.DataFrame | None:
-        """Return scores by token with texts, or print a notice and return None."""
+        """Return scores by token with the tokens' texts, or print a notice and return None."""
         asked_by_id = dict(zip(scores.targets.index, group, strict=True))
         try:
             table, _ = self.tokens(scores, k)
@@ -257,7 +260,7 @@ class OpenRun(FittedAttributor):
             # Single samples may fit in memory.
             if len(group) > 1 and error.code == "gradients.memory_limit":
                 raise
-            notice = f"Notice: answers come without tokens: {error}"
+            notice = f"Notice: answers have no scores by token. {error}"
         if notice not in self._notices:
             self._notices.add(notice)
             print(notice, flush=True)

@@ -1,4 +1,4 @@
-"""Represent a sample to explain, and its answer with the strongest training samples."""
+"""Represent a sample to explain, and the answer with its strongest training samples."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -64,10 +64,10 @@ class Answer:
         model_output: The model output f, as in the config.
         class_names: The names of the classes, by number; empty if the study has none.
         tokens: The scores of ``top`` by token, or None. The columns are ``train_id``, ``side``
-            (``train`` or ``target``, the sample with the token), ``token`` (from 0, or -1 for the
-            part of the score that belongs to no token), ``text`` and ``score``. The scores of a
-            side and a training sample add up to its score, except for the rounding of features
-            (int8: 1 % of the largest score).
+            (``train`` or ``target``, the sample with the token), ``token`` (from 0, or -1 for terms
+            that belong to no token), ``text`` and ``score``. For each side, the scores of all
+            tokens add up to the score of the training sample, except for the rounding of features
+            (with int8, 1 % of the largest score).
     """
 
     asked: Asked

@@ -1,4 +1,4 @@
-"""Render answers as an HTML page, in the form of an experiment's page, or as rows of a table."""
+"""Render answers as an HTML page like that of an experiment, or as rows of a table."""
 
 import contextlib
 import json
