@@ -40,7 +40,7 @@ def read_embeddings(
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """For each checkpoint, yield a function that reads training embeddings, and target embeddings.
+    """Yield a function that reads training embeddings, and target embeddings, by checkpoint.
 
     The function returns an array of shape (rows, width). The embeddings of targets have shape
     (m, width). ``paths`` contains a file for each checkpoint.

@@ -35,8 +35,8 @@ def _check_scores(results: Results) -> None:
         if measured != expected.content_hash:
             raise InputError(
                 f"{file.name} must be computed from the scores in {expected.name}, whose hash is "
-                f"{expected.content_hash}. Found scores with the hash {measured}. Delete "
-                f"{file.name} and run snakemake again.",
+                f"{expected.content_hash}. Found scores with the hash {measured}. Delete the first "
+                "file and run snakemake again.",
                 code="report.other_scores",
             )
 
