@@ -57,7 +57,7 @@ def test_weights_of_every_ending_and_wrapper_are_listed(name, wrapper):
     ("name", "contents", "told"),
     [
         ("optimizer.pt", ADAM.state_dict(), "state, param_groups"),
-        ("module.pt", torch.nn.Linear(2, 2), "it holds"),
+        ("module.pt", torch.nn.Linear(2, 2), "it contains"),
         ("tokens.bin", b"\x01\x00\x02\x00", "It begins with"),
         ("cut.pt", b"PK\x03\x04 and no more", "was cut off"),
     ],
