@@ -76,7 +76,7 @@ def test_files_that_do_not_load_are_left_out_with_the_reason(name, contents, tol
 def test_only_files_that_do_not_load_are_no_study():
     torch.save(ADAM.state_dict(), "optimizer.pt")
     write({"train.csv": "a,label\n1,0\n"})
-    with pytest.raises(Exception, match=r"must have a study.*left out: optimizer.pt"):
+    with pytest.raises(Exception, match=r"the files of a study.*left out: optimizer.pt"):
         config_for(Path())
 
 

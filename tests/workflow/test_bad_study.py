@@ -57,7 +57,7 @@ STUDIES = {
     ),
     "samples change": (
         *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
-        r"must be the same whenever it is read\. Found two of 0, which differ in .* augmentation",
+        r"must be the same whenever it is read\. Found two versions of 0, .* augmentation",
     ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
