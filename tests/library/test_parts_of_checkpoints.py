@@ -38,7 +38,7 @@ def misfits(found):
     """Expect that all keys that differ are named, and no other."""
     with refused("study.checkpoint_keys", DIFFERING) as error:
         yield error
-    assert f" Found {found}. " in str(error.value)
+    assert f" Found keys {found}. " in str(error.value)
 
 
 def under(prefix, state):

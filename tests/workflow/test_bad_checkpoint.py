@@ -94,7 +94,7 @@ def scripted(path):
         file.writestr(f"{path.stem}/constants.pkl", b"")
 
 
-NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it"
+NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading it"
 NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take"
 CUT = r"Reading it failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
 
@@ -147,7 +147,7 @@ CHECKPOINTS = {
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
     ),
     "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
-    "a part marked as a folder": (marked_as_folder, r"its parts are compressed, or folders"),
+    "a part marked as a folder": (marked_as_folder, r"its parts are compressed or folders"),
     "a bomb": (bomb, r"its parts are compressed or folders, which torch\.save never writes"),
     "a pickle that runs code": (
         lambda path: save(path, Evil(path.with_name("ran"))),
@@ -206,7 +206,7 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     assert workspace.would_run()
     save(workspace.path(paths["old"]), {"net": net().state_dict()})
     found = message(refuse(workspace, config))
-    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Say which", found)
+    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Choose one", found)
     config["checkpoints"]["old"] = {"path": paths["old"], "state_dict": "net"}
     workspace.config = config
     assert workspace.would_run()

@@ -106,7 +106,7 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     if not changed:
         return []
     return [
-        f"{results} is a copy of a folder that was made with other values of {', '.join(changed)}. "
+        f"{results} is a copy of a folder that was made with another {', '.join(changed)}. "
         "Snakemake treats its files as finished. Run once with --forceall."
     ]
 

@@ -238,7 +238,7 @@ def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.nd
         return
     observed = "that weights of 1 change outputs by at least a tenth as much as weights of 0"
     if not left_out:
-        observed = "that weights of 0 do not change the outputs"
+        observed = "the same outputs with weights of 0"
     raise InputError(
         f"{study.path}: train() must multiply each sample's loss by its entry of `sample_weights`, "
         f"and draw the same random numbers with and without them. Found {observed}.",

@@ -66,7 +66,7 @@ def columns_of(
     if missing:
         raise InputError(
             f"{name}: the columns must have values for all samples that have scores. Found none "
-            f"for {missing[0]}, but for {len(rows)} samples. Has the data changed?",
+            f"for {missing[0]}, although {len(rows)} samples have values. Has the data changed?",
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
