@@ -53,7 +53,7 @@ STUDIES = {
     ),
     "ids with a null byte": (
         *("patient-{i}", "patient-{i}\\0"),
-        r"1 to 255 bytes of printable text only, other than nan\. Found 'patient-342\\x00'",
+        r"1 to 255 bytes, which must be printable and other than nan\. Found 'patient-342\\x00'",
     ),
     "samples change": (
         *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
