@@ -68,7 +68,7 @@ def compute_scores(
     damped matrix is singular.
 
     With ``keep="full"``, the n x m matrix A_c is written. With ``keep="top_k"``, only the solved
-    targets, A_c without the first factor Phi_c, are written. ``average_scores`` multiplies them.
+    targets, the product without Phi_c, are written, and ``average_scores`` multiplies by Phi_c.
 
     ``pool`` is a file of features of samples on which the models were not trained. Then the first
     factor Phi_c contains these samples instead, and ``keep`` must be ``top_k``.
