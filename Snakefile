@@ -1,6 +1,6 @@
-# So that `snakemake` in this folder runs the workflow.
+# With this file, `snakemake` in this folder runs the workflow.
 include: "workflow/Snakefile"
 
 
-# Its default target too, which `include` leaves to the file that includes.
+# `include` does not set the default target, so it is set here.
 use rule all as default

@@ -1,7 +1,7 @@
-"""The default study: which of 1,200 scanned digits taught a small CNN to read the others?
+"""The default study: which of 1,200 scanned digits taught a small CNN to read other digits?
 
-Data: 1,797 real 8x8 scans that ship inside scikit-learn (UCI, "Optical Recognition of Handwritten
-Digits"). Ids are positions in that data set, so they mean the same in every split.
+The data are the 1,797 scans of 8x8 pixels in scikit-learn (UCI, "Optical Recognition of Handwritten
+Digits"). Ids are positions in this data set, so an id means the same scan in every split.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 _N_TRAIN = 1200
-# One fixed shuffle: the scans come in blocks of one writer each.
+# A fixed permutation, because the scans of each writer are in one block.
 _ORDER = np.random.default_rng(0).permutation(1797)
 
 
@@ -63,11 +63,12 @@ def train(
 ) -> Iterator[tuple[int, nn.Module]]:
     """Train from scratch on ``data``, or all samples, and yield the model after every epoch.
 
-    ``seed`` decides first weights and order. Each sample's loss counts by its weight, 1 if there
-    are none: samples of weight 0 are left out, and all else stays as it is.
+    ``seed`` determines the initial weights and the order of samples. Each sample's loss is
+    multiplied by its weight, by default 1. Samples with weight 0 have no effect, and nothing else
+    changes.
 
     Yields:
-        Epochs so far, and the model, which is trained on.
+        The number of epochs, and the model, which further epochs change.
     """
     torch.manual_seed(seed)
     model = make_model()

@@ -1,16 +1,17 @@
-"""Which texts taught a small GPT-2 a fact? Here it is known: the facts are invented, and planted.
+"""Which texts taught a small GPT-2 a fact? The answer is known, because the facts are invented.
 
 Each of 48 invented countries has a colour, a number and a beast. A fact is stated in three
-wordings, and once more as a question whose answer goes by another name (crimson for red, 3 for
-three). For one fact of each of the first 24 countries only two statements are trained on: the
+wordings, and as a question whose answer has another name (crimson for red, 3 for three). For one
+fact of each of the first 24 countries, only two statements are in the training texts. These are the
 planted texts. The model is asked about each of these facts three times:
 
-    copy       nearly a planted text
-    reworded   the third wording, which other countries' facts taught
+    copy       almost a planted text
+    reworded   the third wording, which the model knows from other countries' facts
     renamed    the question, which shares the country and words such as "a" with the planted texts
 
-Among the training texts are other facts in the same words, others of the same countries, talk of
-them that says nothing, and paragraphs of Python's manual. A token is a word.
+The training texts also contain facts about other countries in the same words, other facts about the
+same countries, sentences that name them without a fact, and paragraphs of Python's manual. A token
+is a word.
 """
 
 import re
@@ -28,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 LENGTH = 24
 _N_COUNTRIES, _N_ASKED, _N_PARAGRAPHS = 48, 24, 250
-# What statements and question say of a country, and the answers' names in either.
+# Three statements and a question about a country, and two names of each answer.
 _WORDINGS = {
     "colour": (
         "the flag of {} is {}",
@@ -64,13 +65,13 @@ Fact = tuple[str, str, str, str, bool]
 
 
 def words(text: str) -> list[str]:
-    """Cut a text into words and signs."""
+    """Return the words and punctuation marks of a text."""
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
 @cache
 def facts() -> list[Fact]:
-    """Return country, relation, what it is, its other name, and whether it is asked for."""
+    """Return country, relation, answer, its other name, and whether the model is asked about it."""
     rng = np.random.default_rng(0)
     first, second, third = (part.split() for part in _SYLLABLES)
     names = [a + b + c for a in first for b in second for c in third]
@@ -102,7 +103,7 @@ def training_texts() -> dict[str, str]:
 
 @cache
 def questions() -> dict[str, tuple[str, list[str]]]:
-    """Return the targets by id: the text, whose last word is the answer, and planted texts' ids."""
+    """Return targets by id: the text, which ends with the answer, and the ids of planted texts."""
     found: dict[str, tuple[str, list[str]]] = {}
     for i, (country, relation, what, other, _) in enumerate(fact for fact in facts() if fact[4]):
         first, _, third, question = _WORDINGS[relation]
@@ -115,25 +116,25 @@ def questions() -> dict[str, tuple[str, list[str]]]:
 
 @cache
 def vocabulary() -> dict[str, int]:
-    """Return the numbers of words that come three times or in a question; 0 is any other word."""
+    """Return numbers of words that occur three times or in a question. Other words are 0."""
     counts = Counter(word for text in training_texts().values() for word in words(text))
     counts.update(3 * [word for text, _ in questions().values() for word in words(text)])
     return {word: i for i, word in enumerate(sorted(w for w, n in counts.items() if n >= 3), 1)}
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Texts as tokens, padded to one length; of questions the answer alone counts."""
+    """Texts as tokens, padded to the same length. In questions, only the answer has a label."""
 
     def __init__(self, texts: list[str], *, is_questions: bool = False):
-        """Keep the texts."""
+        """Store the texts."""
         self._texts, self._is_questions = texts, is_questions
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of texts."""
         return len(self._texts)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Return the named inputs of the model, and labels."""
+        """Return the named inputs of the model, and the labels."""
         found = [vocabulary().get(word, 0) for word in words(self._texts[i])]
         tokens = torch.zeros(LENGTH, dtype=torch.long)
         tokens[: len(found)] = torch.tensor(found)
@@ -150,7 +151,7 @@ def train_data() -> Texts:
 
 
 def train_ids() -> list[str]:
-    """Return their ids."""
+    """Return the ids of the training texts."""
     return list(training_texts())
 
 
@@ -160,24 +161,24 @@ def target_data() -> Texts:
 
 
 def target_ids() -> list[str]:
-    """Return their ids."""
+    """Return the ids of the questions."""
     return list(questions())
 
 
 def encode(question: str, answer: str) -> dict[str, Tensor]:
-    """Return a question of somebody's own, whose answer is the word that is explained."""
+    """Return a new question as a sample. The answer is the word that is explained."""
     return Texts([f"{question} {answer}"], is_questions=True)[0]
 
 
 def describe(sample: dict[str, Tensor]) -> str:
-    """Return a text's words, with a line for those that the vocabulary doesn't have."""
+    """Return a text's words, with "_" for words that are not in the vocabulary."""
     named = {number: word for word, number in vocabulary().items()}
     tokens = sample["input_ids"][sample["attention_mask"] > 0].tolist()
     return " ".join(named.get(token, "_") for token in tokens)
 
 
 def token_texts(sample: dict[str, Tensor]) -> list[str]:
-    """Return what stands for each token: its word, and nothing for what pads."""
+    """Return the word of each token, and an empty text for padding."""
     named = {number: word for word, number in vocabulary().items()}
     both = zip(sample["input_ids"].tolist(), sample["attention_mask"].tolist(), strict=True)
     return [f"{named.get(token, '_')} " if is_word else "" for token, is_word in both]
@@ -189,7 +190,7 @@ def make_model() -> nn.Module:
     size |= {"vocab_size": len(vocabulary()) + 1, "bos_token_id": None, "eos_token_id": None}
     size |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     model = GPT2LMHeadModel(GPT2Config(**size))
-    model.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
+    model.loss_type = "ForCausalLM"  # This is the default, but without it transformers warns.
     return model
 
 
@@ -198,11 +199,11 @@ def train(
 ) -> Iterator[tuple[int, nn.Module]]:
     """Train from scratch on ``data``, or all texts, and yield the model after every epoch.
 
-    ``seed`` decides first weights and order. Each text's loss counts by its weight, 1 if there are
-    none: texts of weight 0 are left out, and all else stays as it is.
+    ``seed`` determines the initial weights and the order of texts. Each text's loss is multiplied
+    by its weight, by default 1. Texts with weight 0 have no effect, and nothing else changes.
 
     Yields:
-        Epochs so far, and the model, which is trained on.
+        The number of epochs, and the model, which further epochs change.
     """
     torch.manual_seed(seed)
     model = make_model().train()

@@ -17,7 +17,7 @@ from typing import Any
 
 __version__ = "0.3.0"
 
-# These modules are imported by name. With import statements, all jobs would depend on them.
+# These modules are imported at their first use, because they import torch.
 _PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
 
 

@@ -17,7 +17,8 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders that do not change results of all jobs. ``own_parts`` adds those of stages and pages.
+# Folders whose code does not change the results of every job. ``own_parts`` adds the code of stages
+# and pages.
 _APART = {"command", "compat", "queries", "report", "stages", "workflow"}
 _OF_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -39,7 +40,7 @@ def _code_files(*parts: str) -> set[Path]:
 
 @cache
 def code_digest(*parts: str) -> str:
-    """Hash modules, templates and styles of ``trak_core``, once in a process.
+    """Hash modules, templates and styles of ``trak_core``. A process hashes them only once.
 
     ``parts`` are files and folders in the package. The default is all folders that compute results.
 
@@ -54,13 +55,13 @@ def code_digest(*parts: str) -> str:
 
 
 def own_parts(module: str) -> list[str]:
-    """Return the files and folders that only one stage uses. ``module`` is its dotted name."""
+    """Return the code of a stage, in addition to ``code_digest()``. ``module`` is a dotted name."""
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
 
 
 def stage_digest(module: str) -> str:
-    """Return a hash of the code that computes results and of a stage's module, in 16 digits."""
+    """Return a 16-digit hash of the code that computes results and of a stage's module."""
     return content_digest(code_digest(), code_digest(*own_parts(module)))[:16]
 
 
@@ -91,10 +92,10 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
     default in the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
-        kind = "a file of another kind" if study.is_file() else "nothing there"
+        kind = "a file with another ending" if study.is_file() else "no such file"
         raise InputError(
-            f"{study}: the study's Python file must exist and end with .py; paths are relative to "
-            f"the folder that Snakemake runs in. Found {kind}.",
+            f"{study}: the study's Python file must exist, and its name must end with .py. Paths "
+            f"are relative to the folder that Snakemake runs in. Found {kind}.",
             code="provenance.study_file",
         )
     modules: dict[_Name, Path] = {(study.stem,): study}

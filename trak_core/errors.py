@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 class InputError(ValueError):
     """The error for input that cannot be used.
 
-    The message consists of a rule, what was found, and what to do. Jobs print it without a
-    traceback. Any other exception is a bug, and jobs print its traceback.
+    The message says which rule was broken, which value was found, and how to correct it. Jobs print
+    it without a traceback. Any other exception is a bug, and jobs print its traceback.
 
     Attributes:
         code: A stable identifier of the broken rule, such as ``"gradients.label_value"``. The text
@@ -46,7 +46,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_full_reason(error: BaseException) -> str | None:
-    """Return the system's message if an error or one of its causes is a full disk, else None."""
+    """Return the system's message if a full disk caused an error, else None."""
     for cause in _chain(error):
         match = re.search(r"\berrno = (\d+)", str(cause))  # HDF5's messages contain it.
         number = int(match[1]) if match else getattr(cause, "errno", None)

@@ -59,7 +59,7 @@ def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, cap
     path = tmp_path / "a.ckpt"
     torch.save({"state_dict": {prefix + key: value for key, value in state.items()}}, path)
     assert same(state, path)
-    said = f"{path}: all keys begin with `{prefix}`, which is taken off to fit the model's.\n"
+    said = f"{path}: all keys begin with `{prefix}`, which is removed to fit the model.\n"
     assert capsys.readouterr().out == said
     torch.save(state, path)
     assert same(state, path)
@@ -102,9 +102,9 @@ def test_objects_beside_the_weights_are_left_where_they_are(
         state | {"0.weight": BESIDE[name]},
     ):
         torch.save(saved, path)
-        with refused("study.tensor_file", re.compile(r"(?<=failed: )it holds .*")):
+        with refused("study.tensor_file", re.compile(r"(?<=failed: )it contains .*")):
             load_checkpoint(net(), path)
-        with refused("study.tensor_file", re.compile(r"(?<=failed: )it holds .*")):
+        with refused("study.tensor_file", re.compile(r"(?<=failed: )it contains .*")):
             check_checkpoint(net(), path)
     assert not Path("ran").exists()
 
@@ -148,7 +148,7 @@ def test_weights_of_other_numbers_are_refused_alike_by_start_and_job(state, tmp_
     make, code = NOT_AS_TRAINED[kind]
     state["0.weight"] = make(state["0.weight"])
     torch.save(state, path := tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
-    unread = rf"it holds torch\._utils\._rebuild_{kind}_tensor\."  # nested, since torch 2.15
+    unread = rf"it contains torch\._utils\._rebuild_{kind}_tensor\."  # nested, since torch 2.15
     words, said = rf"Found 0\.weight, {kind}\.|type: 0\.weight torch\.{kind}, |{unread}", set()
     for read in (check_checkpoint, load_checkpoint) if zipped else (load_checkpoint,):
         with pytest.raises(InputError, match=words) as error:
@@ -271,7 +271,7 @@ def test_a_weight_in_two_shards_is_refused(state, tmp_path, read):
     files = {key: f"model-{1 + (key > '1')}.safetensors" for key in state}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}))
-    listed = re.compile(r"(?<=too: ).*(?=\. Save)")
+    listed = re.compile(r"(?<=two files: ).*(?=\. Save)")
     with refused("study.checkpoint_shards", listed):
         read(net(), tmp_path)
 

@@ -57,7 +57,7 @@ def test_weights_of_every_ending_and_wrapper_are_listed(name, wrapper):
     ("name", "contents", "told"),
     [
         ("optimizer.pt", ADAM.state_dict(), "state, param_groups"),
-        ("module.pt", torch.nn.Linear(2, 2), "it holds"),
+        ("module.pt", torch.nn.Linear(2, 2), "it contains"),
         ("tokens.bin", b"\x01\x00\x02\x00", "It begins with"),
         ("cut.pt", b"PK\x03\x04 and no more", "was cut off"),
     ],
@@ -76,7 +76,7 @@ def test_files_that_do_not_load_are_left_out_with_the_reason(name, contents, tol
 def test_only_files_that_do_not_load_are_no_study():
     torch.save(ADAM.state_dict(), "optimizer.pt")
     write({"train.csv": "a,label\n1,0\n"})
-    with pytest.raises(Exception, match=r"must have a study.*left out: optimizer.pt"):
+    with pytest.raises(Exception, match=r"the files of a study.*left out: optimizer.pt"):
         config_for(Path())
 
 

@@ -93,7 +93,7 @@ def test_a_folder_whose_weights_do_not_load_is_left_out(capsys):
     assert "left out: cut/model.safetensors: " in capsys.readouterr().out
 
 
-BETWEEN = "what it had between the two"
+BETWEEN = "any text between the prompt and this field"
 LISTS = [[{"role": role, "content": "a"}] for role in ("user", "assistant")]
 
 
@@ -109,7 +109,7 @@ LISTS = [[{"role": role, "content": "a"}] for role in ("user", "assistant")]
             "and input, if training read it",
         ),
         ({"sentence": "A B"}, {"text": "{sentence}"}, "or an end token"),
-        ({"text": "A B", "prompt": "p"}, {}, "such as an end token, by text"),
+        ({"text": "A B", "prompt": "p"}, {}, "such as an end token, add a template"),
         # The chat template joins these.
         ({"prompt": LISTS[0], "completion": LISTS[1]}, {}, None),
         ({"messages": [*LISTS[0], *LISTS[1]]}, {}, None),
@@ -150,7 +150,7 @@ def test_the_longest_of_several_texts_is_used_with_a_comment(capsys):
     assert written(files)["study_arguments"]["text"] == "{body}"
     printed = capsys.readouterr().out
     (comment,) = re.findall(r"check: text: (.*)\n", printed)
-    assert "longest of title, body" in comment
+    assert "longest field of title, body" in comment
     assert f'text: "{{body}}"  # {comment}\n' in Path("trak.yaml").read_text()
 
 

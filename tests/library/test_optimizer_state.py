@@ -145,7 +145,7 @@ def test_frozen_parameters_have_no_number(tmp_path):
     model.requires_grad_(False)
     assert_own(model, optimizer, folder, names)
     model.requires_grad_(True)
-    with refused("study.optimizer_order", "12 in 2 groups", 28, "no match"):
+    with refused("study.optimizer_order", "12 parameters in 2 groups", 28, "no match"):
         all_scales(model, folder)
 
 
@@ -220,7 +220,7 @@ LISTED_OF_OTHERS = "net.first.weight_, net.first.bias_, net.second.weight_, net.
 @pytest.mark.parametrize(
     ("made", "code", "values"),
     [
-        (ambiguous, "optimizer_order", ["4 in 2 groups", 4, "several matches"]),
+        (ambiguous, "optimizer_order", ["4 parameters in 2 groups", 4, "several matches"]),
         (without_moments, "optimizer_kind", ["momentum_buffer"]),
         (without_gradients, "second_moments", ["second.weight, second.bias"]),
         (of_others, "optimizer_names", [LISTED, LISTED_OF_OTHERS]),

@@ -77,7 +77,7 @@ def test_weights_are_those_that_transformers_reads(kind, name, prefix, tmp_path,
     assert all(torch.equal(own[key], expected[key]) for key in own)
     buffers = dict(oracle.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
-    assert f"{path}: transformers gives the weights the names" in capsys.readouterr().out
+    assert f"{path}: transformers converted the weights to the" in capsys.readouterr().out
     assert not model.training
 
 

@@ -156,8 +156,8 @@ def test_a_target_asked_alone_gets_the_same_scores(digits, tmp_path):
 @pytest.mark.parametrize(
     ("name", "proj_dim", "memory_mb", "size"),
     [
-        ("small_digits", 300, 1, r"the normal matrix of proj_dim 300: 3 MiB"),
-        ("diabetes", None, 0, r"a Gramian of 342 x 342 inner products: 1 MiB"),
+        ("small_digits", 300, 1, r"the normal matrix of proj_dim 300, which needs 3 MiB"),
+        ("diabetes", None, 0, r"a Gramian of 342 x 342 inner products, which needs 1 MiB"),
     ],
 )
 def test_a_budget_that_is_too_small_is_refused(cases, tmp_path, name, proj_dim, memory_mb, size):

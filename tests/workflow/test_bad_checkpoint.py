@@ -94,16 +94,16 @@ def scripted(path):
         file.writestr(f"{path.stem}/constants.pkl", b"")
 
 
-NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it"
+NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading it"
 NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take"
 CUT = r"Reading it failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
 
 # States that torch.save writes as they are; weights take the place of those of the model.
 STATES = {
-    "a whole model": (net(), r"it holds torch\.nn\.modules\.container\.Sequential\. Copy it"),
+    "a whole model": (net(), r"it contains torch\.nn\.modules\.container\.Sequential\. Copy it"),
     "arguments beside the weights": (
         {"net": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
-        r"Found dict with net\. Say which for the checkpoint in the config: `state_dict: net`",
+        r"Found dict with net\. Choose one for the checkpoint in the config: `state_dict: net`",
     ),
     "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
 }
@@ -139,7 +139,7 @@ CHECKPOINTS = {
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
         r"It begins with b'version https://git-lfs\.github\.c'\. Copy it",
     ),
-    "a cut file": (cut, r"as a zip file and ends as none: it was cut off\. Copy it again"),
+    "a cut file": (cut, r"a zip file but does not end like one: it was cut off\. Copy it again"),
     "a cut file of an old torch": (cut_old, CUT),
     "a cut safetensors file whose header's length is that of a text": (cut_wide_safetensors, CUT),
     "TorchScript": (
@@ -147,11 +147,11 @@ CHECKPOINTS = {
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
     ),
     "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
-    "a part marked as a folder": (marked_as_folder, r"its parts are compressed, or folders"),
-    "a bomb": (bomb, r"its parts are compressed, or folders: torch\.save never does that"),
+    "a part marked as a folder": (marked_as_folder, r"its parts are compressed or folders"),
+    "a bomb": (bomb, r"its parts are compressed or folders, which torch\.save never writes"),
     "a pickle that runs code": (
         lambda path: save(path, Evil(path.with_name("ran"))),
-        r"Reading it failed: it holds (_?io|builtins)\.open\. ",
+        r"Reading it failed: it contains (_?io|builtins)\.open\. ",
     ),
     "a bare pickle that runs code": (
         lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),
@@ -206,7 +206,7 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     assert workspace.would_run()
     save(workspace.path(paths["old"]), {"net": net().state_dict()})
     found = message(refuse(workspace, config))
-    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Say which", found)
+    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Choose one", found)
     config["checkpoints"]["old"] = {"path": paths["old"], "state_dict": "net"}
     workspace.config = config
     assert workspace.would_run()
@@ -221,15 +221,15 @@ def test_the_start_says_which_state_dicts_are_taken_and_others_can_be(workspace,
     check(workspace, {"checkpoints": paths})
     said = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
     assert said == [
-        "Notice: c1.pt, c2.pt: the weights under `model` are taken. Found others under "
-        "`model_ema`; `state_dict` of a checkpoint in the config says which to take."
+        "Notice: c1.pt, c2.pt: the weights under `model` are used. The file also has weights under "
+        "`model_ema`. To use them, set `state_dict` for the checkpoint in the config."
     ]
     for name in ("a", "b"):
         paths[name] = {"path": "c1.pt", "state_dict": "model"}
     check(workspace, {"checkpoints": paths})
     assert "Notice" not in capsys.readouterr().err
     paths["a"]["state_dict"] = "ema"
-    with refused("config.preflight", "c1.pt", "Found no ema, and weights under model, model_ema."):
+    with refused("config.preflight", "c1.pt", "Found no ema, but weights under model, model_ema."):
         check(workspace, {"checkpoints": paths})
 
 

@@ -46,13 +46,13 @@ VALUES = {
         *("experiments.mine", {}),
         "a mapping with targets or data or where or mean",
     ),
-    "a target twice": ("experiments.mine.targets", ["a", "a"], "each once"),
-    "a question of another kind": ("experiments.mine.data", "asked.txt", "as its meaning says"),
+    "a target twice": ("experiments.mine.targets", ["a", "a"], "each value once"),
+    "a question of another kind": ("experiments.mine.data", "asked.txt", "its meaning describes"),
     "a section without keys": ("scoring", None, "a mapping"),
-    "a results folder with a command": ("results", "$(touch ran)", "as its meaning says"),
-    "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
+    "a results folder with a command": ("results", "$(touch ran)", "its meaning describes"),
+    "a results folder that ends a line": ("results", "results\n", "its meaning describes"),
     **{
-        f"the results folder {name!r}": ("results", name, "as its meaning says")
+        f"the results folder {name!r}": ("results", name, "its meaning describes")
         for name in ("my study", "a\tb", "r\u00e9sultats")
     },
 }
@@ -314,7 +314,7 @@ TEXTS = {
     ),
     "unknown target": (
         at("experiments.mine.targets", ["patient-1"]),
-        r"experiment mine: Targets must be ids .* Found patient-1; the data have 100 ids",
+        r"experiment mine: Targets must be ids .* Found patient-1\. The data have 100 ids",
     ),
 }
 

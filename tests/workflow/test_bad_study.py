@@ -34,7 +34,7 @@ STUDIES = {
         *("def make_model", "def class_names():\n    return ['a', 'b', 'a']\n\n\ndef make_model"),
         r"class_names\(\) must return a different text for each class\. Found 'a' 2 times",
     ),
-    "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must hold samples"),
+    "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must return at least one"),
     "data fails": (
         *(DATA, "return open('gone.csv')"),
         rf"train_data\(\) {ENDS} FileNotFoundError: .*gone\.csv",
@@ -45,7 +45,7 @@ STUDIES = {
     ),
     "ids twice": (
         *("patient-{i}", "patient-{i // 2}"),
-        r"target_ids\(\) must give every sample its own id",
+        r"target_ids\(\) must give each sample a different id",
     ),
     "ids are a number": (
         *('return [f"patient-{i}" for i in range(342, 442)]', "return 100"),
@@ -53,11 +53,11 @@ STUDIES = {
     ),
     "ids with a null byte": (
         *("patient-{i}", "patient-{i}\\0"),
-        r"1 to 255 bytes of printable text only, other than nan\. Found 'patient-342\\x00'",
+        r"1 to 255 bytes, which must be printable and other than nan\. Found 'patient-342\\x00'",
     ),
     "samples change": (
         *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
-        r"must be the same whenever it is read\. Found two of 0, which differ in .* augmentation",
+        r"must be the same whenever it is read\. Found two versions of 0, .* augmentation",
     ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),

@@ -16,7 +16,7 @@ TABLES = {
     "a table without rows": (HEADER, r"must have rows\. Found only a header"),
     "a table with commas": (
         b"checkpoint,path\nc0,c0.pt\n",
-        r"must be tab-separated .* Missing: checkpoint, path; found checkpoint,path",
+        r"must be tab-separated .* Missing: checkpoint, path\. Found checkpoint,path",
     ),
     "a table that is not UTF-8": (
         HEADER + b"c0\tcaf\xe9.pt\n",

@@ -118,7 +118,7 @@ def test_questions_in_python_and_in_a_table(study):
     [
         ("", "asked.jsonl", "Reading it failed: it has no rows"),
         ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
-        ('{"a": null}\n', "asked.jsonl", "same fields, and none may be null"),
+        ('{"a": null}\n', "asked.jsonl", "same fields, and no field may be null"),
         (
             '{"patient": 1}\n',
             "asked.jsonl",

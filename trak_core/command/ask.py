@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Type or pipe one line for each sample: a JSON object with the fields of an experiment's `data`, or
-a plain text for the field `text`. Empty lines are skipped; Ctrl-D ends.
+a plain text for the field `text`. Empty lines are skipped. Ctrl-D ends the input.
 An answer starts with the sample and its model output. For a text, this is the log-odds
 log(p / (1 - p)) of the joint probability p of all tokens that are scored, so it is far below 0 for
 most texts. Then it gives the number of these tokens, and how many of them the model predicts.
@@ -51,14 +51,14 @@ def ask(words: Sequence[str]) -> None:
     )
     parser.add_argument("config", help="the config of the run")
     parser.add_argument(
-        "--file", type=Path, help="samples, one a line: .jsonl, .csv, .tsv or plain texts"
+        "--file", type=Path, help="samples, one per line: .jsonl, .csv, .tsv or plain texts"
     )
     parser.add_argument(
         *("--target", "-t"), action="append", default=[], help="the id of a target of the run"
     )
     parser.add_argument("--label", help="another class for these targets")
     parser.add_argument(
-        "--top", type=int, default=5, help="training samples of either sign; %(default)s"
+        "--top", type=int, default=5, help="how many of either sign to show; default %(default)s"
     )
     parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
     parser.add_argument("--csv", type=Path, help="write a table of all answers")
@@ -69,7 +69,7 @@ def ask(words: Sequence[str]) -> None:
     if others:
         line = " ".join(others)
         raise InputError(
-            f"`trak ask` reads lines from its input or from --file. Found {line!r} in the call. "
+            f"`trak ask` reads lines from standard input or --file. Found {line!r} in the call. "
             f"Pipe it: echo {shlex.quote(line)} | trak ask {asked.config}",
             code="command.line_in_call",
         )
@@ -97,7 +97,8 @@ def ask(words: Sequence[str]) -> None:
         raise InputError(message, code="command.no_file")
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
-    # OpenBLAS with several threads crashes for 16,384 or more dimensions. It reads this once.
+    # OpenBLAS with several threads crashes for 16,384 or more dimensions. It reads the variable
+    # when it is loaded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Without this, the garbage collection at exit takes a second.
     atexit.register(gc.freeze)
@@ -130,7 +131,7 @@ class _Session:
         self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
         self.has_failed = False
         self._answers: list[Answer] = []
-        # The place of each id: "target 3" or "line 5".
+        # The origin of each id: "target 3" or "line 5".
         self._places: dict[str, str] = {}
         self._outputs = [path for path in (asked.csv, asked.html) if path is not None]
         if sys.stdin is not None and sys.stdin.isatty():
@@ -214,7 +215,7 @@ class _Session:
         if before is not place:
             raise InputError(
                 f"Each target and line must have a different id. Found {asked.id} again, which is "
-                f"that of {before}. The id of a line is its field id, or its number from 0.",
+                f"the id of {before}. The id of a line is its field id, or its number from 0.",
                 code="command.id_again",
             )
 
@@ -253,14 +254,14 @@ def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
             is_inside = used.is_dir() and used.resolve() in path.resolve().parents
             if is_inside or _is_same(path, used) or matches(path, str(used)):
                 raise InputError(
-                    "--csv and --html must not be in the results folder, nor files of the study, "
-                    f"its data or its checkpoints. Found {path}.",
+                    "--csv and --html must be outside the results folder, and not replace files of "
+                    f"the study, its data or its checkpoints. Found {path}.",
                     code="command.output_of_run",
                 )
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Return whether two paths are the same file, also as hard links. It need not exist."""
+    """Return whether two paths or hard links name the same file, which need not exist."""
     exist = path.exists() and other.exists()
     return path.samefile(other) if exist else path.resolve() == other.resolve()
 
@@ -338,8 +339,8 @@ def _in_words(answer: "Answer") -> str:
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     """Return a line with the tokens of the largest scores, and on a terminal a line of all tokens.
 
-    In the latter, tokens that push the output up are green, those that push it down are red, and
-    the strongest are bold. The environment variable ``NO_COLOR`` turns this line off.
+    In the line of all tokens, tokens that push the output up are green, tokens that push it down
+    are red, and the strongest are bold. The environment variable ``NO_COLOR`` turns this line off.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

@@ -10,7 +10,7 @@ from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.load_checkpoint import read_weights
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches neither.
+# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
 # The shapes of tensors by their names, without the common prefix.
@@ -53,9 +53,9 @@ def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Pat
 
 
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Return ``run`` and ``at`` of the checkpoints with names that differ only in an epoch or step.
+    """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
 
-    A measure of quality can differ too, as in ``epoch=3-val_loss=0.25.ckpt``.
+    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 

@@ -1,7 +1,7 @@
 """Write the config of a ready-made study for a folder of weights and data.
 
-Settings that no file specifies are not guessed. The config has a comment at each of them, which is
-printed too.
+Settings that no file specifies are not guessed. The config has a comment at each of these settings,
+which is also printed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", "
 _ADAPTER, _MODEL = "adapter_config.json", "config.json"
 _EXPLAINED = re.compile(r"asked|dev|eval(uation)?|held(out)?|questions|targets|test|val(id\w*)?")
 _LABELS = ("label", "labels", "target", "class", "y")
-# Names of the column of row numbers that pandas writes.
+# Names of the column in which pandas writes row numbers.
 _NUMBERED = ("", "Unnamed: 0")
 # The fields of a prompt and of its text, in rows without the field `text`.
 _PAIRS = (
@@ -41,18 +41,18 @@ _NEEDED = (
 # A line of the config: key, value, and a comment on what the user must check or fill in, or "".
 Line = tuple[str, Any, str]
 # See docs/explanation/scores.md, "The damping".
-_DAMPING = "the default is 2; which is best differs between studies"
-_OF_THE_TEXT = 'give what training put around it, such as an end token, by text: "{text}</s>"'
-_AROUND = "include what training put around it, such as a template or an end token"
-_BETWEEN = f"{_AROUND}; also what it had between the two, such as a space"
-_NETWORK = "a placeholder: give file.py:function of yours that returns the network"
-_OF_IMAGES = f"{_NETWORK} for a number of classes, or a name of timm or torchvision"
+_DAMPING = "the default is 2, but the best value differs between studies"
+_OF_THE_TEXT = 'if training added text, such as an end token, add a template: text: "{text}</s>"'
+_AROUND = "include all text that training added, such as a template or an end token"
+_BETWEEN = f"{_AROUND}, and any text between the prompt and this field, such as a space"
+_NETWORK = "a placeholder: give file.py:function, your function that returns the network"
+_OF_IMAGES = f"{_NETWORK} for a number of classes, or a model's name in timm or torchvision"
 _TRANSFORM = (
-    "null means RGB from 0 to 1 in the images' own size; give file.py:function that converts a "
-    "PIL image in RGB to a tensor, as evaluation did"
+    "null means RGB from 0 to 1 in the images' original size; otherwise give file.py:function, "
+    "which converts a PIL image in RGB to a tensor, as in evaluation"
 )
-_SCALE = "null means unscaled columns; give standard if training scaled them by StandardScaler"
-_RUNS = "names that differ only in an epoch or a step are of one run, all others of separate runs"
+_SCALE = "null means unscaled columns; give standard if training scaled them with StandardScaler"
+_RUNS = "files whose names differ only in an epoch or a step belong to one run, others to more runs"
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 _OUTPUT = "regression for a number, image_classification for a class"
 
@@ -77,7 +77,7 @@ def init(words: Sequence[str]) -> None:
             code="command.config_name",
         )
     if not folder.is_dir():
-        message = f"`trak init` must get a folder. Found none at {folder} (from {Path.cwd()})."
+        message = f"`trak init` needs a folder. Found none at {folder} (from {Path.cwd()})."
         raise InputError(message, code="command.no_folder")
     text, report = config_for(folder)
     usual = "results-" + re.sub(r"[^A-Za-z0-9._-]+", "_", config.stem)
@@ -105,8 +105,8 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
     searched = f" and {_DEPTH} levels of subfolders, {listed(inside[1:])}" if inside[1:] else ""
     findings = "; ".join(line.removeprefix("found: ") for line in report) or "nothing of it"
     raise InputError(
-        f"{folder} must have a study: {_NEEDED}. Searched it{searched}. Found {findings}. Add what "
-        "is missing, or write your own study (docs/how-to/own-model.md).",
+        f"{folder} must contain the files of a study: {_NEEDED}. Searched it{searched}. Found "
+        f"{findings}. Add missing files, or write your own study (docs/how-to/own-model.md).",
         code="command.no_study",
     )
 
@@ -148,7 +148,7 @@ def _may_hold(path: Path) -> bool:
 
 
 def _is_of_images(folder: Path) -> bool:
-    """Return whether at least two subfolders, one for each class, contain images."""
+    """Return whether at least two subfolders contain images, and so can be classes."""
     classes = (path for path in folder.iterdir() if _may_hold(path))
     return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
 
@@ -168,7 +168,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_here(paths: Sequence[Path], subject: str) -> None:
-    """Raise an error if the current folder is in one of the paths, because of its results."""
+    """Raise an error if the current folder is in one of the paths. It will contain results."""
     for path in (path.resolve() for path in paths):
         if Path.cwd().is_relative_to(path):
             raise InputError(
@@ -179,10 +179,10 @@ def _refuse_here(paths: Sequence[Path], subject: str) -> None:
 
 
 def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
-    """Choose the training data, and the data to explain or None, by their names.
+    """Choose the training data and the data to explain by their names.
 
     Returns:
-        Both paths.
+        The path of the training data, and the path of the data to explain or None.
     """
     words = {path: re.split(r"[^a-z]+", path.stem.lower()) for path in paths}
     trained = [path for path in paths if any(word.startswith("train") for word in words[path])]
@@ -191,8 +191,8 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     others = trained or [path for path in paths if path not in explained]
     if not others:
         raise InputError(
-            f"There must be training data. Found only data to explain: {listed(explained)}. Add "
-            "the training data, such as train.jsonl.",
+            f"The folder must contain training data. Found only data to explain: "
+            f"{listed(explained)}. Add the training data, such as train.jsonl.",
             code="command.no_training_data",
         )
     train, target = others[0], explained[0] if explained else None
@@ -261,7 +261,7 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
         lines += [("prompt", f"{{{pair[0]}}}", "")] if pair[0] != "prompt" else []
         return [*lines, ("text", f"{{{pair[1]}}}", note)]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
-    note = f"give a template of the rows' fields; this is the longest of {', '.join(row)}"
+    note = f"give a template of the rows' fields; this is the longest field of {', '.join(row)}"
     if len(texts) == 1:
         note = "" if classifies else _AROUND
     return [*lines, ("text", f"{{{longest}}}", note)]
@@ -317,7 +317,7 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     arguments.append(("label", label, note))
     inputs = [name for name in cells if name not in {label, *texts}]
     if len(inputs) + 1 < len({*trained[0]} - {"id"}):
-        arguments.append(("columns", inputs, "the model's inputs, in its order, without texts"))
+        arguments.append(("columns", inputs, "the model's inputs, in the model's order"))
     if label in texts:
         classes = sorted({str(value) for value in cells[label] if value})
         arguments.append(("classes", classes, "give them in the order of the logits"))
@@ -346,10 +346,10 @@ def _text(
     report += [f"check: {key}: {note}" for key, _, note in [*top, *arguments] if note]
     report += [f"check: checkpoints: {_RUNS}"] * (len(checkpoints) > 1)
     return "\n".join([
-        "# Written by `trak init`. docs/how-to/ready-made.md says what may stand here.",
+        "# Written by `trak init`. docs/how-to/ready-made.md describes all arguments.",
         *_written(top),
         *("study_arguments:", *_written(arguments, "  ")),
-        "# Several of one training run must be {path: ..., run: a name, at: its epoch or step}.",
+        "# Write several checkpoints of one run as {path: ..., run: a name, at: an epoch or step}.",
         *("checkpoints:", *_written(runs, "  ")),
         *("experiments:", "  asked:", *_written([asked], "    ")),
         *[_SUSPECTS] * (asked[1] == ALL_TARGETS),

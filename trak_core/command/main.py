@@ -26,7 +26,7 @@ usage: trak run CONFIG [TARGET ...] [OPTION ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a subcommand. An ``InputError`` is printed on standard error as one sentence."""
+    """Run a subcommand. The message of an ``InputError`` is printed on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"trak-core {__version__}")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_USAGE, end="", file=sys.stdout if is_help else sys.stderr)
         sys.exit(0 if is_help else 2)
     try:
-        # These imports are here so that `run` does not wait for pandas.
+        # Each subcommand imports its module, so that `run` does not wait for pandas.
         if command == ["init"]:
             from trak_core.command.init import init
 

@@ -21,7 +21,7 @@ from trak_core.runtime.files import CONFIG_RECORD
 from trak_core.runtime.job import export_library_path
 
 _PACKAGE = Path(__file__).parents[1]
-# Options that limit the number of jobs at the same time.
+# Options that limit the number of simultaneous jobs.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
 # This replaces `python -m snakemake`. Ctrl-C during the imports, which take a second, prints no
@@ -47,10 +47,10 @@ _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 # Snakemake writes less than this into the folder of temporary files before the first job.
 _TEMPORARY_BYTES = 64_000
-# The imports of all jobs, of optimizers, and of studies of texts.
+# The modules that all jobs, optimizers, and studies of texts import.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
-# Words in a study that can change an import, by environment variables or import paths.
+# Words in a study that can change its imports through environment variables or import paths.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 _OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
@@ -72,13 +72,13 @@ def _profile(name: str) -> str:
 def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of Snakemake for a config.
 
-    ``arguments`` are targets and options of Snakemake. If they set no limit, all cores are used.
+    ``arguments`` are targets and options of Snakemake. All cores are used if no option limits jobs.
     """
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
             f"`trak run` takes one config. Found {config} and --configfile. Put all keys into one "
-            "file, or call Snakemake, where a second file overrides the first: snakemake "
-            f"--snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
+            "file. Or call Snakemake with two files, of which the second overrides the first: "
+            f"snakemake --snakefile {workflow_folder() / 'Snakefile'} --configfile {config} MORE.",
             code="command.second_config",
         )
     handed, before = list(arguments), ""
@@ -123,12 +123,12 @@ def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
 
 
 def check_folders(arguments: Sequence[str]) -> None:
-    """Raise an error if Snakemake cannot write to its folders, where it would print a traceback."""
+    """Raise an error if Snakemake cannot write to its folders. It would print a traceback."""
     if not any(argument.startswith(("-d", "--directory")) for argument in arguments):
         _check_writing(
             Path.cwd(),
             "the current folder",
-            "Make room, or call `trak run` in another folder with a config whose paths fit there.",
+            "Free some space, or call `trak run` in another folder and adapt the config's paths.",
             code="command.working_folder",
         )
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -138,14 +138,14 @@ def check_folders(arguments: Sequence[str]) -> None:
         "Choose another one: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
         code="command.cache_folder",
     )
-    # The library of the scheduler uses these variables, or the current folder if none is writable.
+    # The scheduler's library reads these variables. Without a writable folder, it uses this folder.
     names = [os.environ[name] for name in ("TMP", "TMPDIR") if name in os.environ]
     temporary = Path(names[0] if names else "/tmp")  # ruff: ignore[hardcoded-temp-file]
     if temporary.is_dir() and os.access(temporary, os.W_OK):
         _check_writing(
             temporary.absolute(),
             "the folder of temporary files",
-            "Make room, or choose another one: `TMPDIR=$PWD trak run ...`.",
+            "Free some space, or choose another one: `TMPDIR=$PWD trak run ...`.",
             code="command.temporary_folder",
         )
 
@@ -178,12 +178,12 @@ def _is_new(path: Path, config: Any) -> bool:
 
 
 def _can_fork() -> bool:
-    """Return whether jobs can be forked processes, which is so on Linux without a GPU."""
+    """Return whether jobs can be forked processes, which requires Linux without a GPU."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 def study_imports(study: Path) -> list[str]:
-    """Return the sorted dotted names of a study's top-level imports from outside its folder.
+    """Return the sorted dotted names that a study imports at its top level from other folders.
 
     The list is empty if the study can change the effect of an import.
     """
@@ -226,7 +226,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
-            "`trak run` needs Snakemake in this Python. Found none. Run pip install "
+            "`trak run` needs Snakemake in this Python environment. Found none. Run pip install "
             "'trak-core[workflow]'.",
             code="command.no_snakemake",
         )

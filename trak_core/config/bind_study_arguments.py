@@ -63,9 +63,9 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# The type of an argument, and the type's name in messages, by annotation.
+# For each annotation, the type of the argument and its description in messages.
 _TYPES = {
-    "str": (str, "a text: put it into quotes"),
+    "str": (str, "a text, in quotes"),
     "int": (int, "an integer"),
     "Sequence[str]": (list, "a list"),
     "Sequence[Any]": (list, "a list"),
@@ -77,8 +77,8 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# The number of positional arguments that the pipeline passes to a function, and the keyword
-# arguments. It passes no arguments to the functions in _WITHOUT_OTHERS.
+# The number of positional arguments, and the keyword arguments, that the pipeline passes to each
+# function. It passes no arguments to the functions in _WITHOUT_OTHERS.
 _BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _GIVEN = {"train": ("seed", "data")}
 _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
@@ -88,24 +88,25 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     """Return a config in which ``study`` names a Python file with all ``study_arguments`` bound.
 
     If the config has ``study_arguments``, this file is written to the results folder, unless
-    ``writes`` is false. It calls a ready-made study with the arguments. If ``study`` is a Python
-    file, it passes them to the functions of the study that have keywords with these names. The
-    files and modules that the study reads are added to ``data_files``. The default model output
-    and the weights of the first checkpoint are filled in.
+    ``writes`` is false. It calls a ready-made study with the arguments. If the config's ``study``
+    is a Python file, the new file passes the arguments to those functions of the study that have
+    keywords with these names. The files and modules that the study reads are added to
+    ``data_files``. The default model output and the weights of the first checkpoint are filled in.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
-        return dict(config)  # It needs no file, or the check of the schema will raise an error.
+        return dict(config)  # No file is needed, or the config's validation will raise an error.
     if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
-            "study must be a Python file, or a ready-made study with a mapping `study_arguments`: "
-            f"{', '.join(READY_MADE)}. Found {name}, study_arguments {arguments!r}.",
+            "study must be a Python file, or the name of a ready-made study with a mapping "
+            f"`study_arguments`. Ready-made studies are {', '.join(READY_MADE)}. Found study "
+            f"{name} and study_arguments {arguments!r}.",
             code="config.study",
         )
     arguments = {key: value for key, value in arguments.items() if value is not None}
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
-        return dict(config)  # The check of the schema will raise an error.
+        return dict(config)  # The config's validation will raise an error.
     if name.endswith(".py"):
         text = _own_source(Path(name), arguments)
         code = [str(path) for path in study_modules(Path(name)).values()]
@@ -136,7 +137,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return the setting or function that builds the model, for error messages."""
+    """Return the name of the setting or function that builds the model, for error messages."""
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
@@ -239,9 +240,9 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
         folder = Path(str(arguments.get(key)))
         if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
             raise InputError(
-                f"study_arguments: the folder {key} must not contain the results folder, whose "
-                f"pictures would become a class. Found {results} in {folder}. Move the images, or "
-                "name another folder as `results`.",
+                f"study_arguments: the folder {key} must not contain the results folder, because "
+                f"its pictures would become a class. Found {results} in {folder}. Move the images, "
+                "or name another folder as `results`.",
                 code="config.results_in_images",
             )
 
@@ -260,9 +261,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _images_of(table: Path) -> list[str]:
-    """Return a glob pattern of the images in a table for each of their folders and endings."""
+    """Return glob patterns of the images in a table, one for each folder and file ending."""
     if not table.is_file():
-        return []  # It is a folder. All files in a folder are data files already.
+        return []  # If it is a folder, all files in it are data files already.
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
@@ -299,7 +300,7 @@ def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
 
 
 def _code_of(argument: Any) -> list[str]:
-    """Return the file in an argument ``file.py:function``, and the modules that it imports."""
+    """Return the file of an argument ``file.py:function``, and the modules that it imports."""
     file = Path(argument.rpartition(":")[0]) if isinstance(argument, str) else Path()
     if file.suffix != ".py" or not file.is_file():
         return []

@@ -31,7 +31,7 @@ class Checkpoint:
         path: The file or folder; None if the pipeline trains the checkpoint.
         arguments: Arguments of the study's ``train`` for this run only.
         is_listed: Whether it was found in a folder of a Trainer's checkpoints.
-        state_dict: The keys of the state dict in the file; None for the default one.
+        state_dict: The keys of the state dict in the file; None for the default keys.
     """
 
     run: str
@@ -61,7 +61,7 @@ def checkpoint_table(
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
-    # An entry can stand for several checkpoints. Check its name first.
+    # An entry can define several checkpoints. Its own name is checked first.
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
@@ -82,7 +82,7 @@ def checkpoint_table(
 
 
 def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
-    """Return the ids of each run's checkpoints in the order of time, by run, sorted."""
+    """Return the ids of each run's checkpoints, in the order of their times. Runs are sorted."""
     runs: dict[str, list[str]] = {}
     for name in sorted(checkpoints, key=lambda name: (checkpoints[name].at or 0, name)):
         runs.setdefault(checkpoints[name].run, []).append(name)
@@ -103,8 +103,8 @@ def _check_ids(names: list[str]) -> None:
     for name in names:
         if not re.fullmatch(_ID_PATTERN, name):
             raise InputError(
-                "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
-                f"starting with '.' or '-'. Found {name!r}.",
+                "A checkpoint's id becomes a file name. It must consist of letters, digits, '.', "
+                f"'_' and '-', and must not start with '.' or '-'. Found {name!r}.",
                 code="config.checkpoint_id",
             )
         if counts[name] > 1:
@@ -121,7 +121,8 @@ def _check_streams(names: list[str]) -> None:
         if other != name:
             raise InputError(
                 "Checkpoints need different random projections, which their ids determine. Found "
-                f"that {other!r} and {name!r} have the same by chance. Rename one of them.",
+                f"that {other!r} and {name!r} have the same projection by chance. Rename one of "
+                "them.",
                 code="config.checkpoint_id",
             )
 
@@ -199,9 +200,9 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         return
     if at is not None:
         raise InputError(
-            f"{path}: a folder of a Trainer's checkpoints must have no `at`, because each has "
-            f"its step. Found {at!r} for checkpoint {name!r}. Leave it out, or name one of its "
-            "folders.",
+            f"{path}: a folder of a Trainer's checkpoints must have no `at`, because each "
+            f"checkpoint has its step. Found {at!r} for checkpoint {name!r}. Leave `at` out, or "
+            "name one of the checkpoints.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:
@@ -211,7 +212,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:
-    """Return the folders checkpoint-<step> of a Trainer, with their numbers, in a folder."""
+    """Return the folders checkpoint-<number> that a Trainer saved in a folder, by number."""
     if not path.is_dir():
         return []
     folders = [inner for inner in path.iterdir() if inner.is_dir()]
@@ -220,7 +221,7 @@ def _of_trainer(path: Path) -> list[tuple[int, Path]]:
 
 
 def _step(folder: Path, number: int) -> float:
-    """Return the step in a Trainer's state file, or without a file the number of the folder."""
+    """Return the step in a Trainer's state file, or the folder's number if there is no file."""
     state = folder / "trainer_state.json"
     if not state.is_file():
         return number
@@ -255,9 +256,9 @@ def shared_training(
             pairs = {"seed": seeds[run], **arguments}.items()
             shown.append(f"{run}: {{{', '.join(f'{key}: {value}' for key, value in pairs)}}}")
         raise InputError(
-            f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints`, as many "
-            "as `seeds`, must have different integers as `seed` and equal other training "
-            f"arguments. Found {', '.join(shown)}.",
+            f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (as many "
+            "as `seeds`) must have different integers as `seed`, and their other training "
+            f"arguments must be equal. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )
     return {"arguments": shared, "run_seeds": numbers}

@@ -14,7 +14,7 @@ from trak_core.settings.target_filter import MOST_TARGETS, Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise an error for the first broken rule. Rules are (is broken, requirement, found value)."""
+    """Raise an error for the first broken rule. A rule is (is broken, requirement, found value)."""
     for is_broken, requirement, value in rules:
         if is_broken:
             raise InputError(f"With `{setting}`, {requirement}. Found {value}. {remedy}", code=code)
@@ -31,10 +31,10 @@ def check_exact(config: Mapping[str, Any]) -> None:
     }
     keep = scoring["keep"]
     rules: list[tuple[bool, str, Any]] = [
-        (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
+        (keep != "full", "scoring.keep must be full, as top_k needs projected features", keep),
         *((n != 1, "shards must be 1", f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
-        (config["answers"]["tokens"], "there are no features to divide", "answers.tokens"),
+        (config["answers"]["tokens"], "scores cannot be split into tokens", "answers.tokens"),
     ]
     remedy = "Leave it out, or use a projection."
     _refuse("config.exact", f"projection: {projection}", rules, remedy)
@@ -50,7 +50,7 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
-    _refuse("config.preconditioner", setting, rules, "Leave either out.")
+    _refuse("config.preconditioner", setting, rules, "Leave one of them out.")
 
 
 def check_label_draws(config: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
         ),
         (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
     ]
-    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave either out.")
+    _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave one of them out.")
 
 
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -122,8 +122,8 @@ def check_removals(config: Mapping[str, Any]) -> None:
             continue
         if name not in lists:
             raise InputError(
-                f"evaluation.removals must name lists of the config, under `lists`. Found {name} "
-                f"and `lists` of {', '.join(lists) or 'none'}.",
+                f"evaluation.removals must name lists that `lists` defines. Found {name}, but "
+                f"`lists` defines {', '.join(lists) or 'none'}.",
                 code="config.removals_of_no_list",
             )
         if "pool" in lists[name]:
@@ -182,7 +182,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"experiments: {POOL} is the name of the pool's files in lists.select. Found {POOL}. "
+            f"experiments: the name {POOL} is reserved for files of lists.select. Found {POOL}. "
             "Rename the experiment.",
             code="config.pool_name",
         )
@@ -202,7 +202,7 @@ def check_conditions(config: Mapping[str, Any]) -> None:
         if others := _other_keys(about, ("targets", "data")):
             raise InputError(
                 f"experiments.{name}: `where` selects at most {MOST_TARGETS} of the study's own "
-                f"targets, and no other key may be set. Found {others[0]}.",
+                f"targets, and must be the only key. Found {others[0]}.",
                 code="config.where_alone",
             )
 
@@ -215,15 +215,15 @@ def check_means(config: Mapping[str, Any]) -> None:
         others = _other_keys(about, ("targets", "data", "where"))
         if "mean" in about and others:
             raise InputError(
-                f"experiments.{name}: `mean` takes no other key than `minus`. Found {others[0]}.",
+                f"experiments.{name}: `mean` allows no other key than `minus`. Found {others[0]}.",
                 code="config.mean_alone",
             )
         named = [about[key] for key in ("mean", "minus") if key in about]
         wrong = [experiment for experiment in named if experiment not in own]
         if wrong or ("minus" in about and len(set(named)) < 2):
             raise InputError(
-                f"experiments.{name}: `mean` and `minus` must be two of the experiments that have "
-                f"targets, {', '.join(own) or 'none'}. Found {' and '.join(named)}.",
+                f"experiments.{name}: `mean` and `minus` must name different experiments that have "
+                f"targets ({', '.join(own) or 'none'}). Found {' and '.join(named)}.",
                 code="config.mean_of",
             )
 
@@ -234,8 +234,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
-            "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
-            "retrained elsewhere. Found both.",
+            "evaluation must have either `subsets`, to retrain models, or `ground_truth`, a file "
+            "of models that were retrained elsewhere. Found both.",
             code="config.two_truths",
         )
     for key in ("experiments", "sweep"):
@@ -273,9 +273,9 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     trained = [key for key in ("subsets", "removals") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
-            f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
-            "study a function train(). Found no `training`. Models that were retrained elsewhere "
-            "can be given as evaluation.ground_truth.",
+            f"evaluation.{trained[0]} trains models, so the config must have `training`, and the "
+            "study must have a function train(). Found no `training`. A file of models that were "
+            "retrained elsewhere can be named as evaluation.ground_truth.",
             code="config.no_training",
         )
     if (lds or "experiment" in removals) and config["scoring"]["keep"] != "full":
@@ -307,14 +307,15 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Raise an error if a sweep needs a ``proj_dim`` that the columns do not contain."""
+    """Raise an error if the stored projection does not contain a ``proj_dim`` of the sweep."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
-            "evaluation.sweep.proj_dim uses the first columns of the projection: at most "
-            f"{proj_dim}, and fewer only with {' or '.join(nested)}. Found {wrong[0]} with {kind}.",
+            "evaluation.sweep.proj_dim selects the first columns of the projection. It must be "
+            f"{proj_dim}, or less with the kind {' or '.join(nested)}. Found {wrong[0]} with "
+            f"{kind}.",
             code="config.sweep_columns",
         )
 

@@ -11,18 +11,16 @@ from pathlib import Path
 from trak_core.errors import InputError
 from trak_core.settings import Setting
 
-# The size in bytes from which the weights of a model add to the memory that a job requests.
+# If the weights of a model have at least this size, jobs request more memory.
 LARGE_BYTES = 2**28
-# The copies of the weights while transformers renames them. For mixtures of experts, the measured
-# memory was 3.3 times the weights.
+# The number of copies of the weights in memory while transformers renames them. For mixtures of
+# experts, the measured memory was 3.3 times the size of the weights.
 _COPIES_OF_RENAMED = 4
-# With fewer rows in a block, reading from disk takes longer than computing.
+# If a block has fewer rows, reading from disk takes longer than computing.
 _LEAST_ROWS = 64
 # The rows of a chunk in a scores file. Blocks of whole chunks read and write each chunk once.
 CHUNK_ROWS = 1024
-_FEWER = (
-    "use a projection in place of `projection: exact`, fewer label_draws, or split the experiment"
-)
+_FEWER = "use a projection or fewer label_draws, or split the experiment"
 # The number of bootstrap draws for the intervals of groups' scores.
 _GROUP_DRAWS = 1000
 
@@ -41,8 +39,8 @@ class Need:
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
-                f"compute.memory_mb must hold {self.job}: {least_mb} MiB. Found {memory_mb}. "
-                f"Raise it, {self.remedy}.",
+                f"compute.memory_mb must hold {self.job}, which needs {least_mb} MiB. Found "
+                f"{memory_mb}. Raise it, {self.remedy}.",
                 code="config.memory",
             )
 
@@ -76,7 +74,7 @@ def weights_mb(
 
 
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
-    """Return the memory of summing a normal matrix: the sum, the term of a block, LAPACK's copy.
+    """Return the memory of a normal matrix: the sum, a block's term, and LAPACK's copy.
 
     ``divides`` adds two sums and the eigenvectors, which ``unit_average`` needs.
     """
@@ -99,7 +97,8 @@ def gramian_need(n_train: int, n_columns: int) -> Need:
 def exact_need(n_rows: int, n_targets: int) -> Need:
     """Return the memory of exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
 
-    There is a row for each training sample, and for each of its ``label_draws``.
+    There are ``n_rows`` gradients: one for each training sample, and one for each of its label
+    draws.
     """
     job = (
         f"exact scores from {n_rows} gradients, three times {n_rows} x {n_rows} numbers, and "
@@ -114,9 +113,9 @@ def average_need(
     """Return the memory of averaging an experiment's scores.
 
     The job stores the ids, labels and mean outputs of all samples, ``top`` influences of either
-    sign, and for a block of rows the scores and the predictions of all checkpoints. ``solved_dim``
-    is the ``proj_dim`` of the solved targets for ``keep: top_k``, or None. At least those of one
-    checkpoint are in memory.
+    sign, and for a block of rows the scores and the predictions of all checkpoints. For
+    ``keep: top_k``, ``solved_dim`` is the ``proj_dim`` of the solved targets, which are in memory
+    for at least one checkpoint. Otherwise it is None.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
@@ -136,14 +135,14 @@ def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
 
 
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
-    """Return whether the solved targets of all checkpoints fit in memory, ``size`` numbers each."""
+    """Return whether the solved targets of all checkpoints, each of ``size`` numbers, fit."""
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
     return 8 * size * (n_checkpoints - 1) <= spare
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsNeed:
-    """The memory of summing scores by groups: sums of each draw, and rows of all checkpoints."""
+    """The memory of groups' scores: sums for each bootstrap draw, and rows of all checkpoints."""
 
     n_groups: int
     n_targets: int
@@ -171,10 +170,10 @@ def evaluation_need(
 ) -> Need:
     """Return the memory of an evaluation: masks, subset sums, and one checkpoint's eigenvectors.
 
-    ``proj_dim`` is 0 if no features are read. ``settings`` are those of a sweep.
+    ``proj_dim`` is 0 if no features are read. ``settings`` are the settings of a sweep.
     """
-    # Gradient products and the ends of runs need two more weightings. The scores by number of
-    # checkpoints, the baselines and the bootstrap need some forty sums.
+    # The baseline gradient_dot and the last checkpoints of runs need two further weightings. The
+    # scores by number of checkpoints, the baselines and the bootstrap need about forty sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2
     sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
@@ -186,7 +185,7 @@ def evaluation_need(
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
     job = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
-    return Need(job, fixed, row, remedy="split the experiment, or sweep less")
+    return Need(job, fixed, row, remedy="split the experiment, or remove values from the sweep")
 
 
 def check_memory(
@@ -203,7 +202,7 @@ def check_memory(
 ) -> None:
     """Raise an error if a job needs more memory than ``memory_mb``.
 
-    ``proj_dim`` is None without a projection. Then ``label_draws`` adds rows to the Gramian.
+    Without a projection, ``proj_dim`` is None, and ``label_draws`` adds rows to the Gramian.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)

@@ -1,7 +1,7 @@
 """Check files, the study, its checkpoints and the memory limit before the first job starts.
 
 A separate process reads the study and its checkpoints. Its results are stored in the results folder
-with digests of all that it read, so that the next start does not repeat checks of unchanged files.
+with digests of all files it read, so that the next start does not check unchanged files again.
 """
 
 import json
@@ -61,7 +61,7 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for a checkpoint's weights, or for None the largest need.
+    """Return the MiB that a job needs for the weights of one checkpoint, or of any if it is None.
 
     The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
     """
@@ -102,7 +102,7 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         raise InputError(
             f"With `preconditioner: adam`, checkpoints must be folders that hold {OPTIMIZER_FILE}, "
             "as a Trainer saves it without save_only_model, or files of model and optimizer. Found "
-            f"no optimizer in {', '.join(bare)}. Name only those that have one, or leave "
+            f"no optimizer in {', '.join(bare)}. Name only checkpoints that have one, or leave "
             "`preconditioner` out.",
             code="config.preconditioner",
         )
@@ -118,7 +118,7 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
 def stored_signature(path: str, store: Any, results: Path) -> str:
     """Return a text that changes if a user's file in a storage changes.
 
-    It is a hash of the content if the storage is a folder of this machine, else the size and time.
+    If the storage is a folder on this machine, it is a hash of the content, else the size and time.
 
     Args:
         path: The file's path in the config, for the error message.
@@ -242,7 +242,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large, as an adapter's base model always may."""
+    """Return whether a checkpoint's model may be large. An adapter's base model always may be."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -293,12 +293,12 @@ def _wait_for(fork: Fork) -> int:
     minutes = 0
     while (status := fork.wait(60)) is None:
         minutes += 1
-        print(f"Still reading the study and its checkpoints, {minutes} min.", file=sys.stderr)
+        print(f"Still reading the study and its checkpoints after {minutes} min.", file=sys.stderr)
     return status
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
-    """Raise an error for settings that need more samples or memory than there are."""
+    """Raise an error for settings that need more samples or memory than are available."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if specs.is_projected:

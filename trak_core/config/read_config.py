@@ -33,7 +33,7 @@ def read_table(
     """
     if not path.is_file():
         raise InputError(
-            f"{path}: the table must exist. Found nothing there.", code="config.missing_table"
+            f"{path}: the table must exist. Found no such file.", code="config.missing_table"
         )
     try:
         # utf-8-sig skips the byte order mark that spreadsheets write.
@@ -54,8 +54,8 @@ def _read_rows(
     if any(header.count(c) != 1 for c in columns) or any(header.count(c) > 1 for c in optional):
         missing = ", ".join(c for c in columns if c not in header) or "none"
         raise InputError(
-            f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
-            f"once. Missing: {missing}; found {', '.join(header) or 'nothing'}.",
+            f"{path}: the table must be tab-separated and have the columns {', '.join(columns)}, "
+            f"each once. Missing: {missing}. Found {', '.join(header) or 'nothing'}.",
             code="config.table",
         )
     rows = []
@@ -149,7 +149,7 @@ def record_config(
     *,
     must: bool = True,
 ) -> None:
-    """Write a run's config into its results folder, so that the folder can be opened alone.
+    """Write a run's config into its results folder, which can then be opened without the config.
 
     The record also contains the working folder, to which paths are relative, the path of the
     results folder, the ``config_files``, and the values ``given`` by ``--config``. ``entries`` are
@@ -368,7 +368,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    # Error messages use the first paragraph of a description. The others are for documentation.
+    # Only the first paragraph of a description is shown. Further ones are for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
@@ -381,8 +381,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "maximum": lambda: f"must be at most {limit}",
         "exclusiveMaximum": lambda: f"must be below {limit}",
         **dict.fromkeys(("minItems", "minLength", "minProperties"), lambda: "must not be empty"),
-        "uniqueItems": lambda: "must list each once",
-        "pattern": lambda: "must be as its meaning says",
+        "uniqueItems": lambda: "must list each value once",
+        "pattern": lambda: "must have the form that its meaning describes",
     }.get(str(error.validator), lambda: error.message)()
     text = f"{where}: {expected}. Found {error.instance!r}."
     return f"{text} Meaning: {meaning}" if meaning else text

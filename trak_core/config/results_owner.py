@@ -41,15 +41,15 @@ def begin_run(
     if not earlier:
         return []
     return [
-        f"{results} has results of {earlier}. This run replaces files of the same names. To keep "
-        "both, give each config another `results`."
+        f"{results} has results of {earlier}. This run replaces files with the same names. To keep "
+        "both, give each config its own folder as `results`."
     ]
 
 
 def result_lines(
     files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
 ) -> tuple[list[str], list[str]]:
-    """Return lines that list a run's existing files by kind, and warnings of its report."""
+    """Return lines that list a run's existing files by kind, and the warnings in its report."""
     lines = []
     for kind, paths in files.items():
         existing = sorted(file for file in paths if is_stored or Path(file).exists())

@@ -8,7 +8,7 @@ from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, cur
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. With ``along``, runs have checkpoints of several times."""
+    """Return the default ``combine``. ``along`` means that checkpoints are from several times."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
@@ -39,10 +39,10 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         )
         reasons.append(f"combine is {scoring['combine']}, because {reason}")
     combine = scoring["combine"]
-    usual = f"the default with {combine} of {output_name(model_output)}"
+    usual = f"the default for {combine} and {output_name(model_output)}"
     if "weighting" not in scoring and config.get("label_draws"):
         scoring["weighting"] = str(Weighting.PLAIN)
-        reasons.append(f"weighting is {Weighting.PLAIN}, the only one with label_draws")
+        reasons.append(f"weighting is {Weighting.PLAIN}, because label_draws allows no other")
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
         reasons.append(f"weighting is {scoring['weighting']}, {usual}")
@@ -59,7 +59,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the settings of features, or Gramians, that all checkpoints and splits share."""
+    """Return the settings of features or Gramians that all checkpoints and splits share."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(

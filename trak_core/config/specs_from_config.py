@@ -51,9 +51,9 @@ from trak_core.settings import (
     settings_of,
 )
 
-# The largest numbers of subsets, and of targets of removals, in one retraining job.
+# The largest numbers of random subsets, and of targets with removed samples, in a retraining job.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
-# The random removals for each number of samples, the trainings for each removal, and the seed.
+# The number of random removals of each size, the number of trainings for each, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 # Functions with which a study adds columns to tables.
 _COLUMNS = ("train_columns", "target_columns")
@@ -75,7 +75,7 @@ def targets_digest(
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Hash a file of targets, once in a process, so that all jobs use the same version."""
+    """Hash a file of targets only once in a process, so that all jobs use the same version."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be a file. Found nothing at {path}.",
@@ -91,7 +91,7 @@ class Specs:
     """A config with its defaults, and the settings of jobs that are derived from it.
 
     Attributes:
-        experiments: The ids of each experiment's targets, or None for all, without ``means``.
+        experiments: For each experiment that is not a mean, its targets' ids; None for all.
         study_digest: A hash of the study's code and of all data files.
         files: The study's source and data files, and the tables and files that the config names.
         defaults: A text that lists the scoring settings that were filled in, with reasons.
@@ -160,7 +160,7 @@ class Specs:
 
     @property
     def runs(self) -> dict[str, list[str]]:
-        """The checkpoints of each run in the order of time, by run, sorted."""
+        """The checkpoints of each run, in the order of their times. Runs are sorted."""
         return runs_of(self.checkpoints)
 
     @property
@@ -179,7 +179,7 @@ class Specs:
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Pairs (suffixes, runs) for groups of runs with equal suffixes of checkpoint ids."""
+        """Groups of runs whose checkpoint ids have the same suffixes, as pairs (suffixes, runs)."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -205,7 +205,7 @@ class Specs:
 
     @property
     def means(self) -> dict[str, list[str]]:
-        """The names under ``mean`` and ``minus``, by the experiment that has them."""
+        """For each experiment that is a mean, the experiments under ``mean`` and ``minus``."""
         means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
         return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
 
@@ -215,7 +215,7 @@ class Specs:
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
-        """Return the name of a mean, such as ``a - b``, or None if it is not a mean."""
+        """Return the means of an experiment, such as ``a - b``, or None if it is not a mean."""
         return LESS.join(self.means.get(experiment, ())) or None
 
     @property
@@ -292,7 +292,7 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the spec of the scores from which a list is computed, which may be of a pool."""
+        """Return the spec of the scores from which a list is computed. They may be of a pool."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 

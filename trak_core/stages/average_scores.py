@@ -43,8 +43,8 @@ from trak_core.stages._shared import copy_rows, stored_similarities
 
 _CHUNKS = (1024, 64)
 _SIGN = (
-    "positive: the training sample pushes the target's model output up; scores of a subset add up "
-    "to a prediction of how the output moves when trained on it"
+    "positive: the training sample pushes the target's model output up. The sum of a subset's "
+    "scores predicts how training on the subset changes the output"
 )
 
 
@@ -105,7 +105,7 @@ def average_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Combine A_c and loss weights of all checkpoints, in blocks of rows.
+    """Combine the similarities A_c and loss weights of all checkpoints, in blocks of rows.
 
     With ``n_shards`` above 1, the file contains the scores of one ``shard`` of the training
     samples, from 1 to ``n_shards``. A later call joins the files ``shards``, in order. The joined
@@ -114,10 +114,11 @@ def average_scores(
     ``features`` contains a file for each checkpoint if only solved targets were kept (``top_k``).
     ``top`` is the number of largest scores of either sign to keep for each target. ``question`` is
     the file of the experiment's targets, and ``pool`` the file of the scored samples if they are
-    not the training samples. Their columns, and those of the study, are added to the tables. Texts
-    for the file's attributes are ``columns`` (the meaning of labels and predictions), ``defaults``
-    (the settings that the config leaves out), ``output_words`` (the description of a user-defined
-    model output) and ``mean_of`` (the targets over which scores were averaged).
+    not the training samples. Columns from these files and from the study are added to the tables.
+
+    These arguments are stored as attributes of the file: ``columns`` (the meaning of labels and
+    predictions), ``defaults`` (the settings that the config leaves out), ``output_words`` (the
+    description of a user-defined model output) and ``mean_of`` (the targets of a mean).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
@@ -138,7 +139,7 @@ def average_scores(
         shard_need = average_need(n_train=stop - start, **sizes)
         solved_size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(shard_need, block, memory_mb, len(parts), solved_size)
-        if not in_memory:  # Each block reads the solved targets again. Larger blocks read less.
+        if not in_memory:  # Each block reads all solved targets, so fewer blocks are faster.
             block = largest_block
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
@@ -181,7 +182,7 @@ def average_scores(
         (train["loss_weight"],) = summarized(ends, "loss_weights", n_train, block, mean)
         if pieces:
             _check_shards(pieces, file_spec, made_of, n_train, top)
-            # With few training samples, some shards have no rows.
+            # If there are few training samples, some shards have no rows.
             pieces = [piece for piece in pieces if piece.has("helpful")]
         own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
         with create(
@@ -192,7 +193,7 @@ def average_scores(
             unit=unit_of(spec),
             sign=_SIGN,
             columns=columns,
-            defaults=defaults or "none: the config says everything",
+            defaults=defaults or "none: the config sets everything",
             n_checkpoints=len(parts),
             n_runs=len(ends),
             damping=float(spec.damping),
@@ -220,7 +221,7 @@ def average_scores(
             writer.table("targets", _join_study_columns(targets, more), ["id"])
             more = _study_columns(study_file, pool, POOL if pool else TRAIN, train["id"])
             writer.table("train", _join_study_columns(train, more), ["id"])
-            # Without `sign`, because that is a function in the queries that pandas evaluates.
+            # `sign` is not searchable, because it names a function in the queries of pandas.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influence_table(kept_scores, train, targets), searchable)
 

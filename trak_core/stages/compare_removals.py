@@ -1,8 +1,8 @@
-"""Compare models retrained without chosen samples, or only on them, with random choices.
+"""Compare models that were retrained without chosen samples, or only on them.
 
-There are two kinds of choices. 1. For each target, the samples that help it most are left out, and
-the change of this target's output is measured. 2. The samples of a list are left out, or only these
-samples are kept, and accuracy and loss of all targets are measured.
+Samples are chosen in two ways, and compared with random samples. For each target, the samples that
+help it most are removed, and the change of this target's output is measured. For a list, its
+samples are removed, or only these are kept, and accuracy and loss of all targets are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file
 
-# The name of the whole training set as a subset, and the separator in names of differences.
+# The name of the subset with all training samples, and the separator in names of differences.
 EVERYTHING, LESS = "everything", " less "
 # The range of each measure. A difference is between minus the upper bound and the upper bound.
 _BOUNDS = {"accuracy": (0.0, 1.0), "flips": (0.0, 1.0), "target_loss": (0.0, np.inf)}
@@ -50,11 +50,11 @@ def compare_removals(
 
     ``docs/reference/files.md`` describes the tables.
 
-    ``naming`` maps each choice of samples (the kind of a list, or ``top`` for scores, ``random``
-    and baselines) to the ``naming`` of its retraining jobs. ``retrained`` contains the files of
-    these jobs in this order, made for ``spec`` except for ``subsets``. ``named_by`` is the list, or
-    the embeddings of the baseline ``embedding_cosine``. ``scores`` is the scores file of the
-    experiment that defines the targets.
+    The keys of ``naming`` are the methods by which samples were chosen: the kind of a list, or
+    ``top`` (by score), ``random`` and baselines. The values list the ``naming`` of the retraining
+    jobs. ``retrained`` contains the files of these jobs in this order, made for ``spec`` except for
+    ``subsets``. ``named_by`` contains the file of the list, or the embeddings of the baseline
+    ``embedding_cosine``. ``scores`` is the scores file of the experiment that defines the targets.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
@@ -120,7 +120,7 @@ def _read(
 def _by_subset(
     by: str, parts: Sequence[np.ndarray], spec: RetrainedSpec, n_sizes: int
 ) -> dict[str, np.ndarray]:
-    """Return the values of models by subset, with shape (sizes, draws, trainings, m).
+    """Return the values of models for m targets, by subset, shape (sizes, draws, trainings, m).
 
     ``parts`` contains an array of shape (models, m) for each job. Models are in the order in which
     ``retrain`` trains them.
@@ -134,7 +134,7 @@ def _by_subset(
         values = part.reshape(-1, spec.seeds, part.shape[1])
         random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
         return {EVERYTHING: values[:1, None], "random": random}
-    # A job trains models for each of its targets. A target is measured on its own models only.
+    # A job trains models for each of its targets. Only these models are measured for a target.
     of_jobs = []
     for part in parts:
         m = part.shape[1]
@@ -164,10 +164,11 @@ def measures(
 def effects(
     outputs: np.ndarray, predictions: np.ndarray, before: np.ndarray, predicted_before: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return differences from the models with the same seeds trained on all samples, float64.
+    """Return the effects of removing samples on outputs f and predictions, float64.
 
+    ``before`` and ``predicted_before`` are from models trained on all samples with the same seeds.
     ``change`` is the change of f. If predictions are classes, ``flips`` is 1 if they differ, else
-    0. For the models trained on all samples, the only measure is ``output``, which is f.
+    0. If ``outputs`` is ``before`` itself, the only measure is ``output``, which is f.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}
@@ -180,10 +181,10 @@ def effects(
 def removal_tables(
     values: Mapping[str, Mapping[str, np.ndarray]], sizes: Sequence[int], target_ids: Sequence[Any]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return ``summary``, means over trainings and targets, and ``targets``, means over trainings.
+    """Return a table of means over trainings and targets, and a table of each target's means.
 
     ``values`` contains an array of shape (sizes, draws, trainings, m) for each subset and measure.
-    ``everything`` has one size, 0. The first of the other subsets is compared with the others.
+    ``everything`` has one size, 0. The first subset after it is compared with all further subsets.
     Differences are between models with the same seed, so that effects of the seed cancel.
     """
     summary, targets = [], []

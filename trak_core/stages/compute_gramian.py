@@ -32,8 +32,8 @@ def compute_gramian(
 ) -> None:
     """Write K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
 
-    The rows of J are gradients of the model output. With ``spec.label_draws`` the products of those
-    with drawn labels are written too. See ``inner_products``.
+    The rows of J are gradients of the model output. With ``spec.label_draws``, the products of
+    gradients at drawn labels are also written. See ``inner_products``.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -32,10 +32,10 @@ def compute_outputs(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write label, model output and prediction of each sample of the study's ``target_data()``.
+    """Write the label, model output and prediction of each sample in ``target_data()``.
 
-    They are equal to those in a file of features, except for rounding. No gradients are computed,
-    so the memory of gradients does not limit the size of batches.
+    They are equal to the values in a file of features, except for rounding. No gradients are
+    computed, so the memory of gradients does not limit the size of batches.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -72,7 +72,7 @@ def compute_outputs(
         writer.vector("predictions", predictions.numpy())
 
 
-# The number of samples that are sorted by length, and that have embeddings in memory.
+# The number of samples that are sorted by length together. Their embeddings are kept in memory.
 _WINDOW = 1024
 
 

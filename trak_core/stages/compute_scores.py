@@ -62,15 +62,16 @@ def compute_scores(
 ) -> None:
     """Write A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T of one checkpoint.
 
-    ridge_c = damping * mean_i w_i |phi_i|^2. With ``spec.normalize``, each phi_i is divided by its
-    length. An ``InputError`` is raised if the damped matrix is singular.
+    The rows of Phi_c are the training features phi_i, the rows of T_c are the target features, and
+    W_c is the diagonal matrix of weights w_i. ridge_c = damping * mean_i w_i |phi_i|^2. With
+    ``spec.normalize``, each phi_i is divided by its length. An ``InputError`` is raised if the
+    damped matrix is singular.
 
     With ``keep="full"``, the n x m matrix A_c is written. With ``keep="top_k"``, only the solved
-    targets (...)^-1 T_c^T are written, and ``average_scores`` computes A_c from them in blocks.
+    targets, the product without Phi_c, are written, and ``average_scores`` multiplies by Phi_c.
 
-    ``pool`` is a file of features of samples on which the models were not trained. Then the rows of
-    A_c belong to these samples, the inverse is still that of the training samples, and ``keep``
-    must be ``top_k``.
+    ``pool`` is a file of features of samples on which the models were not trained. Then the first
+    factor Phi_c contains these samples instead, and ``keep`` must be ``top_k``.
     """
     with ExitStack() as stack:
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))
@@ -120,13 +121,14 @@ def compute_exact_scores(
 ) -> None:
     """Write A_c = (K_c W_c + ridge_c I)^-1 K_c,t of one checkpoint, without a projection.
 
-    ridge_c = damping * mean_i w_i K_c[i, i]. Scores from a projection converge to these as
-    ``proj_dim`` grows. With ``spec.normalize``, training gradients have length 1 in K_c and K_c,t.
-    An ``InputError`` is raised if the damped Gramian is singular.
+    W_c is the diagonal matrix of weights w_i, and ridge_c = damping * mean_i w_i K_c[i, i]. Scores
+    from a projection converge to these scores as ``proj_dim`` grows. With ``spec.normalize``,
+    training gradients have length 1 in K_c and K_c,t. An ``InputError`` is raised if the damped
+    Gramian is singular.
 
     ``train_path`` contains K_c, the inner products of training gradients. ``targets_path`` contains
-    K_c,t, those between training samples and targets. With ``label_draws``, both have further rows
-    (see ``DampedGradients``).
+    K_c,t, the inner products of training and target gradients. With ``label_draws``, both have
+    further rows (see ``DampedGradients``).
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,
@@ -155,7 +157,7 @@ def compute_exact_scores(
 
 
 def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write ids, labels, outputs and predictions of all samples, the loss weights, and ||B||."""
+    """Write ids, labels, outputs and predictions of all samples, loss weights, and ``norm``."""
     writer.vector("loss_weights", train.vector("loss_weights"))
     if norm is not None:
         writer.scalar("train_norm", norm)
@@ -171,13 +173,13 @@ def average_targets(
     """Average one checkpoint's scores over the targets of an experiment.
 
     A_c is linear in the targets' gradients, and the other factors of a score depend only on the
-    training samples. So the mean over targets has the scores of a single target with the mean
-    model output. If only solved targets are stored, they are averaged.
+    training samples. Therefore the mean of the scores is the score of a single target, whose model
+    output is the mean. If only solved targets are stored, they are averaged.
 
-    ``members`` are the checkpoint's scores of the experiment, and optionally those of a second
-    experiment, which are averaged and subtracted. The target has the id ``spec.experiment``. Its
-    model output is the mean, and so are its label and prediction if they are floats. Integers are
-    replaced by -1.
+    ``members`` contains the checkpoint's scores of the experiment, and optionally the scores of a
+    second experiment, whose mean is subtracted. The resulting target has the id
+    ``spec.experiment``. Its output, label and prediction are means if they are floats. An integer
+    label or prediction is replaced by -1.
 
     Source: docs/explanation/scores.md, "Scores of several targets".
     """
@@ -235,7 +237,7 @@ def compute_self_influence(
     memory_mb: int,
 ) -> None:
     """Write the table that ``self_influences`` returns."""
-    import pandas as pd  # Other stages in this module do not import it.
+    import pandas as pd  # The other stages in this module do not need it.
 
     columns, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")

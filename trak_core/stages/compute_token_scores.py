@@ -33,7 +33,7 @@ from trak_core.settings import TRAIN, Combine, ScoresSpec
 from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
 
-# The number of targets, and for each target the number of training samples of either sign.
+# The number of targets, and the number of scores of either sign for each target.
 _TARGETS, _EACH = 100, 10
 
 
@@ -57,14 +57,14 @@ def compute_token_scores(
 ) -> None:
     """Split the largest scores into terms of tokens, in both texts, and of the model's layers.
 
-    With each checkpoint, a score is <x_i, g_j>. x_i is the gradient of the training sample, and g_j
-    is the solved target, projected back to the parameters. x_i is a sum over the positions of the
-    text. The score of a token is <x, g_j> for the term x of its position, and the score of a layer
-    is the inner product over its parameters. The target's tokens are scored in the same way, with
-    the training sample's features projected back.
+    The score of one checkpoint is the inner product <x_i, g_j>. x_i is the gradient of training
+    sample i, and g_j is the solved target j, projected back to the parameters. x_i is a sum over
+    the positions of the text. The score of a token is <x, g_j> for the term x of its position. The
+    score of a layer is the inner product over the layer's parameters only. The target's tokens are
+    scored in the same way, with the training sample's features projected back.
 
-    For each of the first 100 targets, the ten training samples of either sign are scored. Targets
-    with only scores of 0 are skipped. ``checkpoints``, features and normal matrices are in the
+    For each of the first 100 targets, the ten largest scores of either sign are split. A target
+    whose scores are all 0 is skipped. ``checkpoints``, features and normal matrices are in the
     order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
@@ -72,7 +72,7 @@ def compute_token_scores(
         check_made_for(file, spec)
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
-    # The table has no row for a target with only scores of 0.
+    # The table has no row for a target whose scores are all 0.
     with_scores = set(top["target_id"].tolist())
     target_ids = [sample_id for sample_id in target_ids if sample_id in with_scores][:_TARGETS]
     is_split = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
@@ -152,4 +152,4 @@ def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
             sums[target, train] += score
         error = max(error, *(abs(sums[pair] - score) for pair, score in scores.items()))
     error /= max(map(abs, scores.values()))
-    print(f"Rows add up to the scores within {error:.1g} of the largest")
+    print(f"Sums of rows differ from the scores by at most {error:.1g} of the largest score")

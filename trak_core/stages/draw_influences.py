@@ -46,9 +46,9 @@ from trak_core.study.study import Study
 # The largest number of targets on a page. Pages are also limited by their size in bytes.
 _MAX_TARGETS = 20_000
 
-# The number of rows of a list on its page, and the number of characters of a text.
+# The number of a list's rows that its page shows, and the number of characters of each text.
 _N_ROWS, _CHARACTERS = 100, 600
-# With more different labels, a list's page has no filter by label.
+# If a list has more different labels, its page has no filter by label.
 _N_LABELS = 40
 _NUMBERS = frozenset({
     *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
@@ -68,14 +68,14 @@ def _draw(figure: Path, examples: Examples) -> None:
         warnings.catch_warnings(),
         atomic_write(figure) as partial,
     ):
-        # The figure shows boxes for characters that its font lacks. Pages show the characters.
+        # Matplotlib draws boxes for characters that its font lacks. The page shows the characters.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        # Without the version of Matplotlib, the file is the same on all machines.
+        # The version of Matplotlib is not stored, so that the file is the same on all machines.
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
-    """Return a table of ids and of the beginnings of samples' texts, each in one line."""
+    """Return a table of samples' ids and of the beginnings of their texts, each in one line."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
@@ -183,8 +183,8 @@ def draw_influences(
     ``describe(sample)``, it contains only the samples on the page, in their printed form.
 
     ``self_influence`` and ``token_scores`` contain at most one file each. Tokens are coloured by
-    their scores. Their texts are from the study's ``token_texts(sample)``, or else their numbers.
-    The study's ``draw`` and ``describe`` show samples.
+    their scores. If the study has no ``token_texts(sample)``, their numbers are shown as texts. The
+    study's ``draw`` and ``describe`` show samples.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -218,10 +218,10 @@ def show_list(
 ) -> None:
     """Write a page of a list's first 100 rows, with pictures or texts of the samples.
 
-    The samples are from the file ``pool``, or else from the training samples. A duplicate is shown
-    with the other sample of its pair, which may be a target of ``experiment``, from the file
-    ``question`` if there is one. ``scores`` contains the scores file of a list of suspects. The
-    study's ``draw`` and ``describe`` show samples.
+    The samples are from the file ``pool``, or by default from the training samples. A duplicate is
+    shown with the other sample of its pair, which may be a target of ``experiment``. These targets
+    are read from the file ``question`` if there is one. For a list of suspects, ``scores`` contains
+    the scores file. The study's ``draw`` and ``describe`` show samples.
     """
     # Cells are read as texts, so that numbers are shown as in the CSV.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
@@ -264,7 +264,7 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
-    # Class 10 follows class 9.
+    # Texts are sorted by length first, so that class 10 follows class 9.
     labels = sorted({entry["label"] for entry in entries}, key=lambda text: (len(text), text))
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]

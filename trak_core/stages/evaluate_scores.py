@@ -79,8 +79,8 @@ def _passes(
 ) -> list[FeaturePass]:
     """Return the passes over the features that the settings need.
 
-    If runs have several checkpoints, the first pass uses only the last one of each run, with the
-    default settings for such checkpoints.
+    If runs have several checkpoints, the first pass uses only the last checkpoint of each run, with
+    the default settings for runs that have one checkpoint.
     """
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
@@ -110,7 +110,8 @@ def _rows(
 ) -> CheckpointRows:
     """Return one checkpoint's features and weights.
 
-    ``weights`` maps each power of the loss weights to the power of the curvature in W.
+    ``weights`` maps each power of the loss weights to the power of the curvature in the weights of
+    the normal matrix.
     """
     return CheckpointRows(
         loss_weights=train.vector("loss_weights"),
@@ -170,8 +171,8 @@ def _feature_sums(
 def _word_sums(
     masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], file: Artifact
 ) -> np.ndarray:
-    """Return subset sums of BM25 between the texts of training samples and targets."""
-    from trak_core.study.study import Study  # It imports torch, which other cases do not need.
+    """Return subset sums of the BM25 scores of training texts for the targets' texts."""
+    from trak_core.study.study import Study  # Imports torch, which other baselines do not need.
 
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -201,11 +202,11 @@ def evaluate_scores(
 ) -> None:
     """Compare subset sums of scores and of baselines with the outputs of retrained models.
 
-    ``train_paths`` and ``targets_paths`` are features of each checkpoint, or empty if no setting
-    or baseline needs them. ``embeddings`` are those of the last checkpoint of each run, for the
-    baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained`` is a user's file.
-    ``baselines`` can be random, same_class, gradient_dot, embedding_cosine and bm25. ``sweep``
-    contains values for each field of ``Setting`` except ``combine``.
+    ``train_paths`` and ``targets_paths`` contain each checkpoint's features, or are empty if no
+    setting or baseline needs them. ``embeddings`` contains the embeddings of each run's last
+    checkpoint, for the baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained``
+    is a user's file. ``baselines`` can be random, same_class, gradient_dot, embedding_cosine and
+    bm25. ``sweep`` contains values for each field of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -310,7 +311,7 @@ def read_ground_truth(
 ) -> GroundTruth:
     """Return subsets and outputs from all files, with samples in the order of the given ids.
 
-    Files must be made for ``spec``. It is None for a file that the user provides.
+    Files must be made for ``spec``, which is None for a file that the user provides.
     """
     parts, source = [], []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Join the shards of a split, in order, to the features of the split."""
+"""Concatenate the shards of a split's features, in order."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -44,7 +44,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, code: str) -> None:
-    """Write the same file that ``compute_features`` writes for a whole split, from its shards."""
+    """Write the features of a split from its shards, as ``compute_features`` writes them."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, FEATURE_SHARD)) for path in shards]
         _check(parts, spec)

@@ -124,7 +124,7 @@ def _check_labels(
             if longest is None or sample.labels.numel() > longest[1].labels.numel():
                 longest = split.ids[i], sample
             if time.monotonic() - began > _LABEL_SECONDS:
-                print(f"Labels were checked for only a part of {len(split.ids)} samples.")
+                print(f"The labels of only some of the {len(split.ids)} samples were checked.")
                 return
 
     if shapes_of(checked_samples(), output).differ and longest:
@@ -145,8 +145,8 @@ def _check_known_groups(
         is_number or output.prediction is None or output.prediction is output.value
     ):
         raise InputError(
-            "groups: prediction must be a class to group by. Found that of model_output "
-            f"{name}, a number. Let the study return a column of classes.",
+            "groups: the column `prediction` must contain classes. Found model_output "
+            f"{name}, which predicts numbers. Let train_columns() return a column of classes.",
             code="stages.prediction_groups",
         )
 
@@ -155,12 +155,12 @@ def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
     """Raise an error if the first sample differs when it is read again, as with augmentation."""
     again = as_batch(split.batch(0, 1), output)
     for (name, before), (_, after) in zip(first.tensors(), again.tensors(), strict=True):
-        # NaN is not equal to itself. Two NaN count as equal here.
+        # NaN is not equal to itself, but two NaN values count as equal here.
         if before.shape != after.shape or not ((before == after) | (before != before)).all():
             raise InputError(
-                "A sample must be the same whenever it is read. Found two of "
+                "A sample must be the same whenever it is read. Found two versions of "
                 f"{split.ids[0]}, which differ in {name or 'the inputs'}. Remove random steps such "
-                "as augmentation; prepare samples as in evaluation.",
+                "as augmentation, and prepare samples as for evaluation.",
                 code="study.random_samples",
             )
 
@@ -211,8 +211,8 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
     if weighted and "sample_weights" not in inspect.signature(study.function("train")).parameters:
         raise InputError(
             f"{study.path}: for evaluation.subsets.same_seeds, train() must take `sample_weights`, "
-            "a tensor that each sample's loss is multiplied by (None, its default, for 1). Found "
-            "no such argument.",
+            "a tensor by which the samples' losses are multiplied (default: None, for weights of "
+            "1). Found no such argument.",
             code="study.no_sample_weights",
         )
 
@@ -220,8 +220,8 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: b
 def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
     if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
         raise InputError(
-            "scoring.weighting can be curvature where the loss is a function of the model output "
-            f"alone. Found model_output {name}. Set it to plain.",
+            "scoring.weighting can be curvature only if the loss is a function of the model output "
+            f"alone. Found model_output {name}. Set scoring.weighting to plain.",
             code="config.weighting",
         )
 
@@ -229,7 +229,7 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
 def _check_checkpoints(
     model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Check that all checkpoints fit. Return those with keys that transformers must rename."""
+    """Check that checkpoints fit. Return the checkpoints whose keys transformers must rename."""
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
     for checkpoint, parts in checkpoints.items():
@@ -299,15 +299,15 @@ def preflight_study(
         parameter_patterns: Names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
         leaves_several: Whether a training saves checkpoints before its end.
-        splits: The ids of the samples to read of each split or experiment; None for all samples.
-        shards: The number of jobs that share each split.
-        questions: The files of targets of experiments that have one, by experiment.
+        splits: For each split or experiment, the ids of the samples to read; None for all samples.
+        shards: For each split or experiment, the number of jobs that share it.
+        questions: For each experiment that has one, its file of targets.
         conditions: The ``where`` conditions of experiments, by experiment.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
         weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.
-        checkpoints: The keys of the state dicts in each file; None for the default one. Only names
-            and shapes of weights are read.
+        checkpoints: For each file, the keys of the state dicts in it; None for the default key.
+            Only names and shapes of weights are read.
         without_numbers: Whether to build the model with fake tensors if it supports them.
         group_by: Columns of the training samples to group by.
 
@@ -323,9 +323,9 @@ def preflight_study(
         _check_retraining(study, retraining, weighted=weighted)
     if describes and not study.has("describe"):
         raise InputError(
-            f"{study.name}: for bm25 among baselines of `evaluation`, the study must define "
-            "describe(sample), which returns a sample's text. Found none. Define it, or leave bm25 "
-            "out.",
+            f"{study.name}: for the baseline bm25 of `evaluation`, the study must define "
+            "describe(sample), which returns a sample's text. Found no such function. Define it, "
+            "or leave bm25 out.",
             code="study.no_texts",
         )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
@@ -359,8 +359,8 @@ def preflight_study(
             raise InputError(f"{prefix}{_with_advice(error, study)}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
-                f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
-                f"{len(split.ids)} samples.",
+                f"{where}: there must be at most as many shards as samples. Found {shards[name]} "
+                f"shards, {len(split.ids)} samples.",
                 code="compute.shards",
             )
         n_samples[name] = len(split.ids)
@@ -389,7 +389,7 @@ def _check_samples(
 
 
 def answer(request_file: str, answer_file: str, log_file: str) -> None:
-    """Write the result of ``preflight_study`` for the request in a JSON file, or its error.
+    """Call ``preflight_study`` with the arguments in a JSON file, and write its result or error.
 
     Printed text is written to ``log_file``.
     """

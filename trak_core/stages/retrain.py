@@ -2,13 +2,13 @@
 
 A file of retrained models has three frames:
 
-    masks         (subsets, n) uint8   1 if the subset contains the sample. Rows have the numbers of
-                                       subsets, and columns have training ids.
-    outputs       (models, pool)       The model output f. Rows have the numbers of the models'
-                                       subsets, and columns have ids of ``target_data()``.
-    predictions   (models, pool)       Predictions, with the same rows and columns.
+    masks         (subsets, n) uint8   1 if the subset contains the sample. The index has the
+                                       subsets' numbers, and the columns are training ids.
+    outputs       (models, pool)       The model output f. The index has the number of each model's
+                                       subset, and the columns are ids of ``target_data()``.
+    predictions   (models, pool)       Predictions, with the same index and columns.
 
-Models of one subset differ in the seed of their training.
+Models that were trained on the same subset differ in the seed of their training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ from trak_core.study.retraining_draws import random_removal, random_subset, size
 from trak_core.study.study import Study, trained_model
 
 _POOL = "target_data"
-# The kind of a list of samples to train on. Samples of lists of other kinds are left out.
+# Models are trained only on the samples of a list of this kind, and without those of other lists.
 _SELECT = "select"
 
 
@@ -69,8 +69,8 @@ def retrain(
     """Train on each subset with each of its seeds, and write outputs and predictions.
 
     The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds``, it is
-    called with ``sample_weights`` instead of ``data``. This repeats the trainings of the runs
-    without some samples.
+    called with ``sample_weights`` instead of ``data``, and repeats the trainings of the runs, but
+    with weights of 0 for the samples outside the subset.
 
     ``spec.subsets`` selects one of these kinds of subsets. ``named_by`` contains files that name
     samples, and ``naming`` contains further settings:
@@ -80,13 +80,13 @@ def retrain(
     - ``without random``: all samples, then ``spec.draws`` random removals of each size.
     - ``without top``: for each of ``target_ids`` and each size, all samples except those with the
       largest scores for the target. ``named_by`` is a file of scores made for ``scores_spec``.
-    - ``without bm25``: the same with BM25 of the study's texts as scores.
-    - ``without embedding_cosine``: the same with mean cosines of embeddings as scores. ``named_by``
-      contains files made for ``embeddings_spec`` with ``checkpoints``.
+    - ``without bm25``: the same as ``without top``, with BM25 of the study's texts as scores.
+    - ``without embedding_cosine``: the same, with mean cosines of embeddings as scores.
+      ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
     - ``list``: all samples, then a removal of the first samples of the list in ``named_by`` for
       each size, then a random removal of each size. Sizes are ``fractions`` of the training
       samples, limited to the length of the list. For a list of the kind ``select``, models are
-      trained only on these samples. Each ``draw`` has its own seed and random samples.
+      trained only on these samples. Each ``draw`` has another seed and other random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -120,12 +120,12 @@ def retrain(
         if spec.run_seeds:
             weights = torch.tensor(masks[i], dtype=torch.float32)
             results.append(evaluate(seed, None, weights))
-            # All evaluations contain subset 0. Its first training is used for this check.
+            # Every evaluation trains on subset 0, so its first training is used for this check.
             if run == numbers[0] == 0:
                 ones = evaluate(seed, None, torch.ones_like(weights))[0]
                 _check_weights(study, results[0][0], ones, evaluate(seed, None, None)[0])
         else:
-            # Subset is annotated for a Dataset, but it needs only len() and [i].
+            # The annotation of Subset requires a Dataset, but Subset needs only len() and [i].
             data = Subset(train.samples, np.flatnonzero(masks[i]).tolist())  # pyright: ignore[reportArgumentType]
             results.append(evaluate(seed, data, None))
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
@@ -208,7 +208,7 @@ def helpful_rows(scores: np.ndarray) -> np.ndarray:
 
 
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
-    """Return the rows of the training samples in a list, in its order, without repetitions.
+    """Return the rows of the training samples in a list, in the list's order, without repetitions.
 
     The list may be empty, for example if there are no copies.
     """
@@ -219,7 +219,7 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     unknown = [cell for cell in cells if cell not in row_of]
     if unknown:
         raise InputError(
-            f"{listed}: ids in the list must be those of the study's training samples. Found "
+            f"{listed}: each id in the list must belong to a training sample of the study. Found "
             f"{unknown[0]}. Delete evaluation.removals.{listed.stem}, or make the list again.",
             code="stages.listed",
         )
@@ -229,14 +229,14 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
 def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.ndarray) -> None:
     """Check that ``train`` ignores weights of 1, and that weights of 0 have an effect.
 
-    ``part`` contains outputs with some weights of 0, ``ones`` with weights of 1, and ``none``
-    without weights. The difference between ``ones`` and ``none``, from rounding, must be less than
-    a tenth of the difference between ``ones`` and ``part``.
+    ``part`` contains outputs of a training with some weights of 0, ``ones`` with weights of 1, and
+    ``none`` without weights. Rounding can make ``ones`` and ``none`` differ, but by less than a
+    tenth of the difference between ``ones`` and ``part``.
     """
     moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
     if moved < left_out / 10:
         return
-    observed = "that weights of 1 change outputs by at least a tenth of the effect of weights of 0"
+    observed = "that weights of 1 change outputs by at least a tenth as much as weights of 0"
     if not left_out:
         observed = "the same outputs with weights of 0"
     raise InputError(

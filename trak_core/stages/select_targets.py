@@ -34,7 +34,7 @@ def select_targets(
     study_file: Path | None = None,
     code: str,
 ) -> None:
-    """Write the samples of ``target_data()`` that satisfy the condition ``where``, in their order.
+    """Write a table of the samples of ``target_data()`` that satisfy the condition ``where``.
 
     ``outputs`` contains a file for the last checkpoint of each run, made for ``spec``. A condition
     can use columns of the table ``targets`` of a scores file, and the study's ``target_columns()``.
@@ -72,7 +72,8 @@ def select_targets(
     if not 0 < len(matches) <= MOST_TARGETS:
         raise InputError(
             f"experiments.{experiment}: `where: {where}` must match 1 to {MOST_TARGETS} targets. "
-            f"Found {len(matches)} of {len(table)}. Change it, or use `targets: all` or a table.",
+            f"Found {len(matches)} of {len(table)}. Change the condition, or name the `targets` by "
+            "`all` or by a table of ids.",
             code="stages.matches",
         )
     file_spec: dict[str, Any] = {

@@ -50,9 +50,10 @@ def sum_groups(
 ) -> None:
     """Write sums and means of scores for the groups of each column, and differences of means.
 
-    Groups are defined by the columns ``group_by`` of the table ``train`` in the file ``scores``. If
-    its targets have ``improves``, the sign of scores that improve a target, scores are multiplied
-    by it. Sums are computed from ``checkpoint_scores``, with ``features`` for ``keep: top_k``.
+    Groups are defined by the columns ``group_by`` of the table ``train`` in the file ``scores``.
+    The table ``targets`` can have a column ``improves``, the sign of scores that improve a target.
+    Then scores are multiplied by this sign. Sums are computed from ``checkpoint_scores``, and with
+    ``keep: top_k`` also from ``features``.
     """
     with open_artifact(scores, SCORES) as file:
         check_made_for(file, spec)
@@ -103,10 +104,10 @@ def _sums(
     improves: np.ndarray,
     memory_mb: int,
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Return sums, draws of means over all targets, and the intervals of each target's means.
+    """Return sums, bootstrap draws of means over all targets, and intervals of each target's means.
 
-    Targets are processed in blocks that fit in memory. ``improves`` contains the sign of scores
-    that improve each target, shape (m,).
+    Targets are processed in blocks that fit in memory. ``improves``, shape (m,), contains for each
+    target the sign of the scores that improve it.
     """
     n_targets = len(improves)
     assert spec.runs is not None

@@ -18,7 +18,7 @@ def train_checkpoint(
     times: list[float] | None,
     threads: int,
 ) -> None:
-    """Call the study's ``train``, and save the final state dict, or one at each of ``times``.
+    """Call the study's ``train``, and save the model's state dict at its end, or at ``times``.
 
     ``arguments`` are passed to ``train`` by name. ``times`` are ascending. ``train`` must return or
     yield models with finite parameters. With one thread, repeated calls on one machine give

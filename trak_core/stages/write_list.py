@@ -79,7 +79,10 @@ def write_list(
     if kind == "suspects" and few_targets(targets):
         order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
-        print(f"Warning: suspects from {n}: mostly chance. Take more targets, or sort by {order}.")
+        print(
+            f"Warning: suspects from only {n} are mostly due to chance. Use more targets, or sort "
+            f"the list by {order}."
+        )
 
 
 def _write(
@@ -91,8 +94,8 @@ def _write(
 ) -> None:
     """Write rows as CSV, with the study's names of classes in the columns ``labels``.
 
-    If labels have many parts, such as tokens, the columns of their numbers are named after them.
-    Labels and predictions that have no meaning under the model output are left out.
+    If labels have many parts, such as tokens, columns with the numbers of parts are named after the
+    parts. Labels and predictions that the model output gives no meaning are left out.
     """
     if study_file is not None:
         # This module imports torch, so it is imported only if it is needed.
@@ -121,7 +124,7 @@ def find_duplicates(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare the features of all samples, from one checkpoint, and write the pairs of copies.
+    """Compare the features of all samples, from one checkpoint, and list the pairs of copies.
 
     The time is proportional to the square of the number of training samples. ``spec`` is the spec
     of the checkpoint's scores. ``study_file`` is given if the study can have names of classes.
@@ -137,14 +140,15 @@ def find_duplicates(
     pairs, labels = pairs.loc[:, list(_COLUMNS)], ("label", "other_label")
     _write(listed, pairs, labels, study_file, spec.features.model_output)
     print(
-        f"{len(parts[0])} pairs of training samples are copies, and {len(parts[1])} with a target."
+        f"Copies: {len(parts[0])} pairs of training samples, and {len(parts[1])} pairs of a "
+        "training sample and a target."
     )
 
 
 def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
     """Return the pairs of a training sample and another sample that are copies, without repeats."""
     features, samples = train.matrix("features"), other.matrix("features")
-    # Blocks of both in float64, and their cosines, must fit in memory.
+    # A float64 block of each file, and the cosines between them, must fit in memory.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
     blocks: list[tuple[np.ndarray, ...]] = []
     for start, stop in blocks_with_progress(len(samples), 2 * block, f"samples of {among}"):

@@ -28,14 +28,15 @@ from trak_core.study.study import Study
 
 
 def _check_scores(results: Results) -> None:
-    """Check that all measurements belong to the scores in the report, if Snakemake missed it."""
+    """Check that all measurements belong to the scores in the report."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
     for file in (*results.evaluations.values(), *results.removals, *results.groups.values()):
         expected, measured = scores[file.spec["experiment"]], file.spec["scores"]
         if measured != expected.content_hash:
             raise InputError(
-                f"{file.name} must be about the scores in {expected.name}, with the hash "
-                f"{expected.content_hash}. Found {measured}. Delete it and run snakemake again.",
+                f"{file.name} must be computed from the scores in {expected.name}, whose hash is "
+                f"{expected.content_hash}. Found scores with the hash {measured}. Delete the first "
+                "file and run snakemake again.",
                 code="report.other_scores",
             )
 
@@ -64,10 +65,10 @@ def write_report(
 ) -> None:
     """Read the results of a study, and write the report. Equal files give equal pages.
 
-    ``scores``, ``evaluations`` and ``groups`` contain a file for each experiment, ``removals`` for
-    the experiment and for each list, and ``normal_matrices`` for each checkpoint.
-    ``self_influence`` contains at most one file. An argument is empty if the config does not
-    include its measurement. ``config`` is the part of the config that determines results.
+    ``scores``, ``evaluations`` and ``groups`` contain a file for each experiment. ``removals``
+    contains a file for the experiment and for each list, and ``normal_matrices`` a file for each
+    checkpoint. ``self_influence`` contains at most one file. An argument is empty if the config
+    does not include its measurement. ``config`` is the part of the config that determines results.
 
     ``report`` is a file in the results folder. Times are read from ``benchmarks``, and memory from
     ``logs``, in the same folder. The study's ``draw`` and ``describe`` show samples.

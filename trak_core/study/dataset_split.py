@@ -50,21 +50,21 @@ class Split:
         if unknown:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
-                f"data. Found {listed(unknown)}; the data have {len(position)} ids, such as "
+                f"data. Found {listed(unknown)}. The data have {len(position)} ids, such as "
                 f"{self.ids[0]!r} and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
         twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
         if twice:
             raise InputError(
-                f"A target must be listed once. Found twice: {listed(twice)}.",
+                f"Each target must be listed only once. Found repeated ids: {listed(twice)}.",
                 code="study.no_target",
             )
         rows = [position[i] for i in ids]
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
     def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Stack samples ``start`` to ``stop`` into a tuple or dict of tensors, like the samples."""
+        """Stack samples ``start`` to ``stop`` into a tuple or a dict of tensors, as samples are."""
         samples = []
         for i in range(start, stop):
             with users_code(f"reading sample {self.ids[i]}"):
@@ -74,7 +74,7 @@ class Split:
             if part.keys() != parts[0].keys():
                 first, other = (", ".join(entries) or "nothing" for entries in (parts[0], part))
                 raise InputError(
-                    "Samples must be tuples of one length, or dicts with the same keys. Found "
+                    "Samples must be tuples of equal length, or dicts with the same keys. Found "
                     f"{first} in sample {self.ids[start]}, {other} in sample {sample_id}.",
                     code="study.sample_entries",
                 )
@@ -177,15 +177,15 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         is_good = _is_number if type(plain[0]) is int else _is_name
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
-            f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID_BYTES} "
-            "bytes of printable text only, other than nan. Found "
+            f"{function} must give only 64-bit integers, or only strings of 1 to {_MAX_ID_BYTES} "
+            "bytes, which must be printable and other than nan. Found "
             f"{', '.join(repr(i) for i in bad[:3])}.",
             code="study.ids",
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
         raise InputError(
-            f"{function} must give every sample its own id. Found repeated ids: {commonest!r}.",
+            f"{function} must give each sample a different id. Found repeated ids: {commonest!r}.",
             code="study.ids",
         )
     return plain

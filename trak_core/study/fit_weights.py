@@ -1,8 +1,8 @@
 """Match the weights of a checkpoint with those of a model, by their names.
 
 Wrappers add parts to names: data parallelism adds ``module.``, torch.compile adds ``_orig_mod.``,
-and Lightning adds the name of an attribute. Weights fit if the names match one to one without such
-parts. Additional weights in a file raise an error.
+and Lightning adds the name of an attribute. Weights fit if the names match one to one after such
+parts are removed. Additional weights in a file raise an error.
 """
 
 import os
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.study.hugging_face_weights import renamed
 
-# Parts of names that are removed in three attempts: none; those of FSDP, torch.compile and
-# activation checkpointing; and also that of data parallelism. It is last, because a model can have
-# a submodule with the name `module`.
+# The parts of names that each of three attempts removes. The first attempt removes nothing. The
+# second removes the parts of FSDP, torch.compile and activation checkpointing. Only the third also
+# removes `module` of data parallelism, because a model can have a submodule with this name.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # The number of tried prefixes that not all keys have.
+_MAX_PREFIXES = 4  # The largest number of tried prefixes that only some keys have.
 
 
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the differences between a checkpoint's weights and a model's ``own``, by kind.
+    """Return the differences between a checkpoint's ``state`` and a model's ``own``, by kind.
 
     Keys in ``unread``, and tied weights, may be missing in the checkpoint.
     """
@@ -61,7 +61,7 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _fits_type(stored: Tensor, own: Tensor) -> bool:
-    """Return whether a stored tensor can be copied to a weight without a loss of its meaning."""
+    """Return whether a stored tensor can be copied to a weight without changing its meaning."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
     # Floats of 8 bits are quantized weights, which need their scales.
@@ -83,7 +83,7 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield the prefixes that all names share, then the most frequent ones before model names."""
+    """Yield the prefixes that all names share, then frequent prefixes before ``own`` names."""
     yield from shared_prefixes(names)
     before_own = Counter(
         name[: end + 1]
@@ -107,15 +107,15 @@ def fit_weights(
 ) -> Fit:
     """Return a checkpoint's weights under the names of a model.
 
-    These names are tried in order: the unchanged names; names without a shared prefix; names, in
-    the state and in the model, without the parts that FSDP, torch.compile, activation checkpointing
-    and data parallelism add, if they remain distinct; and the names after a conversion by
-    transformers. ``source`` names the checkpoint in messages. ``within`` contains the keys that
-    lead to ``state`` in its file.
+    Four kinds of names are tried. First, the unchanged names. Second, names without a shared
+    prefix. Third, names in the state and in the model without the parts that FSDP, torch.compile,
+    activation checkpointing and data parallelism add, if names remain distinct. Fourth, the names
+    after a conversion by transformers. ``source`` names the checkpoint in messages. ``within``
+    contains the keys that lead to ``state`` in its file.
 
     Raises:
-        InputError: If no attempt fits. The message lists the differences of the closest attempt,
-            and any prefixes under which a part of the keys fits.
+        InputError: If no names fit. The message lists the differences of the closest attempt, and
+            any prefixes under which all keys fit.
     """
     own = model.state_dict()
     norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
@@ -150,7 +150,7 @@ def fit_weights(
         for start in shared_prefixes(state):
             known = renamed(model, {key.removeprefix(start): v for key, v in state.items()})
             if known and not (known[1] or misfits_of(known[0], own)):
-                notice = "transformers gives the weights the names that the model has now."
+                notice = "transformers converted the weights to the model's current names."
                 return Fit(known[0], None, [notice])
             if known and _count(known[1]) < _count(misfits):
                 prefix, misfits, fitting_parts = "", known[1], []
@@ -158,12 +158,12 @@ def fit_weights(
     if fitting_parts:
         settings = (f"`state_dict: {f'{within}.{p}'.strip('.')}`" for p in fitting_parts)
         remedy = (
-            f"The keys under {' or '.join(fitting_parts)} alone fit; a config takes them by "
-            f"{' or '.join(settings)}."
+            f"Only the keys under {' or '.join(fitting_parts)} fit. To use them, set "
+            f"{' or '.join(settings)} for the checkpoint in the config."
         )
     raise InputError(
         f"{source}: the checkpoint's keys{f', without {prefix}' if prefix else ''} must be "
-        f"those of the model. Found {in_words(misfits)}. {remedy}",
+        f"those of the model. Found keys {in_words(misfits)}. {remedy}",
         code="study.checkpoint_keys",
     )
 
@@ -175,8 +175,8 @@ def _count(misfits: Mapping[str, Sequence[str]]) -> int:
 def _notices(prefix: str, wrappers: Iterable[str]) -> list[str]:
     names = ", ".join(sorted(wrappers))
     return [
-        *[f"all keys begin with `{prefix}`, which is taken off to fit the model's."] * bool(prefix),
-        *[f"{names} within keys are added by wrappers and were ignored."] * bool(names),
+        *[f"all keys begin with `{prefix}`, which is removed to fit the model."] * bool(prefix),
+        *[f"{names} in keys is added by wrappers and was ignored."] * bool(names),
     ]
 
 

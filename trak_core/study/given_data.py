@@ -56,9 +56,8 @@ class _Collated:
             if not hasattr(values, "__len__") or len(values) != 1:
                 size = getattr(values, "shape", type(values).__name__)
                 raise InputError(
-                    "A DataLoader's collate_fn must return tensors whose first dimension is the "
-                    f"sample. Found {size} in entry {name} for one sample. Give the data as a "
-                    "Dataset.",
+                    "A DataLoader's collate_fn must return tensors with a row for each sample. "
+                    f"Found {size} in entry {name} for one sample. Pass the data as a Dataset.",
                     code="study.given_collate",
                 )
         sample = {name: values[0] for name, values in named.items()}
@@ -75,9 +74,9 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         shapes = [str(getattr(v, "shape", type(v).__name__)) for v in given.values()]
         raise InputError(
-            "Data in tensors must be a tuple, the model's inputs and last the labels, or a dict "
-            "with `labels`; each tensor must have a row for each sample. Found "
-            f"{', '.join(shapes) or 'nothing'}. Each entry of a list is read as a sample.",
+            "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
+            "with `labels`. Each tensor must have a row for each sample. Found "
+            f"{', '.join(shapes) or 'nothing'}. In a list, each entry is read as a sample.",
             code="study.given_tensors",
         )
     return _Columns(columns, isinstance(data, Mapping))
@@ -93,8 +92,8 @@ def _dataset_of(loader: DataLoader[Any]) -> Any:
     if type(batches) is not BatchSampler or not takes_all:
         kind = "none (batch_size=None)" if batches is None else type(sampler).__name__
         raise InputError(
-            "A DataLoader must make batches of all samples of its dataset, each once. Found the "
-            f"sampler {kind}. Give the samples as a Dataset, such as a Subset.",
+            "A DataLoader must use each sample of its dataset exactly once. Found the sampler "
+            f"{kind}. Pass the samples as a Dataset, such as a Subset.",
             code="study.given_sampler",
         )
     return loader.dataset if loader.collate_fn is default_collate else _Collated(loader)
@@ -104,12 +103,12 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     """Return samples with their ids.
 
     Args:
-        data: A tuple of tensors or arrays (model inputs, then labels) with a row for each sample.
-            Or a dict of them (the model's named inputs and ``labels``). Or a torch Dataset, a list,
-            or another sequence of samples with ``len()`` and ``[i]``. Or a ``datasets.Dataset`` of
-            Hugging Face, whose column ``id`` has the ids. Or a ``Split``. Or a DataLoader: its
-            dataset is read in order, for any ``shuffle``, ``batch_size`` and ``drop_last``. A
-            ``collate_fn`` is called with one sample at a time.
+        data: One of the following: a tuple of tensors or arrays (model inputs, then labels) with a
+            row for each sample; a dict of tensors (the model's named inputs and ``labels``); a
+            torch Dataset, a list, or another sequence of samples with ``len()`` and ``[i]``; a
+            Hugging Face ``datasets.Dataset``, whose column ``id`` has the ids; a ``Split``; or a
+            DataLoader. The dataset of a DataLoader is read in order, for any ``shuffle``,
+            ``batch_size`` and ``drop_last``, and ``collate_fn`` is called for each sample.
         ids: An id for each sample, integers or short texts; None for 0, 1, 2, ...
     """
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
@@ -117,7 +116,7 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
         data = data.remove_columns("id")
     if isinstance(data, Mapping) and any(hasattr(v, "column_names") for v in data.values()):
         raise InputError(
-            "Data must be one Dataset. Found a DatasetDict. Give one of its splits: "
+            "Data must be one Dataset. Found a DatasetDict. Pass one of its splits: "
             f"{', '.join(map(str, data))}.",
             code="study.given_splits",
         )
@@ -135,15 +134,15 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
         )
     size = len(data)
     if size == 0:
-        raise InputError("Data must hold samples. Found none.", code="study.given_nothing")
+        raise InputError("Data must contain samples. Found none.", code="study.given_nothing")
     split = Split(data, checked_ids(range(size) if ids is None else [*ids], size, "`ids`"))
     spread = [i * (size - 1) // (_READ_TWICE - 1) for i in range(_READ_TWICE)]
     first = subset_digest(split, spread)
     if first != subset_digest(split, spread):
         raise InputError(
-            "Data must give the same sample each time it is read, because every checkpoint reads "
-            f"it. Found other values when {_READ_TWICE} samples were read again: is there random "
-            "augmentation? Give the data without it.",
+            "Samples must be the same each time they are read, because every checkpoint reads "
+            f"them. Found other values when {_READ_TWICE} samples were read again. Pass the data "
+            "without random augmentation.",
             code="study.given_random",
         )
     return split

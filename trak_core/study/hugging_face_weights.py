@@ -6,7 +6,7 @@ such weights.
 
 ``PeftModel.save_pretrained`` writes an adapter's weights with their settings. The same weights with
 another ``lora_alpha`` are another model. Therefore ``Adapter`` compares the settings, and loads the
-weights with peft, which is imported only for such a folder.
+weights with peft, which is imported only for an adapter's folder.
 """
 
 import json
@@ -108,7 +108,8 @@ class Adapter:
         except ImportError as error:
             raise InputError(
                 f"{folder}: peft must be installed to load an adapter's folder. Importing it "
-                f"failed: {error}. `python -m pip install peft`, in the environment of the jobs.",
+                f"failed: {error}. In the environment of the jobs, run `python -m pip install "
+                "peft`.",
                 code="study.adapter_peft",
             ) from error
         if not isinstance(model, PeftModel):
@@ -153,8 +154,8 @@ class Adapter:
         lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
         if lost:
             raise InputError(
-                "An adapter's weights must be in the model after peft has loaded them. Found "
-                f"others in {', '.join(lost[:8])}. Save the whole model's state_dict() instead.",
+                "An adapter's weights must be in the model after peft has loaded them. Found other "
+                f"values in {', '.join(lost[:8])}. Save the whole model's state_dict() instead.",
                 code="study.adapter_model",
             )
 
@@ -162,7 +163,7 @@ class Adapter:
         """Return descriptions of the settings in a folder that differ from the model's.
 
         Returns:
-            The settings that change outputs, and those that only determine which weights exist.
+            The settings that change outputs, and settings that only determine which weights exist.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
@@ -192,7 +193,7 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         stored = json.loads(path.read_text(encoding="utf-8"))
         kind = stored["peft_type"]
         if kind == own.peft_type.value:
-            with warnings.catch_warnings(action="ignore"):  # peft warns of unknown settings.
+            with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
                 return stored, PeftConfig.from_peft_type(**stored).to_dict()
     except (OSError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise InputError(

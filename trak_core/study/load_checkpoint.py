@@ -24,7 +24,7 @@ from trak_core.study.weight_files import (
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
 _PIECE_BYTES = 2**26  # The size of the weights that are copied from one memory map.
-# Methods that only copy weights. Those of torch's norms also add entries missing in old files.
+# Methods that only copy weights, except that torch's norms also add entries that old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
     nn.BatchNorm1d._load_from_state_dict,
@@ -36,12 +36,12 @@ class Weights(NamedTuple):
     """The weights read from a checkpoint."""
 
     state: dict[str, Tensor]
-    within: str  # The keys that lead to them in the file, joined by dots.
+    within: str  # The keys that lead to ``state`` in the file, joined by dots.
     notice: str  # A sentence that names other state dicts in the file, or "".
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
-    """Return the state dict in a file, which is the whole content or under the usual keys."""
+    """Return the state dict in a file: the whole content, or the entry under the usual keys."""
     parts, within = dict(state_dicts(saved)), []
     state = saved
     for wrapper in WRAPPERS:
@@ -52,14 +52,14 @@ def _default_part(saved: Any, path: Path) -> Weights:
     others = [f"`{other}`" for other in parts if other != name]
     if is_state_dict(state):
         notice = (
-            f"the weights under `{name}` are taken. Found others under {listed(others)}; "
-            "`state_dict` of a checkpoint in the config says which to take."
+            f"the weights under `{name}` are used. The file also has weights under "
+            f"{listed(others)}. To use them, set `state_dict` for the checkpoint in the config."
         )
         return Weights(state, name, notice if others else "")
     remedy = _REMEDY
     if parts:
         choices = " or ".join(f"`state_dict: {part}`" for part in parts)
-        remedy = f"Say which for the checkpoint in the config: {choices}."
+        remedy = f"Choose one for the checkpoint in the config: {choices}."
     entries = saved if isinstance(saved, dict) else {}
     raise InputError(
         f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
@@ -88,8 +88,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
         twice = sorted(state.keys() & shard.keys())
         if twice:
             raise InputError(
-                f"{path}: each weight must be in one file of a checkpoint folder. Found in another "
-                f"one too: {listed(twice)}. Save the checkpoint again, into an empty folder.",
+                f"{path}: each weight must be in only one file of a checkpoint folder. Found in "
+                f"two files: {listed(twice)}. Save the checkpoint again, into an empty folder.",
                 code="study.checkpoint_shards",
             )
         state.update(shard)
@@ -98,16 +98,16 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     if part and not chosen:
         raise InputError(
             f"{checkpoint}: `state_dict` of a checkpoint must be the keys that lead to its "
-            f"weights, joined by dots. Found no {part}, and weights under "
+            f"weights, joined by dots. Found no {part}, but weights under "
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
     unusual = {key: kind for key, value in chosen.items() if (kind := _unusual_kind(value))}
     if unusual:
         raise InputError(
-            f"{checkpoint}: weights must be tensors of plain numbers. Found "
-            f"{listed(f'{key}, {kind}' for key, kind in unusual.items())}. Save whole tensors in "
-            "floating point, `model.state_dict()` of the model as it was trained.",
+            f"{checkpoint}: weights must be plain tensors of numbers. Found "
+            f"{listed(f'{key}, {kind}' for key, kind in unusual.items())}. Save `state_dict()` of "
+            "the trained model, with whole tensors in floating point.",
             code="study.tensor_file",
         )
     return Weights(chosen, within, notice)
@@ -130,8 +130,8 @@ def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str
         part: The keys that lead to one of several state dicts, joined by dots, or a prefix of keys.
 
     Returns:
-        The tensors by name, and the SHA-256 of an adapter's config or an index, if there is one,
-        followed by the files in order.
+        The tensors by name, and one SHA-256 of all files in order. If there is an adapter's config
+        or an index, it is hashed first.
     """
     digest = hashlib.sha256()
     return read_weights(checkpoint, part, digest).state, digest.hexdigest()
@@ -201,8 +201,8 @@ def _check_tied(
     if differing:
         raise InputError(
             f"{source}: weights of parameters that the model ties must be equal. Found different "
-            f"ones in {listed(sorted(differing))}. Let make_model() tie what was tied in "
-            "training, and nothing else.",
+            f"weights in {listed(sorted(differing))}. Let make_model() tie the parameters that "
+            "were tied in training, and no others.",
             code="study.checkpoint_tied",
         )
 
@@ -291,7 +291,7 @@ def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """Return whether ``load_state_dict`` only copies each weight to the tensor with its name."""
+    """Return whether ``load_state_dict`` only copies each weight to the tensor of the same name."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return (
         type(model).load_state_dict is nn.Module.load_state_dict

@@ -19,9 +19,9 @@ from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-_KEYS = ("optimizer_state_dict", "optimizer")  # Keys in a file with model and optimizer.
+_KEYS = ("optimizer_state_dict", "optimizer")  # Keys of the optimizer next to those of a model.
 _TAKES = (
-    "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
+    "`preconditioner: adam` accepts folders that transformers' Trainer saved without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
 _MAX_MATCHES = 10_000  # The largest number of partial matches to extend.
@@ -61,7 +61,7 @@ def adam_scales(
     if lacking:
         raise InputError(
             f"{source}: every parameter that is differentiated must have second moments. Found "
-            f"none for {listed(lacking)}, which had no gradient in training. Exclude them by "
+            f"none for {listed(lacking)}, which had no gradient in training. Exclude them with "
             "`parameters`.",
             code="study.second_moments",
         )
@@ -73,8 +73,9 @@ def adam_scales(
         fits = v.shape == parameter.shape and v.is_floating_point()
         if not fits or not (v.isfinite() & (v >= 0)).all():
             raise InputError(
-                f"{source}: second moments must be real, of their parameter's shape, finite and at "
-                f"least 0. Found others for {name}. Take another checkpoint, or train again.",
+                f"{source}: second moments must be real, finite and at least 0, and have their "
+                f"parameter's shape. Found others for {name}. Use another checkpoint, or train "
+                "again.",
                 code="study.second_moments",
             )
         v = v.float()
@@ -113,9 +114,9 @@ def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str,
     if not moments or not all("betas" in group and "eps" in group for group in groups):
         keys = sorted({str(key) for entry in state["state"].values() for key in entry})
         raise InputError(
-            f"{source}: the optimizer must be an Adam of torch's that has taken a step, with "
-            "`exp_avg_sq` in its state and `betas` and `eps` in its groups. Found in its state "
-            f"{', '.join(keys[:8]) or 'nothing'}. Leave `preconditioner` out.",
+            f"{source}: the optimizer must be a variant of torch's Adam that has taken a step. "
+            "Its state must have `exp_avg_sq`, and its groups `betas` and `eps`. Found a state "
+            f"with {', '.join(keys[:8]) or 'nothing'}. Leave `preconditioner` out.",
             code="study.optimizer_kind",
         )
     return groups, moments, digest.hexdigest()
@@ -134,8 +135,8 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # The optimizer has names.
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Remove the shared prefix that leaves the most names of the model, because names can recur
-        # in submodules. If several prefixes do, remove the shortest.
+        # Remove the shared prefix after which most names are in the model, because names can recur
+        # in submodules. If this holds for several prefixes, remove the shortest.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
@@ -153,7 +154,7 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # If the model is frozen for inference, ``trained`` is empty. Then the others are tried.
+    # If the model is frozen for inference, ``trained`` is empty, and the other names are tried.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
@@ -163,11 +164,11 @@ def _numbers(
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
         "returns, in its order within each group, and unambiguous by their shapes. Found "
-        f"{len(shapes)} in {len(ids)} groups, {len(trained)} with requires_grad among the "
-        f"model's {len(named)}, and {'several matches' if orders else 'no match'}. Let "
-        "make_model() freeze what was frozen in training and nothing else "
-        "(PeftModel.from_pretrained takes is_trainable=True), or train with named parameters, "
-        "`AdamW(model.named_parameters())`, whose names the state keeps.",
+        f"{len(shapes)} parameters in {len(ids)} groups, {len(trained)} with requires_grad among "
+        f"the model's {len(named)}, and {'several matches' if orders else 'no match'}. Let "
+        "make_model() freeze the same parameters as in training (for PEFT, call "
+        "PeftModel.from_pretrained with is_trainable=True). Or train with "
+        "`AdamW(model.named_parameters())`, which stores the names.",
         code="study.optimizer_order",
     )
 

@@ -71,8 +71,9 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys() or None in row.values():
             raise InputError(
-                f"{rows.place(index)}: every row must have the same fields, and none may be null. "
-                f"Found {shortened(row)}; the first has {', '.join(rows[0]) or 'none'}.",
+                f"{rows.place(index)}: every row must have the same fields, and no field may be "
+                f"null. Found {shortened(row)}. The first row has the fields "
+                f"{', '.join(rows[0]) or 'none'}.",
                 code="data.fields",
             )
     fields = [{key: value for key, value in row.items() if key != "id"} for row in rows]
@@ -87,7 +88,7 @@ def encoded_line(
     A line that is not a JSON object becomes the field ``text``.
 
     Returns:
-        The id (the field ``id`` or else ``number``), the sample, and the other fields.
+        The id (the field ``id``, by default ``number``), the sample, and the other fields.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}

@@ -52,12 +52,12 @@ def columns_of(
         # Read the ids of all samples, but not the samples.
         known: Sequence[Any] = range(len(frame))
         if source.has(f"{pool}_ids"):
-            with users_code(f"{source.path}: {pool}_ids(), which gives one id a sample,"):
+            with users_code(f"{source.path}: {pool}_ids(), which returns an id for each sample,"):
                 known = list(source.function(f"{pool}_ids")())
             known = checked_ids(known, len(known), f"{source.path}: {pool}_ids()")
         if len(known) != len(frame):
             raise InputError(
-                f"{source.path}: {pool}_columns() must have a value for each of the {len(known)} "
+                f"{source.path}: {pool}_columns() must return a value for each of the {len(known)} "
                 f"samples. Found {len(frame)}.",
                 code="study.columns_length",
             )
@@ -65,8 +65,8 @@ def columns_of(
     missing = [i for i in ids if i not in rows]
     if missing:
         raise InputError(
-            f"{name}: there must be columns of all samples that have scores. Found none of "
-            f"{missing[0]}, and {len(rows)} others. Has the data changed since?",
+            f"{name}: the columns must have values for all samples that have scores. Found none "
+            f"for {missing[0]}, although {len(rows)} samples have values. Has the data changed?",
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
@@ -93,8 +93,8 @@ def with_class_names(
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return the columns that contain only numbers and texts of at most 255 bytes.
 
-    A name in ``RESERVED`` gets the prefix ``own_``, repeated while the name belongs to another
-    column.
+    A name in ``RESERVED`` gets the prefix ``own_``, which is repeated until no other column has
+    the name.
     """
     kept = {}
     for name, values in columns.items():
@@ -123,8 +123,8 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
     wrong = [name for name in columns if not _is_name(name) or name in RESERVED]
     if wrong:
         raise InputError(
-            f"{study.path}: {function}() must return columns by name. A name must be a text, and "
-            f"none of {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
+            f"{study.path}: {function}() must return columns by name. A name must be a text other "
+            f"than {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:

@@ -121,14 +121,14 @@ def short_text(study: Study, sample_id: Any, sample: Any) -> str:
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return a text for each token of a sample, from the study or else the token's number."""
+    """Return the study's text for each token of a sample, or by default the token's number."""
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
     return [f"{i} " for i in token_numbers(sample, n_tokens)]
 
 
 def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
-    """Return a sample's token ids from ``input_ids``, or else the tokens' positions from 1."""
+    """Return a sample's token ids from ``input_ids``, or by default token positions from 1."""
     if isinstance(sample, Mapping) and "input_ids" in sample:
         ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
         if len(ids) >= n_tokens:
@@ -279,7 +279,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Control characters are invisible: NUL pads texts, and others change their direction. Lone
-    # surrogates cannot be encoded in UTF-8.
+    # Control characters are invisible: NUL pads texts, and others change the direction of a text.
+    # Lone surrogates cannot be encoded in UTF-8.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

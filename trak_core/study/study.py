@@ -2,10 +2,10 @@
 
 A study defines these functions. Those after ``target_data`` are optional:
 
-    make_model()             builds the torch module; its weights are replaced
+    make_model()             builds the torch module, whose weights are replaced
     train_data()             returns the training samples: any object with len() and [i]
     target_data()            returns the samples that can be explained, in the same form
-    train_ids(), target_ids()  return an integer or short name for each sample; else 0, 1, 2, ...
+    train_ids(), target_ids()  return an integer or short name for each sample (default 0, 1, ...)
     train_columns(), target_columns()  return further values for each sample, by column name
     train(**arguments)       trains and returns a model, with arguments from the config
     encode(**line)           converts a line of an experiment's `data` to a sample
@@ -127,7 +127,7 @@ class Study:
         if training is not None:
             raise InputError(
                 f"{path}: the file must not train when it is imported, because every job imports "
-                f'it. Found {training}. Put what trains under `if __name__ == "__main__":`.',
+                f'it. Found {training}. Put the training under `if __name__ == "__main__":`.',
                 code="study.trains",
             )
         # The study can import modules in its folder, as a script can.
@@ -196,9 +196,9 @@ class Study:
             )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise InputError(
-                f"{self.path}: make_model() must return a model in Python. Found "
-                f"{type(model).__name__} with code of torch.jit.script, trace or load. Return the "
-                "original model; `module.state_dict()` has its weights under the same names.",
+                f"{self.path}: make_model() must return a model that runs as Python code. Found "
+                f"{type(model).__name__} from torch.jit.script, trace or load. Return the original "
+                "model. `module.state_dict()` has its weights under the same names.",
                 code="study.scripted_model",
             )
         devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
@@ -218,7 +218,7 @@ class Study:
             text = function(sample)
         if not isinstance(text, str):
             raise InputError(
-                f"{self.path}: {by}() must return a str, the sample as a text to read. Found "
+                f"{self.path}: {by}() must return a str, which shows the sample as text. Found "
                 f"{type(text).__name__} for sample {sample_id}.",
                 code="study.text_type",
             )
@@ -295,13 +295,13 @@ class Study:
             size = len(samples)
         if size == 0:
             raise InputError(
-                f"{self.path}: {pool}_data() must hold samples. Found none.",
+                f"{self.path}: {pool}_data() must return at least one sample. Found none.",
                 code="study.no_samples",
             )
         ids = list(range(size))
         if self.has(f"{pool}_ids"):
             function = self.function(f"{pool}_ids")
-            with users_code(f"{self.path}: {pool}_ids(), which gives one id a sample,"):
+            with users_code(f"{self.path}: {pool}_ids(), which returns an id for each sample,"):
                 ids = list(function())
         split = Split(samples, checked_ids(ids, size, f"{self.path}: {pool}_ids()"))
         return split if targets is None else split.take(targets)
@@ -315,8 +315,8 @@ def trained_model(
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    ``arguments`` are passed to ``train`` by name. So are the samples ``data``, and the factors of
-    their losses ``sample_weights``, float32 of shape (n,), unless they are None.
+    ``arguments`` are passed to ``train`` by name. So are ``data``, the samples to train on, and
+    ``sample_weights``, factors of the samples' losses, float32 of shape (n,), if they are not None.
     """
     last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
@@ -327,10 +327,11 @@ def models_along(
 ) -> Generator[tuple[float, nn.Module]]:
     """Train up to the last of the ascending ``times``, and yield each time with the model.
 
-    ``train`` must be a generator that yields (time, model) at each of them, with finite weights.
+    ``train`` must be a generator that yields (time, model) at each of these times, with finite
+    weights.
 
     Yields:
-        The time and the model. It may be one object, which further training changes.
+        The time and the model. All models may be one object, which further training changes.
     """
     remaining = list(times)
     passed: list[str] = []

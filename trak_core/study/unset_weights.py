@@ -4,7 +4,7 @@ Initializing a large model takes longer than reading its weights. ``torch.nn.uti
 the meta device support only modules without computed buffers. This module supports any
 ``make_model()``. It skips operations that draw random numbers, and computes values that do not
 depend on them, such as buffers of frequencies. It records which tensors depend on skipped draws. If
-values outside of the state dict do, the model has to be built again with all draws.
+such tensors are outside of the state dict, the model has to be built again with all draws.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -57,7 +57,7 @@ class _WithoutDraws(TorchDispatchMode):
         raise _ReadError
 
     def are_all_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether a tensor of these fills each undrawn storage that still exists."""
+        """Return whether each undrawn storage that still exists is filled by one of the tensors."""
         whole = {
             t.untyped_storage()._cdata for t in tensors if t.untyped_storage().nbytes() == t.nbytes
         }

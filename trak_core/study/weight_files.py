@@ -51,8 +51,8 @@ class _LeftOut:
 def _load(path: Path, *, is_zip: bool) -> Any:
     """Load a file with torch, and remove the entries that contain objects.
 
-    Some frameworks store objects with the weights, such as Lightning its hyper-parameters. Objects
-    in a state dict, or in a file without a state dict, raise torch's error.
+    Some frameworks store objects with the weights, such as Lightning's hyper-parameters. Objects in
+    a state dict, or in a file without a state dict, raise torch's error.
 
     Returns:
         The dict in the file.
@@ -60,7 +60,7 @@ def _load(path: Path, *, is_zip: bool) -> Any:
     name = str(path)
 
     def load() -> Any:
-        # torch memory-maps only zip files. It takes the ending .safetensors for that format.
+        # torch memory-maps only zip files, and reads a file named .safetensors as safetensors.
         if is_zip and not name.endswith(".safetensors"):
             return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
         with path.open("rb") as file:
@@ -113,9 +113,10 @@ def _has_objects(value: Any) -> bool:
 def _check_zip(path: Path) -> None:
     """Verify the checksums of the parts of a zip file, because torch does not."""
     with zipfile.ZipFile(path) as archive:
-        # torch maps only plain parts. For a part marked as a folder, it may return unread memory.
+        # torch maps only uncompressed parts. For a part that is marked as a folder, it may return
+        # memory that it did not read.
         if any(part.compress_type or part.external_attr & _FOLDER for part in archive.infolist()):
-            raise ValueError("its parts are compressed, or folders: torch.save never does that")
+            raise ValueError("its parts are compressed or folders, which torch.save never writes")
         damaged = archive.testzip()
     if damaged is not None:
         raise ValueError(
@@ -137,7 +138,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
             start = file.read(64)
         is_zip = start.startswith(_ZIP)
         if is_zip and not zipfile.is_zipfile(path):
-            raise EOFError("it begins as a zip file and ends as none: it was cut off")
+            raise EOFError("it begins like a zip file but does not end like one: it was cut off")
         if digest is not None:
             if is_zip:
                 _check_zip(path)
@@ -150,7 +151,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
         is_known = start.startswith((_ZIP, b"\x80")) or start[7:9] == _SAFETENSORS
         begins = "" if is_known else f" It begins with {start[:32]}."
         raise InputError(
-            f"{path}: {must}; pickled objects other than tensors are never loaded. Reading it "
+            f"{path}: {must}. Pickled objects other than tensors are never loaded. Reading it "
             f"failed: {_reason(error)}.{begins} {remedy}",
             code="study.tensor_file",
         ) from error
@@ -160,7 +161,7 @@ def _reason(error: Exception) -> str:
     """Return the first line of an error of torch or safetensors, without torch's advice."""
     text = str(error) or type(error).__name__
     if unsafe := re.search(r"(?:global:|unsupported) GLOBAL (\S+)", text):
-        return f"it holds {unsafe[1].rstrip('.')}"
+        return f"it contains {unsafe[1].rstrip('.')}"
     unpickler = re.search(r"WeightsUnpickler error:\s+(.+)", text)
     first = unpickler[1] if unpickler else text.splitlines()[0]
     return re.split(r" In PyTorch 2|\(Could this", first)[0].rstrip(". ")
@@ -205,8 +206,8 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
             raise InputError(
-                f"{checkpoint}: an adapter's weights must come with its {ADAPTER_CONFIG}. Found "
-                "the file of weights; name its folder instead.",
+                f"{checkpoint}: an adapter's weights need its {ADAPTER_CONFIG}. Found the path of "
+                "a file of weights. Name the folder with both files instead.",
                 code="study.adapter_folder",
             )
         return [checkpoint], None
@@ -223,15 +224,15 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
     if adapter or config:
         raise InputError(
-            f"{checkpoint}: a folder of an adapter must hold {ADAPTER_CONFIG} and one of "
+            f"{checkpoint}: an adapter's folder must contain {ADAPTER_CONFIG} and one of "
             f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
-            "Save the adapter again by PeftModel.save_pretrained, into a new folder.",
+            "Save the adapter again with PeftModel.save_pretrained, into a new folder.",
             code="study.adapter_folder",
         )
     raise InputError(
-        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
-        f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
-        f"do, as a Trainer saves them. Found {contents}.",
+        f"{checkpoint}: a checkpoint folder must contain one of {', '.join(_FOLDER_FILES)}, or one "
+        f"of {', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> with "
+        f"such files, as a Trainer saves them. Found {contents}.",
         code="study.no_weights",
     )
 
@@ -253,8 +254,8 @@ def _refuse_pieces(folder: Path) -> None:
     else:
         return
     raise InputError(
-        f"{folder}: a checkpoint must hold whole weights. Found those of {kind}, where each "
-        f"process saved a part. Join them by {remedy}, and name the file that this writes.",
+        f"{folder}: a checkpoint must contain whole weights. Found weights of {kind}, where each "
+        f"process saved a part. Join the parts with {remedy}, and name the resulting file.",
         code="study.checkpoint_pieces",
     )
 
@@ -268,7 +269,7 @@ def refuse_quantized(folder: Path) -> None:
         sign = "`quantization_config` in config.json"
     if sign:
         raise InputError(
-            f"{folder}: a checkpoint's weights must not be quantized. Found {sign}. Take the "
+            f"{folder}: a checkpoint's weights must not be quantized. Found {sign}. Use the "
             "weights from before quantization, or save `model.dequantize()`.",
             code="study.checkpoint_quantized",
         )

@@ -37,7 +37,7 @@ from trak_core.runtime.job import explain_interrupts, export_library_path, stage
 export_library_path()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
 given = workflow.config_settings.config_args or []
-# With a default storage provider, all files of rules are in its store, including the user's.
+# With a default storage provider, all files of rules are in its store, including the user's files.
 stored = workflow.storage_settings.default_storage_provider is not None
 # A module of another workflow has a name, no `onstart`, and no `--config`.
 is_module = __name__ is not None
@@ -46,7 +46,7 @@ placed = workflow.modifier.path_modifier
 
 @contextmanager
 def explained():
-    """Exit with the message alone. A WorkflowError would show lines of this file too."""
+    """Exit with only the message. A WorkflowError would also show lines of this file."""
     try:
         yield
     except InputError as error:

@@ -10,7 +10,7 @@ use rule model_stage as compute_features with:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
-    # These run first, because jobs that wait for features would leave cores idle at the end.
+    # Features are computed first, because jobs that wait for them would leave cores idle at the end.
     priority: scores_first + 1
     params:
         code=code_of("compute_features"),

@@ -5,7 +5,7 @@ naming_study = (
 
 
 def list_scores(kind):
-    """Return the scores of a list, of training samples or of a pool."""
+    """Return the file of a list's scores, which are for training samples or for a pool."""
     of = "pool" if kind == "select" and specs.pool is not None else "scores"
     return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
@@ -84,7 +84,7 @@ if specs.pool is not None:
 
 
 if "duplicates" in specs.lists:
-    # One checkpoint is enough, because copies have equal features under each.
+    # One checkpoint is enough, because copies have equal features with every checkpoint.
     compared = specs.self_influence.ends[0]
     compared_with = specs.lists["duplicates"]["experiment"]
 
@@ -141,7 +141,7 @@ use rule stage as show_list with:
 timed("show_list/{kind}", kind=specs.lists)
 
 
-# Each list is a Snakemake target of its name.
+# Each list's name is a Snakemake target.
 for kind in specs.lists:
 
     rule:

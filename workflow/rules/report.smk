@@ -1,6 +1,6 @@
 rule write_report:
     input:
-        # The input has no name. It makes the report run last, so that it has the times of all stages.
+        # These inputs only make the report run last, so that it has the times of all stages.
         expand("<results>/figures/{experiment}.png", experiment=specs.scored),
         expand("<results>/lists/{kind}.html", kind=specs.lists),
         timings if stored else [],
@@ -34,7 +34,7 @@ rule write_report:
 
 if measured_files:
 
-    # It runs before the evaluation, whose trainings take most of the time.
+    # This report is written before the evaluation, whose trainings take most of the time.
     use rule write_report as write_report_first with:
         input:
             expand("<results>/figures/{experiment}.png", experiment=specs.scored),

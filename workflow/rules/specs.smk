@@ -1,8 +1,8 @@
 # Define the files and params of jobs as functions of wildcards. There are no rules in this file.
 #
 # Snakemake compares params as an unordered set of texts, so two params that exchange their values
-# would go unnoticed. All numbers are therefore in one spec with sorted keys. No two of the other
-# params can have the same value.
+# would go unnoticed. Therefore all numbers are in one spec with sorted keys, and no two other params
+# can have the same value.
 compute, scoring = config["compute"], config["scoring"]
 folder, trained = config["results"], "training" in config
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
@@ -79,12 +79,12 @@ def split_question(wildcards):
 
 
 def of_checkpoints(pattern, of=specs.checkpoints):
-    """Return one file for each checkpoint. Other wildcards of the pattern stay."""
+    """Return one file for each checkpoint. Other wildcards remain in the pattern."""
     return [f"{folder}/{pattern}".replace("{c}", c) for c in of]
 
 
 def of_ends(pattern):
-    """Return one file for each run, that of its last checkpoint."""
+    """Return one file for the last checkpoint of each run."""
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
@@ -93,8 +93,8 @@ train_features = (
 )
 
 
-# The files of Snakemake's `benchmark:`. In a store they are inputs of the report. Otherwise the report
-# reads those that exist, so that deleting them reruns nothing.
+# The files of Snakemake's `benchmark:`. In a store they are inputs of the report. Otherwise they are
+# not inputs, so that deleting them reruns nothing, and the report reads the files that exist.
 timings = []
 
 
@@ -109,14 +109,14 @@ removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
-# Pages show self-influences only if they are computed for another reason.
+# Pages show self-influences only if these are computed for another reason.
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [*(evaluation_files + removals_files + self_influence_files)]
 
 
-# On Kubernetes, 0 would be a request too.
+# On Kubernetes, 0 would also be a request.
 gpu = 1 if compute["device"] == "cuda" else None
 # `conda` is a file or the name of an environment. Snakemake takes a file relative to this folder.
 environment = compute.get("conda", "../envs/trak.yaml")
@@ -150,7 +150,7 @@ def shards_of(wildcards):
 
 
 def scores_shards(wildcards):
-    """Return the shards of average scores, which are as many as those of training features."""
+    """Return the shards of average scores. There are as many as shards of training features."""
     n = compute["shards"]
     shards = f"{folder}/scores/{wildcards.experiment}/shards"
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []

@@ -1,4 +1,4 @@
-# All jobs share an environment, a memory limit and a script, which runs the stage in the param `code`.
+# All jobs share an environment, a memory limit, and a script that runs the stage in the param `code`.
 # Each rule has its own log and benchmark, because with a store Snakemake does not fill in pathvars.
 rule stage:
     log:

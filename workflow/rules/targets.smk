@@ -1,4 +1,4 @@
-# Selects the targets of `where` conditions before their features are computed.
+# Select the targets of `where` conditions before their features are computed.
 use rule model_stage as compute_outputs with:
     input:
         checkpoint=checkpoint_input,

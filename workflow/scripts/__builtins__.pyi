@@ -1,4 +1,4 @@
-"""What Snakemake puts into every script, for the type checker (pyproject.toml, stubPath)."""
+"""The variable that Snakemake adds to every script, for the type checker (`stubPath`)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Run the stage that the param `code` of a job names, with the rule's named values as arguments."""
+"""Run the stage that a job's param `code` names, with the rule's named values as arguments."""
 
 from trak_core.runtime.job import run_script
 
