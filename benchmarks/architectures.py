@@ -4,15 +4,15 @@
     python benchmarks/architectures.py mixtral phi3 convnext_atto
     python benchmarks/architectures.py --device cuda
 
-The models are tiny ones of transformers, timm and torchvision (as far as installed) with random
-weights; no file is downloaded. For each, gradients of four samples (two for large models) are
-computed by the method that jobs choose. The reference is plain autograd in float64, on two copies
-of a sample at a time, because torch uses other kernels for a batch of one.
+The models are tiny models of those of transformers, timm and torchvision that are installed. They
+have random weights, and no file is downloaded. For each, gradients of four samples (two for large
+models) are computed by the method that jobs choose. The reference is plain autograd in float64, on
+two copies of a sample at a time, because torch uses other kernels for a batch of one.
 
 The error is the largest difference, relative to the largest entry of the sample's gradient. If it
-exceeds 1e-5, the comparison is repeated in float64, because a number that float32 rounds to the
-other side of a ReLU's 0 changes gradients in autograd too. Times are CPU seconds of the chosen
-method and of one sample at a time; with ``--device cuda`` wall seconds. Prints a Markdown table;
+exceeds 1e-5, the comparison is repeated in float64, because in float32 rounding can change the sign
+of a ReLU's input, which changes autograd's gradients too. CPU seconds (with ``--device cuda`` wall
+seconds) are measured for the chosen method and for one sample at a time. Prints a Markdown table;
 --csv writes a row for each model.
 """
 
@@ -62,7 +62,7 @@ for _word in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").spli
 
 BOXES = torch.library.Library("torchvision", "FRAGMENT")
 FAMILIES = "writers", "translators", "readers", "listeners", "lookers"
-# Names of settings differ from family to family; what a configuration has is set.
+# Names of settings differ between families. Those that a configuration has are set.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
@@ -169,7 +169,7 @@ OWN["bit"] = {"embedding_size": 32, "hidden_sizes": [256, 256, 256, 256], "depth
 
 @dataclass(frozen=True)
 class Case:
-    """A model with what it is asked."""
+    """A model, its model output and a batch."""
 
     model: nn.Module
     output: ModelOutput
@@ -178,15 +178,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one model.
+    """The result for one model.
 
     Attributes:
         way: "one pass", "one by one", "refused" or "not built".
         error: Relative to the largest entry; NaN without gradients.
         exact_error: The same in float64 where ``error`` exceeds 1e-5, else NaN.
-        milliseconds: For the batch, of the method that was chosen.
-        in_turn: Milliseconds for the batch, one sample at a time.
-        reason: What was said.
+        milliseconds: Time of the chosen method for the batch.
+        in_turn: Time in milliseconds for the batch, one sample at a time.
+        reason: The message that explains ``way``.
     """
 
     package: str
@@ -201,7 +201,7 @@ class Row:
 
 
 def of_transformers(name: str) -> Case:
-    """Return a tiny model of a family, after its own name in transformers."""
+    """Return a tiny model of a family, given the family's name in transformers."""
     import transformers
 
     known = transformers.AutoConfig.for_model(name).to_dict()
@@ -242,7 +242,7 @@ def of_transformers(name: str) -> Case:
 
 
 def sounds(name: str) -> dict[str, Tensor]:
-    """Return random waves, or their spectra for models of those, with labels."""
+    """Return random waves with labels, or spectra for models that take spectra."""
     labels = torch.arange(N_SAMPLES) % 3
     if name == "whisper":
         return {"input_features": torch.randn(N_SAMPLES, 16, 40), "labels": labels}
@@ -260,8 +260,9 @@ def images(model: nn.Module, size: int) -> Case:
 def package_of_images(name: str) -> Any:
     """Import torchvision or timm, which the tests' environment lacks.
 
-    torchvision's wheel for CUDA beside a CPU build of torch cannot load its operators on boxes, and
-    describes two of them all the same. No classifier calls them: here they get a name.
+    With a CPU build of torch, torchvision's CUDA wheel cannot load its operators on boxes, but its
+    import fails if two of them are not declared. No classifier calls them, so they are only
+    declared here.
     """
     try:
         return importlib.import_module(name)
@@ -272,7 +273,7 @@ def package_of_images(name: str) -> Any:
 
 
 def of_timm(name: str) -> Case:
-    """Return a model of timm, for small images if it takes them."""
+    """Return a model of timm, for small images if it supports them."""
     timm = package_of_images("timm")
 
     for settings, size in (({"img_size": 64}, 64), ({}, 64), ({}, 224), ({}, 256)):
@@ -298,7 +299,7 @@ def of_torchvision(name: str) -> Case:
 
 
 def perturb(model: nn.Module) -> None:
-    """Move every weight off what it was set to: zeros and ones hide mistakes."""
+    """Perturb every weight, because initial zeros and ones hide mistakes."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -314,7 +315,7 @@ def in_float64(case: Case) -> Case:
     """Return the case with a copy of the model, all in float64."""
     model: Any = copy.deepcopy(case.model).double().eval()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped products do not support float64
     batch = case.batch.mapped(lambda x: x.double() if x.is_floating_point() else x)
     return Case(model, case.output, batch)
 
@@ -327,7 +328,7 @@ def truth(case: Case) -> list[Tensor]:
         twice = case.batch.rows(torch.tensor([i, i]))
         outputs = case.output.read(twice.given_to(case.model))
         f = torch.stack([case.output.value(x, twice.labels[0]) for x in outputs]).mean()
-        # Some models keep what they made of their parameters from call to call.
+        # Some models cache tensors that they computed from their parameters.
         found = torch.autograd.grad(f, parameters, retain_graph=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten() for g in found]))
     return rows
@@ -341,7 +342,7 @@ def gradients_of(case: Case, method: GradientMethod) -> Tensor:
 
 
 def milliseconds_of(case: Case, method: GradientMethod) -> float:
-    """Return the time of a second batch, whose gradients go into a digest."""
+    """Return the time of the second of two calls, whose gradients are only hashed."""
     parameters = select_parameters(case.model, None)
     device = case.batch.labels.device.type
     milliseconds = 0.0
@@ -353,7 +354,7 @@ def milliseconds_of(case: Case, method: GradientMethod) -> float:
 
 
 def worst(found: Tensor, expected: list[Tensor]) -> float:
-    """Return the largest difference in units of the largest entry of a sample."""
+    """Return the largest difference, relative to the largest entry of the sample's gradient."""
     pairs = zip(found.double(), expected, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
@@ -363,7 +364,7 @@ def _in_short(error: Exception) -> str:
 
 
 def judged(package: str, name: str, make: Callable[[str], Case], device: str) -> Row:
-    """Make a model, take its gradients, and compare them."""
+    """Build a model, compute its gradients, and compare them with autograd's."""
     torch.manual_seed(0)
     try:
         case = make(name)
@@ -407,7 +408,7 @@ def rows_of(names: list[str], device: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print a line a model, then the counts."""
+    """Print a row for each model, then the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("models", nargs="*", help="names of models or of packages; all if none")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -6,15 +6,15 @@
 
 A small GPT-2 is trained on pieces of docstrings, of Python's manual or of licences. 50 pieces are
 held out as questions. The model is retrained with 1, 10 and 50 % of the pieces dropped, with the
-same initial weights and order and with others. The LDS of a method is Spearman's correlation
-between predicted and actual log p of a question over drops, averaged over questions. All results
-are files in the folder: a second start continues, and --hours ends the trainings early and prints
-the table of what there is.
+same initial weights and order, and with those of two other seeds. The LDS of a method is Spearman's
+correlation between predicted and actual log p of a question over drops, averaged over questions.
+All results are stored as files in the folder, so a second start continues. --hours ends the
+trainings early and prints the table of the results so far.
 
-All methods are compared on the same drops, so differences between rows are paired; intervals are
-95 % bootstrap intervals over drops and questions. The first line of output tests whether drops are
-large enough: it is the correlation of their effects when initial weights are perturbed by 1e-4 of
-their size. Kinds of drops below .8 are left out.
+All methods are compared on the same drops, so differences between rows are paired; intervals are 95
+% bootstrap intervals over drops and questions. The first line of output tests whether drops are
+large enough. It has the correlation between their effects and those with initial weights that are
+perturbed by 1e-4 of their size. Kinds of drops with a correlation below .8 are left out.
 
 --peers names the folder with other packages' environments (benchmarks/board_rivals.py); packages
 that are missing have no rows. --draws 0 4 --dampings 0.3 1 adds rows of `label_draws`, computed by
@@ -47,7 +47,7 @@ _LEAST, _FEWEST = 0.8, 4
 
 @dataclass(frozen=True)
 class Row:
-    """How well one set of scores foretells one kind of drops, and how far it is from ours."""
+    """The LDS of one set of scores on one kind of drops, and its difference from ours."""
 
     scores: str
     drops: str
@@ -82,7 +82,7 @@ def train_missing(size: Size, text: str, folder: Path, cores: int, end: float) -
 
 
 def check_folder(folder: Path, size: Size, text: str) -> None:
-    """Stop if the folder holds another board."""
+    """Exit with an error if the folder belongs to another board."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = board(size, text).digest
     path, about = folder / "about.yaml", {"text": text, "digest": digest, **asdict(size)}
@@ -92,7 +92,7 @@ def check_folder(folder: Path, size: Size, text: str) -> None:
 
 
 def rivals_scores(folder: Path, peers: Path | None, n: int, m: int) -> dict[str, np.ndarray]:
-    """Return other packages' scores, computed by those whose environments are there."""
+    """Return scores of the other packages whose environments exist."""
     found: dict[str, np.ndarray] = {}
     for name in _PACKAGES:
         path = folder / f"rival-{name}.npz"
@@ -120,7 +120,7 @@ def rivals_scores(folder: Path, peers: Path | None, n: int, m: int) -> dict[str,
 
 
 def _read(folder: Path, kind: str, drop: int, turn: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Return which pieces were kept, (S, n), and log p of the questions, (S, m)."""
+    """Return masks of the kept pieces, (S, n), and log p of the questions, (S, m)."""
     weights, outputs = [], []
     for i in range(10_000):
         path = folder / f"{kind}-{drop}-{i}{turn}.npz"
@@ -133,7 +133,7 @@ def _read(folder: Path, kind: str, drop: int, turn: str = "") -> tuple[np.ndarra
 
 
 def truths(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return masks (S, n) and outputs (seeds, S, m) of each kind of drops that can judge."""
+    """Return masks (S, n) and outputs (seeds, S, m) of each kind of drops that is large enough."""
     found = {}
     for drop in DROPS:
         masks, outputs = _read(folder, "same", drop)
@@ -181,7 +181,7 @@ def table(
 
 
 def show(rows: list[Row]) -> None:
-    """Print the table, one line a set of scores."""
+    """Print the table, one line for each set of scores."""
     kinds = dict.fromkeys(row.drops for row in rows)
     for number, kind in enumerate(kinds, 1):
         count = next(row.trainings for row in rows if row.drops == kind)
@@ -199,19 +199,19 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Train what is missing, score what is missing, print the table."""
+    """Run the missing trainings, compute the missing scores, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--folder", type=Path, required=True, help="keeps all that was computed")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of all results")
     parser.add_argument("--text", default="docstrings", help="docstrings, manual, licences, a+b")
     parser.add_argument("--size", default="night", choices=SIZES, help="of texts and model")
-    parser.add_argument("--seed", type=int, default=0, help="of first weights, orders, drops")
-    parser.add_argument("--hours", type=float, default=12, help="starts no training after them")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, orders and drops")
+    parser.add_argument("--hours", type=float, default=12, help="the last training starts by then")
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument("--draws", type=int, nargs="*", default=[], help="numbers of drawn labels")
     parser.add_argument("--dampings", type=float, nargs="*", default=[1], help="of these rows")
-    parser.add_argument("--beside", default=OURS, help="the row that all are compared with")
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    parser.add_argument("--beside", default=OURS, help="the row with which all are compared")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     size = replace(SIZES[asked.size], seed=asked.seed)
     check_folder(asked.folder, size, asked.text)
@@ -229,7 +229,7 @@ def main() -> None:
         sys.exit(f"--beside must be one of {list(scores)}, but it is {asked.beside!r}")
     rows = table(scores, known, beside=asked.beside)
     if not rows:
-        sys.exit("no kind of drops can judge yet: run it again, with more --hours")
+        sys.exit("no kind of drops has enough trainings yet: run this again with more --hours")
     print(f"ours: {asked.beside}")
     show(rows)
     if asked.csv is not None:

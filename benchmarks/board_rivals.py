@@ -2,11 +2,11 @@
 
     PYTHONPATH=. /tmp/peers/kronfluence/bin/python benchmarks/board_rivals.py kronfluence --folder f
 
-benchmarks/peers.py describes the environments; kronfluence's has kronfluence and this project's
-torch. Each package gets the end of run 0 and all training pieces. GPT-2's ``Conv1D`` is rewritten
-as ``nn.Linear``, except for bergson. Only attention and MLPs are used, as in the packages'
-examples. All other settings are defaults. Scores are files in the folder, with the package's
-version.
+benchmarks/peers.py describes the environments. That of kronfluence has kronfluence and the same
+version of torch as this project. Each package gets the end of run 0 and all training pieces.
+GPT-2's ``Conv1D`` is rewritten as ``nn.Linear``, except for bergson. Only attention and MLPs are
+used, as in the packages' examples. All other settings are defaults. Scores are written to files in
+the folder, with the package's version.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, TensorDataset
 _CHUNK, _SIDE = 50, 16
 _EK_FAC = ["--method", "kfac", "--hessian_cfg.ev_correction", "true"]
 _CG = [*_EK_FAC, "--solver", "cg", "--num_steps", "20"]
-# On a CPU bergson's conjugate gradients write into gradients that it mapped to be read alone, and
-# end by signal 11. With this in its way, what it maps so is copied where it is written.
+# On a CPU, bergson's conjugate gradients write into gradients that it mapped read-only, and crash
+# with signal 11. With this module, such maps are copy-on-write.
 _COPIED_WHERE_WRITTEN = """
 import numpy
 
@@ -57,13 +57,13 @@ def _model(about: Board, folder: Path) -> Any:
 
 
 def _linear(about: Board, folder: Path) -> tuple[Any, list[str]]:
-    """Return the model with ``nn.Linear`` layers, and the names of those that count."""
+    """Return the model with ``nn.Linear`` layers, and the names of the layers that are used."""
     model = with_linear_layers(_model(about, folder)).eval()
     return model, [f"transformer.{name}" for name in layers_of(model.transformer)]
 
 
 def kronfluence(about: Board, folder: Path, work: Path) -> Scores:
-    """Return EK-FAC's scores, with its own damping and with the mean eigenvalues' tenth."""
+    """Return EK-FAC's scores with its default damping and with a tenth of the mean eigenvalue."""
     package = importlib.import_module("kronfluence.analyzer")
     arguments = importlib.import_module("kronfluence.arguments")
     model, names = _linear(about, folder)
@@ -118,7 +118,7 @@ def kronfluence(about: Board, folder: Path, work: Path) -> Scores:
 
 
 def dattri(about: Board, folder: Path, work: Path) -> Scores:
-    """Return LoGra's scores, 16 x 16 numbers a layer."""
+    """Return LoGra's scores, with 16 x 16 numbers for each layer."""
     algorithm = importlib.import_module("dattri.algorithm.logra")
     tasks = importlib.import_module("dattri.task")
     model, names = _linear(about, folder)
@@ -146,7 +146,7 @@ def dattri(about: Board, folder: Path, work: Path) -> Scores:
 
 
 def logix(about: Board, folder: Path, work: Path) -> Scores:
-    """Return LoGra's scores by random matrices, 16 x 16 numbers a layer."""
+    """Return LoGra's scores with random matrices, with 16 x 16 numbers for each layer."""
     package = importlib.import_module("logix")
     model, _ = _linear(about, folder)
     config = work / "config.yaml"
@@ -175,12 +175,12 @@ def logix(about: Board, folder: Path, work: Path) -> Scores:
 
 
 def bergson(about: Board, folder: Path, work: Path) -> Scores:
-    """Return EK-FAC's and TrackStar's scores by its commands, on a model folder and text files."""
+    """Return EK-FAC's and TrackStar's scores by bergson's commands, from files."""
     tokenizers = importlib.import_module("tokenizers")
     transformers = importlib.import_module("transformers")
     place = work / "model"
     model = _model(about, folder)
-    # Its batches count tokens, and may hold no more than the model has positions.
+    # bergson's batch size is in tokens, and must not exceed the model's number of positions.
     positions = nn.Embedding(2048, about.size.width)
     positions.weight.data[: about.size.length] = model.transformer.wpe.weight.data
     model.transformer.wpe, model.config.n_positions = positions, 2048

@@ -43,7 +43,7 @@ def _parts(about: Board, output: ModelOutput) -> list[Any]:
 
 
 def _groups(chosen: Mapping[str, nn.Parameter], n: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield parameters, together as many as fit into memory for all rows."""
+    """Yield groups of parameters whose gradients for all rows fit into memory."""
     group: dict[str, nn.Parameter] = {}
     for name, parameter in chosen.items():
         size = sum(p.numel() for p in [*group.values(), parameter])
@@ -57,9 +57,9 @@ def _groups(chosen: Mapping[str, nn.Parameter], n: int) -> Iterator[dict[str, nn
 def _kernels(
     model: nn.Module, moments: Mapping[str, Tensor] | None, about: Board, output: ModelOutput
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return inner products of all gradients, those under Adam, if there are moments, and f.
+    """Return inner products of all gradients, those with Adam's ``moments`` if given, and f.
 
-    Rows are all pieces.
+    Rows and columns are all pieces.
     """
     n = len(about.tokens)
     plain, adam, outputs = np.zeros((n, n)), np.zeros((n, n)), np.zeros(n)
@@ -79,9 +79,9 @@ def _kernels(
 
 
 def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) -> Products:
-    """Return what one checkpoint makes of all pieces, from its file if there is one.
+    """Return one checkpoint's inner products for all pieces, from its file if it exists.
 
-    With a ``k`` that is features of a dense projection alone.
+    With a ``k``, only the features of a dense projection are returned.
     """
     path = folder / f"products-{run}-{at}.npz"
     if not path.exists():
@@ -123,7 +123,7 @@ def of_ends(made: list[Products], n: int, damping: float) -> np.ndarray:
         normal = phi.T @ phi
         shift = damping * np.trace(normal) / n
         shares.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
-    # 1 - p of a whole text, which is nearly 1.
+    # 1 - p, where p is the probability of a whole text: it is nearly 1.
     weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
     return weights[:, None] * np.mean(shares, axis=0)
 
@@ -184,10 +184,10 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
 def drawn_scores(
     about: Board, folder: Path, draws: Sequence[int], dampings: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """Return scores (n, m) by `Attributor` with ``label_draws``, of the run's end and along it.
+    """Return scores (n, m) by `Attributor` with ``label_draws``, from a run's end and along it.
 
-    Features are those of k = 1,024 random signs; of the end there are exact scores too. Processor
-    seconds of `fit`, and of `score` for each question, are printed.
+    Features are from a `rademacher` projection with k = 1,024. For the end there are also exact
+    scores. CPU seconds of `fit`, and of `score` for each question, are printed.
     """
     train, asked = (
         [{"input_ids": one, "labels": one} for one in pieces]

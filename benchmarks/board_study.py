@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 BATCH, _WARM_UP, DECAY = 64, 0.15, 0.01
-ADAM = 0.9, 0.999, 1e-8  # of moments, and what keeps the division finite
+ADAM = 0.9, 0.999, 1e-8  # betas and epsilon
 TIMES = (0.25, 0.5, 0.75, 1.0)
 PERTURBED = 1e-4
 DROPS = (1, 10, 50)  # per cent
@@ -36,24 +36,24 @@ DROPS = (1, 10, 50)  # per cent
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything.
+    """The sizes of a board.
 
     Attributes:
         texts: n, training pieces.
         questions: m, held-out pieces.
-        length: Words a piece.
-        words: Entries of the vocabulary; 0 is any other word.
+        length: Words in each piece.
+        words: Entries of the vocabulary. Entry 0 stands for all other words.
         width: Numbers in a hidden state.
         layers: Blocks.
         epochs: Passes over the training pieces.
         rate: The highest learning rate.
-        subsets: Drops of each kind, under the same seed.
-        others: Drops of each kind under two other seeds each.
-        again: Drops of each kind that are repeated with perturbed first weights.
+        subsets: Drops of each kind with the same seed.
+        others: Drops of each kind with two other seeds each.
+        again: Drops of each kind that are repeated with perturbed initial weights.
         runs: Trainings on all pieces whose checkpoints are kept.
         halves: Trainings on halves whose checkpoints are kept.
-        tuned_from: The text that the model learned first, or none.
-        seed: Another one has other first weights, orders and drops of the same pieces.
+        tuned_from: The text on which the model is trained first, or none.
+        seed: Determines the initial weights, orders and drops, but not the pieces.
     """
 
     texts: int
@@ -74,17 +74,17 @@ class Size:
 
     @property
     def first_seed(self) -> int:
-        """That of the run whose scores are judged, and of drops under the same seed."""
+        """The seed of the run whose scores are measured, and of drops with the same seed."""
         return 100_000 * self.seed
 
     @property
     def before(self) -> "Size":
-        """That of the training on another text, if there is one."""
+        """The sizes of the training on ``tuned_from``, if there is one."""
         return replace(self, texts=2400, epochs=10, rate=1e-3, tuned_from="")
 
 
 SIZES = {
-    "tiny": Size(120, 8, 24, 200, 16, 1, 6, 1e-3, 4, 0, 4, runs=1, halves=2),  # does it run?
+    "tiny": Size(120, 8, 24, 200, 16, 1, 6, 1e-3, 4, 0, 4, runs=1, halves=2),  # smoke test
     "small": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 32, 12, 6),
     "brief": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 24, 0, 4, runs=1, halves=0),
     "few": Size(300, 50, 24, 600, 48, 2, 28, 1e-3, 24, 0, 4, runs=1, halves=0),
@@ -113,7 +113,7 @@ def _docstrings() -> list[str]:
         try:
             tree = ast.parse(paths[i].read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
-            continue  # files that hold mistakes for lib2to3's tests
+            continue  # files with deliberate errors for lib2to3's tests
         nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
         found += [text for node in nodes if (text := ast.get_docstring(node))]
     return found
@@ -147,7 +147,7 @@ class Board:
 
     @property
     def digest(self) -> str:
-        """A hash of the tokens: texts are those of the Python that runs, and its packages."""
+        """A hash of the tokens. The texts depend on the versions of Python and its packages."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
 
     @property
@@ -165,7 +165,7 @@ class Board:
 def board(size: Size, text: str) -> Board:
     """Cut texts into pieces, draw the questions among them, and number words by frequency.
 
-    A model that is tuned keeps the words' numbers of the text that it learned first.
+    A model that is tuned keeps the word numbers of the text on which it was trained first.
     """
     found: dict[tuple[str, ...], None] = {}
     wanted = size.texts + size.questions
@@ -188,35 +188,35 @@ def board(size: Size, text: str) -> Board:
 
 
 def board_in(folder: Path) -> Board:
-    """Return the board that a folder of board.py holds, or stop if this Python has other texts."""
+    """Return the board of a folder of board.py; exit with an error if its texts differ."""
     given = yaml.safe_load((folder / "about.yaml").read_text(encoding="utf-8"))
     text, digest = given.pop("text"), given.pop("digest")
     about = board(Size(**given), text)
     if about.digest != digest:
-        sys.exit("the texts differ: take the same Python, and the same packages for licences")
+        sys.exit("the texts differ: use the same Python, and the same packages for licences")
     return about
 
 
 def make_model(size: Size) -> Any:
-    """Return a GPT-2 with first weights of PyTorch's random state."""
+    """Return a GPT-2 with initial weights drawn from PyTorch's random state."""
     about: dict[str, Any] = {"n_embd": size.width, "n_layer": size.layers, "n_head": 4}
     about |= {"vocab_size": size.words, "n_positions": size.length}
     about |= {"bos_token_id": None, "eos_token_id": None}
     about |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     model = GPT2LMHeadModel(GPT2Config(**about))
-    model.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
+    model.loss_type = "ForCausalLM"  # the default, but without it transformers warns
     return model
 
 
 def losses(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Return each piece's sum of its words' cross entropies, in nats."""
+    """Return the sum of the words' cross entropies for each piece, in nats."""
     logits = model(input_ids=tokens).logits[:, :-1]
     each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return each.view(len(tokens), -1).sum(1)
 
 
 def steps_of(size: Size) -> int:
-    """Return how many steps a training has."""
+    """Return the number of steps of a training."""
     return size.epochs * -(-size.texts // BATCH)
 
 
@@ -257,9 +257,10 @@ def _learned_before(size: Size, text: str) -> dict[str, Tensor]:
 def train(
     about: Board, seed: int, weights: np.ndarray, *, perturbed: bool = False
 ) -> tuple[np.ndarray, dict[float, dict[str, dict[str, Tensor]]]]:
-    """Train, texts weighing ``weights`` (n,), and return log p of the questions and checkpoints.
+    """Train with ``weights`` of texts, (n,); return log p of the questions, and checkpoints.
 
-    A checkpoint is a state and Adam's second moments without their bias, by part of the training.
+    A checkpoint is a state dict and Adam's bias-corrected second moments. The keys of checkpoints
+    are fractions of the training.
     """
     size = about.size
     model = first_model(size, seed, perturbed=perturbed)
@@ -293,11 +294,11 @@ class Training:
     """One training of the board.
 
     Attributes:
-        name: That of its file.
-        seed: That of first weights and order.
+        name: The name of its file.
+        seed: The seed of initial weights and order.
         drop: Per cent of the pieces that are left out; 0 for none.
-        number: Which draw of them.
-        perturbed: Whether first weights are perturbed by 1e-4 of their size.
+        number: The number of the draw of these pieces.
+        perturbed: Whether initial weights are perturbed by 1e-4 of their size.
         keeps: Whether its checkpoints are kept.
     """
 
@@ -309,14 +310,14 @@ class Training:
     keeps: bool = False
 
     def weights(self, n: int) -> np.ndarray:
-        """Return 0 for pieces that are left out, 1 for others, shape (n,)."""
+        """Return 0 for pieces that are left out and 1 for all other pieces, shape (n,)."""
         kept = np.ones(n)
         rng = np.random.default_rng([self.drop, self.number])
         kept[rng.permutation(n)[: round(n * self.drop / 100)]] = 0
         return kept
 
     def run(self, about: Board, folder: Path) -> None:
-        """Train, and write log p of the questions and what was left out; keep the checkpoints."""
+        """Train, and write log p of the questions, the weights, and the checkpoints to keep."""
         began = time.process_time()
         weights = self.weights(about.size.texts)
         outputs, checkpoints = train(about, self.seed, weights, perturbed=self.perturbed)
@@ -334,14 +335,14 @@ def save(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def written(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name first, so that it is whole when it is there."""
+    """Write a file under another name and rename it, so that it is complete if it exists."""
     part = path.with_name(f".{os.getpid()}-{path.name}")
     write(part)
     part.replace(path)
 
 
 def trainings(size: Size) -> list[Training]:
-    """Return all trainings, in an order in which the first of them are of use by themselves."""
+    """Return all trainings, in an order such that an interrupted run already has useful results."""
     seed = number = size.first_seed
     found = [Training("run-0", seed, keeps=True)]
     found += [

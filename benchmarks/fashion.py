@@ -2,19 +2,20 @@
 
     python benchmarks/fashion.py --data /usr/share/datasets/fashion-mnist --folder f --setting mlp
 
-The data are those of Debian's package dataset-fashion-mnist: the first 5,000 training images and
-the first 500 test images. Setting ``lr`` is a linear layer, SGD with learning rate 0.01, batches of
-32, 20 epochs; ``mlp`` is 784-128-64-10 with dropout 0.1, momentum 0.9, batches of 64, 50 epochs
-(dattri, Deng et al., NeurIPS 2024, and GraSS, Hu et al., 2025).
+The data are the first 5,000 training images and the first 500 test images of Debian's package
+dataset-fashion-mnist. Setting ``lr`` is a linear layer, trained by SGD with learning rate 0.01 and
+batches of 32 for 20 epochs. ``mlp`` is a network 784-128-64-10 with dropout 0.1, trained with
+momentum 0.9 and batches of 64 for 50 epochs (dattri, Deng et al., NeurIPS 2024, and GraSS, Hu et
+al., 2025).
 
 The linear datamodeling score (LDS) of a method is the Spearman correlation, over 100 random halves
 of the training images, between the sum of a test image's scores over the half and the mean log-odds
 of its label under three networks trained on the half, averaged over test images. Intervals are 95 %
 bootstrap intervals over halves and images. Differences to the first row are paired.
 
-Every training and every method is a file in the folder, so that a second start continues. Each
-method runs in a process of its own with one thread, which reports its processor seconds and its
-peak memory. ``--peers`` names a Python that has the other packages (benchmarks/fashion_rivals.py).
+The result of every training and every method is a file in the folder, so a second start continues.
+Each method runs in a separate process with one thread, which reports its CPU seconds and its peak
+memory. ``--peers`` names a Python that has the other packages (benchmarks/fashion_rivals.py).
 """
 
 import argparse
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 
 N_TRAIN, N_TARGETS, N_HALVES, N_TRUTH_SEEDS = 5000, 500, 100, 3
 N_HALF_CHECKPOINTS, N_RUNS = 50, 10
-_MEAN, _DEVIATION = 0.2860, 0.3530  # of the training images' pixels
+_MEAN, _DEVIATION = 0.2860, 0.3530  # of pixels
 _PACKAGES = "torch", "numpy", "traker", "dattri", "kronfluence", "captum"
 
 
@@ -66,7 +67,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one method reached and what it took."""
+    """The LDS of one method, with its time and memory."""
 
     method: str
     checkpoints: int
@@ -128,7 +129,7 @@ def halves(n: int, count: int, seed: int) -> np.ndarray:
 def make_checkpoints(
     setting: Setting, data: tuple[Tensor, Tensor], folder: Path
 ) -> Mapping[str, list[str]]:
-    """Train what is missing, and return the paths of the runs' ends, halves and along runs."""
+    """Run the missing trainings; return the paths of the runs' ends, of halves and along runs."""
     folder.mkdir(exist_ok=True)
     early = setting.epochs // 5
     for seed in range(N_RUNS):
@@ -301,7 +302,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--setting", choices=SETTINGS, required=True)
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--only", help="compute the scores of this method, in this process")
+    parser.add_argument("--only", help="compute this method's scores in this process")
     parser.add_argument("--csv", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)

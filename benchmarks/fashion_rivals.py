@@ -3,7 +3,7 @@
     /tmp/peers/bin/python benchmarks/fashion_rivals.py --list
 
 benchmarks/fashion.py calls this script with ``--peers``. That Python needs the packages and torch,
-not this project. Arguments that are not named here are the packages' defaults.
+but not this project. Arguments that the code does not set have the packages' defaults.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
 
 
 def _task(model: nn.Module, paths: list[str]) -> Any:
-    """Return dattri's task of the cross entropy of one sample."""
+    """Return dattri's task with the cross entropy of one sample as loss."""
     AttributionTask = import_module("dattri.task").AttributionTask
 
     def loss(parameters: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
@@ -152,7 +152,7 @@ def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
 
 
 def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
-    """Return dattri's TracIn over checkpoints from along one run's first and last part."""
+    """Return dattri's TracIn over the first ``count`` checkpoints from along the runs."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         TracInAttributor = import_module("dattri.algorithm.tracin").TracInAttributor
@@ -170,7 +170,7 @@ def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
 
 
 def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
-    """Return EK-FAC's scores by kronfluence; None takes a tenth of the mean eigenvalue."""
+    """Return EK-FAC's scores by kronfluence; damping None is a tenth of the mean eigenvalue."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         Analyzer = import_module("kronfluence.analyzer").Analyzer

@@ -4,11 +4,11 @@
     python benchmarks/gramian.py --threads 2 --csv gramian.csv
 
 A pass is a forward pass, a loss for each sample, and the Gramian. Each model's Gramian is first
-compared with torchjd's in float64; models whose Gramians differ are not timed. Then both sides
+compared with torchjd's in float64; models whose Gramians differ are not timed. Then both engines
 alternate, and the median of the repeats is reported. Memory is measured in a separate process for
-each side and case, as the peak minus the memory before the pass, in which model and data are
-included. Ratios are this package's value over torchjd's. Prints a Markdown table; --csv writes the
-same rows with the device, the versions and the commit.
+each engine and case. It is the peak minus the memory before the pass, when the model and the data
+are already in memory. Ratios are this package's value over torchjd's. Prints a Markdown table;
+--csv writes the same rows with the device, the versions and the commit.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CLASSES = 10
 
 
 class Encoder(nn.Module):
-    """A transformer encoder over 32 places; no dropout, which the peer doesn't allow."""
+    """A transformer encoder over 32 positions, without dropout, which torchjd doesn't allow."""
 
     def __init__(self) -> None:
         """Four layers of width 128."""
@@ -79,7 +79,7 @@ def alexnet() -> nn.Module:
     )
 
 
-# Models, the shape of a sample, and the batches; with 32 of AlexNet the peer takes over 20 GB.
+# Models, sample shapes and batch sizes. With 32 samples of AlexNet, torchjd takes over 20 GB.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
     "MLP": (mlp, (784,), (8, 16, 32, 64)),
     "CIFAR CNN": (cifar_cnn, (3, 32, 32), (8, 16, 32, 64)),
@@ -108,7 +108,7 @@ class Side:
     """A model with one of the two engines on it."""
 
     def __init__(self, case: str, side: str, device: str, dtype: torch.dtype = torch.float32):
-        """Make the model, the same one for both sides."""
+        """Make the model, which has the same weights for both engines."""
         make, self.shape, _ = CASES[case]
         torch.manual_seed(0)
         self.model = make().to(device, dtype)
@@ -121,19 +121,19 @@ class Side:
         self.device, self.dtype = device, dtype
 
     def data(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Return samples and labels, the same for both sides."""
+        """Return samples and labels, which are the same for both engines."""
         torch.manual_seed(1)
         samples = torch.randn(batch, *self.shape).to(self.device, self.dtype)
         return samples, torch.randint(0, CLASSES, (batch,)).to(self.device)
 
     def run(self, samples: Tensor, labels: Tensor) -> Tensor:
-        """Make one pass."""
+        """Run one pass."""
         losses = nn.functional.cross_entropy(self.model(samples), labels, reduction="none")
         return self.engine.compute_gramian(losses)
 
 
 def check(case: str, device: str) -> None:
-    """Compare the two sides in float64; SystemExit if they differ."""
+    """Compare the two engines in float64; raise SystemExit if they differ."""
     ours, peer = (Side(case, side, device, torch.float64) for side in ("ours", "peer"))
     data = ours.data(3)
     found, expected = ours.run(*data), peer.run(*data)
@@ -143,7 +143,7 @@ def check(case: str, device: str) -> None:
 
 
 def in_turn(case: str, batch: int, repeats: int, device: str) -> tuple[float, float]:
-    """Return the median seconds of both sides, by the clock."""
+    """Return the median wall seconds of both engines, which alternate."""
     sides = {side: Side(case, side, device) for side in ("ours", "peer")}
     data = sides["ours"].data(batch)
     calls: dict[str, Callable[[], object]]
@@ -153,7 +153,7 @@ def in_turn(case: str, batch: int, repeats: int, device: str) -> tuple[float, fl
 
 
 def peak_bytes(case: str, side: str, batch: int, device: str, threads: int) -> int:
-    """Return what a pass adds at its peak; on a CPU, measured in a process of its own."""
+    """Return the bytes that a pass adds at its peak, on a CPU measured in a separate process."""
     if device == "cuda":
         made = Side(case, side, device)
         data = made.data(batch)
@@ -165,7 +165,7 @@ def peak_bytes(case: str, side: str, batch: int, device: str, threads: int) -> i
         capture_output=True,
         text=True,
         check=False,
-        # Freed memory goes back at once, so that the peak is that of what is in use.
+        # Freed memory is returned immediately, so that the peak is that of the memory in use.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )
     if result.returncode:
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # a process for one peak
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # for one peak
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.peak:

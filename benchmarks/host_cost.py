@@ -4,8 +4,8 @@
 
 The models are a GPT-2 of 12 layers and width 16 with two texts of 8 tokens, and a network of two
 layers with 32 images of 8 x 8 pixels. The floor is an ordinary forward and backward pass of the
-same batch. All sides alternate on one thread, several calls at a time; medians of CPU seconds over
-the rounds are reported. Features are first compared with those of autograd's gradients.
+same batch. All methods alternate on one thread, with several calls each. Medians of CPU seconds
+over the rounds are reported. Features are first compared with those of autograd's gradients.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from trak_core.runtime.job import keep_freed_memory
 
 _KINDS = ("hadamard", "rademacher", "normal", "tensor_sketch")
 _PROJ_DIM = 64
-_CALLS = 10  # that are timed together
+_CALLS = 10  # timed together
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a side takes."""
+    """The time of one method."""
 
     model: str
     side: str
@@ -42,7 +42,7 @@ class Row:
 
 
 def _gpt2() -> Case:
-    """Return a GPT-2 of 12 layers whose arithmetic costs nothing."""
+    """Return a GPT-2 of 12 layers with next to no arithmetic."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=12, n_head=2)
     config.bos_token_id = config.eos_token_id = 0
@@ -52,7 +52,7 @@ def _gpt2() -> Case:
 
 
 def _mlp() -> Case:
-    """Return a network for the pixels of digits."""
+    """Return a network for images of digits."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     batch = as_batch((torch.rand(32, 64), torch.randint(0, 10, (32,))), CLASSIFICATION)
@@ -81,7 +81,7 @@ def main() -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -4,10 +4,10 @@
 
 Ten small CNNs of config/digits.py are trained for 15 epochs; there are 1,200 training samples, 100
 targets, 512 dimensions and float32 features, on the CPU with torch's default number of threads.
-Each side computes features, normal matrices and scores from the ten state dicts and tensors in
-memory, in turn. compat and ``trak`` get the training samples in batches, ``trak`` in each of the
-given sizes, of which the fastest is reported. Prints the least wall seconds and CPU seconds of all
-rounds for each side, and ratios of both.
+Each package computes features, normal matrices and scores from the ten state dicts and tensors in
+memory, in turn. compat and ``trak`` get the training samples in batches. ``trak`` is run with each
+of the given batch sizes, and ratios are relative to its fastest. Prints the minimum of the wall
+seconds and CPU seconds over all rounds for each package, and the ratios.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def _trained(n_models: int) -> list[dict[str, torch.Tensor]]:
 
 
 def by_attributor(states: list[Any], train: Any, targets: Any) -> Any:
-    """Return the scores of an Attributor."""
+    """Return scores computed by an Attributor."""
     names = {str(i): state for i, state in enumerate(states)}
     output = "image_classification"
     made = Attributor(STUDY["make_model"], output, names, kind="rademacher", proj_dim=DIM)
@@ -51,7 +51,7 @@ def by_attributor(states: list[Any], train: Any, targets: Any) -> Any:
 
 
 def by_traker(package: Any, batch: int) -> Callable[..., Any]:
-    """Return a function that scores by a TRAKer of a package, with batches of one size."""
+    """Return a function that computes scores by a package's TRAKer, with this batch size."""
 
     def scores(states: list[Any], train: Any, targets: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def by_traker(package: Any, batch: int) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Time all ways in turn and print the least seconds of each."""
+    """Time all packages in turn and print the minimum of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=int, default=10)

@@ -10,18 +10,18 @@ Cases:
 - `long`: a Llama of width 256 and two layers in float32 with a vocabulary of 128,256, and one text
   of 1,024 tokens.
 - `deep`: the same with 24 layers and a vocabulary of 8,192, and one text of 2,048 tokens.
-- `facts`: the run of config/facts.yaml with six checkpoints, which is finished first, and one more
-  question: by `trak run` as an experiment of its own; the same command again, with nothing to do;
-  by Snakemake with new processes; and by `trak ask`, with one question and with eleven.
+- `facts`: one more question to a finished run of config/facts.yaml with six checkpoints. It is
+  asked by `trak run` as a new experiment, by the same command again with nothing left to do, by
+  Snakemake with new processes, and by `trak ask` with one question and with eleven.
 
-Rows of the first four: `start` is `trak run -n`, the check before any job; `load` only loads the
-model; `features` computes the features of the text in a process of its own; `question` is all of
-`trak run` for that file; `loads` is a process that only does the imports, to compare with.
+The first four cases have these rows. `start` is `trak run -n`, the check before any job. `load`
+only loads the model. `features` computes the features of the text in a separate process. `question`
+is a whole `trak run` for the same file. `loads` only imports the packages, for comparison.
 
 Times are CPU seconds of a process and its children; wall seconds are printed too. Memory is the
-largest resident size of any of them. "own MB" excludes file-backed pages, such as shared libraries,
-and is sampled every 10 ms. Prints a Markdown table. The package is the one of the current
-environment, so that two checkouts can be compared.
+largest resident size of any of these processes. "own MB" excludes file-backed pages, such as shared
+libraries, and is sampled every 10 ms. Prints a Markdown table. The package is the one of the
+current environment, so that two checkouts can be compared.
 """
 
 import argparse
@@ -148,12 +148,12 @@ SPEC = {
     "study_digest": "digest",
     "targets_digest": "digest",
 }
-_PR_SET_CHILD_SUBREAPER = 36  # processes whose parent has ended are ours (prctl(2))
-_LONGEST_SECONDS = 60  # that a fork server may outlive what started it
+_PR_SET_CHILD_SUBREAPER = 36  # adopt processes whose parent has ended (prctl(2))
+_LONGEST_SECONDS = 60  # for a fork server that outlives its parent
 
 
 def run(arguments: list[str], folder: Path, log: Path) -> Usage:
-    """Run a program to its end, and return what it took; its words go to the log."""
+    """Run a program, write its output to the log, and return its time and memory."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     start = time.monotonic()
     with log.open("w") as file:
@@ -177,7 +177,7 @@ def run(arguments: list[str], folder: Path, log: Path) -> Usage:
 
 
 def _ended_later(latest: float) -> Iterator[resource.struct_rusage]:
-    """Yield what processes took that outlived their parent, until the last has ended."""
+    """Yield the usage of processes that outlived their parent, until the last has ended."""
     while time.monotonic() < latest:
         try:
             ended, _, used = os.wait4(-1, os.WNOHANG)
@@ -187,11 +187,11 @@ def _ended_later(latest: float) -> Iterator[resource.struct_rusage]:
             yield used
         else:
             time.sleep(0.05)
-    raise SystemExit("A process has outlived its parent for too long to be counted.")
+    raise SystemExit("A process outlived its parent and did not end in time.")
 
 
 def make(folder: Path, name: str) -> None:
-    """Write a model of random weights as transformers does, a study and a config."""
+    """Write a model with random weights in transformers' format, a study and a config."""
     width, inner, layers, heads, vocabulary, tied, tokens, dtype = MODELS[name]
     code = f"""\
 import torch
@@ -212,7 +212,7 @@ LlamaForCausalLM(config).save_pretrained("model")
 
 
 def jobs_of(folder: Path, name: str, memory_mb: int) -> dict[str, list[str]]:
-    """Make a model and its study unless they are there; return the command of each job."""
+    """Make a model and its study unless they exist; return the command of each job."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.yaml").exists():
         make(folder, name)
@@ -228,7 +228,7 @@ def jobs_of(folder: Path, name: str, memory_mb: int) -> dict[str, list[str]]:
 
 
 def facts_of(folder: Path, number: int) -> dict[str, list[str]]:
-    """Finish the planted facts' run; return the commands that ask it something new."""
+    """Finish the run of planted facts; return the commands that ask a new question."""
     shutil.copytree(REPOSITORY / "config", folder / "config", dirs_exist_ok=True)
     scores = [TRAK, "run", "config/facts.yaml", "scores", "--cores=2"]
     run(scores, folder, folder / "scores.log")
@@ -255,7 +255,7 @@ def facts_of(folder: Path, number: int) -> dict[str, list[str]]:
 
 
 def show(name: str, job: str, usages: list[Usage]) -> None:
-    """Print the medians of a job's rounds, with the least and the greatest."""
+    """Print the medians of a job's rounds, with the minimum and the maximum."""
     cells = []
     for values in ([one.seconds for one in usages], [one.wall for one in usages]):
         least, greatest = min(values), max(values)
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
     parser.add_argument("--folder", type=Path, help="keep models and results here")
-    parser.add_argument("--jobs", nargs="+", help="those of large models that run; all if none")
+    parser.add_argument("--jobs", nargs="+", help="rows of large models to run; default: all")
     arguments = parser.parse_args()
     print(environment("cpu", ("torch", "transformers", "snakemake")))
     print("| model | job | CPU s | wall s | peak MB | own MB |\n|---|---|---|---|---|---|")

@@ -17,14 +17,14 @@ sides are:
 - "in turn": one pass for each sample, with the same factors as one pass for all. An LSTM has no
   pass for all samples, so its features are computed this way.
 
-Features are first compared with those of formed gradients, of two samples in float32; sides that
-differ are not timed. Then all sides alternate on one thread each. Medians over rounds are reported:
-CPU seconds, or wall seconds with ``--device cuda``. Ratios are over the floor, with the smallest
-and largest of the rounds. All sides keep freed memory, as jobs do.
+Features are first compared with projections of whole gradients, for two samples in float32. Sides
+that differ are not timed. Then all sides alternate on one thread each. Medians of CPU seconds (wall
+seconds with ``--device cuda``) over rounds are reported. Ratios are relative to the floor, with the
+smallest and largest of the rounds. All sides keep freed memory, as jobs do.
 
-Memory is the peak minus the memory before, the model included, for each sample, measured in a
-separate process for each side; on a GPU it is measured in this process, without the model. Prints a
-Markdown table; --csv writes the same rows with the device, the versions and the commit.
+Memory is the peak minus the memory before the model is loaded, divided by the number of samples, in
+a separate process for each side. On a GPU it is measured in this process and excludes the model.
+Prints a Markdown table; --csv writes the same rows with the device, the versions and the commit.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
-# For all that follows: one thread a side.
+# Must be set before the imports that follow: each side has one thread.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
@@ -83,7 +83,7 @@ KINDS = ["rademacher", "hadamard", "tensor_sketch"]
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNorm, and their input added."""
+    """A residual block of two convolutions with BatchNorm."""
 
     def __init__(self, width: int) -> None:
         """Keep the width."""
@@ -114,10 +114,10 @@ class Case:
     """A model, some of its parameters, and a batch.
 
     Attributes:
-        model: In evaluation mode.
-        parameters: Those that are differentiated.
+        model: The model, in evaluation mode.
+        parameters: The parameters that are differentiated.
         output: The model output f.
-        batch: Samples.
+        batch: The samples.
         proj_dim: k.
     """
 
@@ -154,10 +154,10 @@ def case_of(
     Args:
         name: A row's first word, such as ``124M``.
         linear: Whether only the matrices of transformers' layers are differentiated.
-        proj_dim: k; None for the model's own.
-        texts: The number of texts of a language model's batch; None for the model's own.
-        n_tokens: Tokens of each.
-        device: Where model and samples are.
+        proj_dim: k; None for the model's default.
+        texts: The number of texts in a language model's batch; None for the model's default.
+        n_tokens: The number of tokens in each text.
+        device: The device of the model and the samples.
     """
     torch.manual_seed(0)
     if name in {"digits", "resnet"}:
@@ -194,7 +194,7 @@ def case_of(
 def ours(
     case: Case, kind: str, batch: Batch | None = None, method: GradientMethod | None = None
 ) -> Tensor:
-    """Return features from one backward pass if the model takes it, or by another method."""
+    """Return features from one backward pass if the model allows it, else by another method."""
     batch = case.batch if batch is None else batch
     method = method or (gradients_in_turn if case.name in LSTMS else gradients_at_once)
     sums = Features.zeros(case.parameters, case.spec(kind), len(batch), threads=1)
@@ -203,31 +203,31 @@ def ours(
 
 
 class Nobody:
-    """A consumer that takes gradients and does nothing."""
+    """A consumer that discards all gradients."""
 
     in_order: ClassVar[bool] = True
     reads_terms: ClassVar[bool] = False
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """Let them go; those that aren't formed never are."""
+        """Discard the gradients, without computing factored ones in full."""
 
     def finish(self) -> None:
-        """Nothing was held back."""
+        """Do nothing, because no gradient is buffered."""
 
     def of(self, samples: slice) -> Self:
-        """Return itself, because samples are all the same to it."""
+        """Return itself, because the samples make no difference."""
         return self
 
     def empty(self) -> Self:
-        """Return itself, because it never holds anything."""
+        """Return itself, because it stores nothing."""
         return self
 
     def add(self, other: Self) -> None:
-        """There is nothing to add."""
+        """Do nothing, because there is nothing to add."""
 
 
 def by_vmap(case: Case, kind: str) -> Tensor:
-    """Return features of gradients that are formed as a whole."""
+    """Return features from whole gradients by vmap."""
     trained = {name: p.detach() for name, p in case.parameters.items()}
     state = *case.model.named_parameters(), *case.model.named_buffers()
     fixed = {name: tensor.detach() for name, tensor in state if name not in trained}
@@ -251,7 +251,7 @@ def by_vmap(case: Case, kind: str) -> Tensor:
 
 
 def check(case: Case, kind: str) -> None:
-    """Stop if two samples' features differ from those of their formed gradients."""
+    """Exit with an error if two samples' features differ from projections of whole gradients."""
     few = case.batch.rows(slice(0, 2))
     what = case.model, case.parameters, case.output, few
     formed = formed_gradients(gradients_one_by_one, *what)
@@ -264,7 +264,7 @@ def check(case: Case, kind: str) -> None:
 def sides_of(
     case: Case, kinds: list[str], vmap: bool, one_by_one: bool, no_features: bool
 ) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name."""
+    """Return the functions to time, by name."""
     sides: dict[str, Callable[[], object]] = {
         FLOOR: partial(floor, case.model, case.output, case.batch)
     }
@@ -285,7 +285,7 @@ def sides_of(
 
 
 def warm_up(kinds: list[str], proj_dim: int) -> None:
-    """Compile each kind's kernel, and fill what stays."""
+    """Compile each kind's kernel, and fill the caches."""
     for kind in kinds:
         shapes = [(50, 100)] if kind == "tensor_sketch" else None
         spec = ProjectionSpec(
@@ -300,9 +300,9 @@ def warm_up(kinds: list[str], proj_dim: int) -> None:
 
 
 def main() -> None:
-    """Measure, or in a process of its own take one side's peak."""
+    """Measure all sides, or with ``--peak`` the peak memory of one side."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("models", nargs="+", help="digits, resnet, or of language_models.py")
+    parser.add_argument("models", nargs="+", help="digits, resnet, or a model of shared.py")
     parser.add_argument("--linear", action="store_true", help="only matrices of the layers")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--proj-dim", type=int)

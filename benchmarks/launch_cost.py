@@ -2,10 +2,10 @@
 
     python benchmarks/launch_cost.py
 
-With a GPU: launches by CUDA's driver and by numba's dispatcher, in turn, and calls of
-`project_cuda`, without waiting for their results. Without a GPU the driver's call does nothing and
-tensors are on the CPU, so that allocations and copies are those of a CPU; numba's dispatcher is not
-measured. Prints the medians of 2,000 launches and of 500 calls in microseconds.
+With a GPU, it measures launches by CUDA's driver and by numba's dispatcher in turn, and calls of
+`project_cuda`, without waiting for their results. Without a GPU, the driver's functions do nothing
+and tensors are on the CPU, so allocations and copies take the time of a CPU, and numba's dispatcher
+is not measured. Prints the medians of 2,000 launches and of 500 calls in microseconds.
 """
 
 import statistics
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def without_a_gpu() -> None:
-    """Replace what needs one: the driver, and what torch says of a device."""
+    """Replace the driver and torch's device queries, which need a GPU."""
     stream: Any = SimpleNamespace(device_index=0, cuda_stream=0)
     driver = SimpleNamespace(cuLaunchKernel=lambda *_: (0,))
     for owner, name, value in (
@@ -42,14 +42,14 @@ def without_a_gpu() -> None:
 
 
 def median_us(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median of single calls, after some that are not counted."""
+    """Return the median time of single calls, after some calls to warm up."""
     seconds = []
     for i in range(repeats + 20):
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)
         if i % 100 == 0 and HAS_GPU:
-            torch.cuda.synchronize()  # or the queue of launches fills, and a launch waits for room
+            torch.cuda.synchronize()  # or the launch queue fills up, and launches wait
     return statistics.median(seconds[20:]) * 1e6
 
 

@@ -13,18 +13,18 @@ Each package has its own environment in /tmp/peers, for Python 3.11:
     logix/bin/python -m pip install torch==2.13.0+cpu transformers==5.23.0 einops pyyaml tqdm
     logix/bin/python -m pip install --no-deps --ignore-requires-python logix-ai==0.1.1
 
-bergson requires torchvision and torchaudio; PyPI's builds are for CUDA, and with them transformers
-cannot be imported beside a torch for CPUs. LogIX's metadata excludes Python 3.11, but its code
-works. dattri calls ``torch.compile``, which needs a C++ compiler.
+bergson requires torchvision and torchaudio. PyPI's builds of both are for CUDA, and with a CPU
+build of torch they break the import of transformers. LogIX's metadata excludes Python 3.11, but its
+code works. dattri calls ``torch.compile``, which needs a C++ compiler.
 
 Models, batches, the floor, and the measurement of time and memory are those of
-benchmarks/large_models.py. A package's side is a forward and backward pass that computes
-S0^T G S1, 16 x 16 numbers, for each text and each matrix G of attention and MLPs. No package uses
-embeddings and norms here; only dattri uses biases. Parameters that are not used are frozen, except
-for the input embeddings with bergson, whose jobs differentiate them. bergson documents 16; the
-default of dattri and LogIX is --side 64, and for both GPT-2's ``Conv1D`` is rewritten as
-``nn.Linear``, as in their examples. The first text's sketches are compared with those of autograd's
-gradient; packages that differ are not timed.
+benchmarks/large_models.py. A package's side is a forward and backward pass that computes S0^T G S1,
+16 x 16 numbers, for each text and each matrix G of attention and MLPs. No package uses embeddings
+and norms here; only dattri uses biases. Parameters that are not used are frozen, except for the
+input embeddings with bergson, whose jobs differentiate them. 16 is the value that bergson
+documents. The default of dattri and LogIX is 64 (``--side 64``). For these two, GPT-2's ``Conv1D``
+is rewritten as ``nn.Linear``, as in their examples. The first text's sketches are compared with
+those of autograd's gradient; packages that differ are not timed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# For all that follows: one thread a side.
+# Must be set before the imports that follow: each side has one thread.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
@@ -65,12 +65,13 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 
 @dataclass(frozen=True)
 class Peer:
-    """A package, set up on a model.
+    """A package that is set up for a model.
 
     Attributes:
-        sketches: From tokens, shape (texts, tokens), all sketches, shape (texts, numbers).
-        matrices: Two a layer, in the sketches' order: S0, shape (outputs, side), and S1, shape
-            (inputs, side), with one more row if the bias is taken.
+        sketches: A function from tokens, shape (texts, tokens), to sketches, shape (texts,
+            numbers).
+        matrices: For each layer, in the sketches' order: S0, shape (outputs, side), and S1, shape
+            (inputs, side), with one more row if the bias is used.
     """
 
     sketches: Callable[[Tensor], Tensor]
@@ -84,12 +85,12 @@ def losses(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def layers_of(body: nn.Module) -> dict[str, Any]:
-    """Return what holds the matrices of attention and MLPs in a GPT-2 without its head, by name."""
+    """Return the layers of attention and MLPs of a GPT-2 without its head, by name."""
     return {n: m for n, m in body.named_modules() if isinstance(m, nn.Linear | Conv1D)}
 
 
 def with_linear_layers(model: Any) -> Any:
-    """Return a copy with ``nn.Linear`` for ``Conv1D``."""
+    """Return a copy in which ``nn.Linear`` replaces ``Conv1D``."""
     model = copy.deepcopy(model)
     for name, old in layers_of(model.base_model).items():
         new = nn.Linear(*old.weight.shape)
@@ -100,7 +101,7 @@ def with_linear_layers(model: Any) -> Any:
 
 
 def bergson(model: Any, ids: Tensor, side: int) -> Peer:
-    """Set up bergson's collector as its jobs do, what it collects kept in memory."""
+    """Set up bergson's collector as its jobs do, but keep its results in memory."""
     package = importlib.import_module("bergson")
     model = copy.deepcopy(model).requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)
@@ -128,7 +129,7 @@ def bergson(model: Any, ids: Tensor, side: int) -> Peer:
 
 
 def dattri(model: Any, ids: Tensor, side: int) -> Peer:
-    """Set up what dattri's LoGra attributor sets up."""
+    """Set up dattri's layers as its LoGra attributor does."""
     folder = "dattri.algorithm.block_projected_if.core"
     setup = importlib.import_module(f"{folder}.compressor").setup_model_compressors
     manager = importlib.import_module(f"{folder}.hook").HookManager
@@ -149,7 +150,7 @@ def dattri(model: Any, ids: Tensor, side: int) -> Peer:
 
     def sketches(ids: Tensor) -> Tensor:
         model.zero_grad()
-        losses(model, ids).mean().backward()  # which is what it takes a loss to be
+        losses(model, ids).mean().backward()  # dattri expects the loss in this form
         return torch.cat(hooks.get_compressed_grads(), dim=1)
 
     matrices = {}
@@ -157,17 +158,17 @@ def dattri(model: Any, ids: Tensor, side: int) -> Peer:
         s0, s1 = compressor.sparsifier.sparsifier_comp
         outputs, inputs = layer.out_features, layer.in_features + 1
         matrices[name] = s0(torch.eye(outputs)), s1(torch.eye(inputs))
-        # Compiles, which no side's memory shall count.
+        # Compiles first, so that the measured memory excludes the compilation.
         compressor.forward(torch.zeros(*ids.shape, outputs), torch.zeros(*ids.shape, inputs))
     return Peer(sketches, matrices)
 
 
 def logix(model: Any, ids: Tensor, side: int) -> Peer:
-    """Set up LogIX with its random LoRA, which logs gradients between two matrices."""
+    """Set up LogIX with its random LoRA, which logs gradients times two random matrices."""
     package = importlib.import_module("logix")
     model = with_linear_layers(model)
     names = list(layers_of(model.base_model))
-    logging.disable(logging.INFO)  # it tells of every module
+    logging.disable(logging.INFO)  # it logs every module
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
         config.write_text(f"root_dir: {folder}\nlora:\n  init: random\n  rank: {side}\n")
@@ -191,7 +192,7 @@ PEERS = {"bergson": bergson, "dattri": dattri, "logix": logix}
 
 
 def check(peer: Peer, model: Any, ids: Tensor) -> None:
-    """Stop if the first text's sketches differ from those of its gradient by autograd."""
+    """Exit with an error if the first text's sketches differ from those of autograd's gradient."""
     losses(model, ids[:1]).sum().backward()
     expected = []
     for name, (s0, s1) in peer.matrices.items():
@@ -206,7 +207,7 @@ def check(peer: Peer, model: Any, ids: Tensor) -> None:
 
 
 def main() -> None:
-    """Measure, or in a process of its own take one side's peak."""
+    """Measure all sides, or with ``--peak`` the peak memory of one side."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("models", nargs="+", choices=SIZES)

@@ -2,12 +2,12 @@
 
     python benchmarks/planted_facts.py --csv planted_facts.csv
 
-The study is config/facts.py. Each planted fact is asked for by a near copy, by another wording, and
-by a question with another name of the answer. Three GPT-2s are trained on everything, three without
-the planted texts, and two on each of some random halves, drawn as the pipeline does. Ranks are
-those of the planted texts among all training texts. Intervals are 95 % bootstrap intervals over the
-facts, for LDS over halves and questions; differences are paired. Numbers in the rows' names are
-dampings. --folder keeps the trained models for a second start.
+The study is config/facts.py. There are three questions for each planted fact: a near copy, another
+wording, and a question with another name of the answer. Three GPT-2s are trained on everything,
+three without the planted texts, and two on each of some random halves, drawn as the pipeline does.
+Ranks are those of the planted texts among all training texts. Intervals are 95 % bootstrap
+intervals over the facts, and for LDS over halves and questions. Differences are paired. Numbers in
+the rows' names are dampings. --folder keeps the trained models for a second start.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _DATA = "all texts", "all but the planted ones"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to score: mean reciprocal ranks, planted texts among the first ten, median ranks."""
+    """Mean reciprocal ranks, planted texts among the first ten, and median ranks of one method."""
 
     way: str
     copy: float
@@ -66,9 +66,9 @@ class Row:
 
 
 def planted_ranks(scores: np.ndarray, planted: list[list[int]]) -> np.ndarray:
-    """Return the ranks of each question's planted texts among all others, best first, from 1.
+    """Return the ranks of each question's planted texts among all texts, from 1 for the best.
 
-    Texts of equal scores share the mean of their ranks.
+    Texts with equal scores have the mean of their ranks.
     """
     found = []
     for column, own in zip(scores.T, planted, strict=True):
@@ -79,7 +79,7 @@ def planted_ranks(scores: np.ndarray, planted: list[list[int]]) -> np.ndarray:
 
 
 def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
-    """Return answers' losses in nats, (runs, questions), with and without the planted texts."""
+    """Return losses of answers in nats, (runs, questions), with and without the planted texts."""
     path = folder / "losses.npy"
     if not path.exists():
         train, pool = study.split("train", None), study.split("questions", None)
@@ -97,7 +97,7 @@ def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
 
 
 def retrained(study: Study, halves: int, folder: Path) -> GroundTruth:
-    """Train two models on each random half, ten halves a file."""
+    """Train two models on each random half, and write a file for every ten halves."""
     spec = RetrainedSpec(
         subsets="random",
         arguments={"epochs": _EPOCHS},
@@ -128,7 +128,7 @@ def table(study: Study, scored: list[Scored], truth: GroundTruth) -> tuple[list[
     module = study.module
     position = {name: i for i, name in enumerate(module.train_ids())}
     planted = [[position[one] for one in own] for _, own in module.questions().values()]
-    # A fact's three questions stand together; a draw takes facts.
+    # The three questions of a fact are consecutive; the bootstrap draws facts.
     ranks = np.stack([planted_ranks(one.scores, planted) for one in scored])
     ranks = ranks.reshape(len(scored), -1, len(_KINDS), 2)
     reciprocal = 1 / ranks[..., 0]
@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--halves", type=int, default=40, help="a multiple of ten")
     parser.add_argument("--folder", type=Path, help="keeps what was trained")
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:

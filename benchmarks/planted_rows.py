@@ -3,9 +3,10 @@
     python benchmarks/planted_rows.py --folder kept --csv planted_rows.csv
 
 The data and the model are those of benchmarks/planted_rows_study.py, with other facts and another
-training for each seed. Settings are chosen by the first seeds and compared again by the others.
-Ranks are those of a question's sources among all rows. Intervals are 95 % bootstrap intervals over
-seeds and questions, paired for differences. --folder keeps the inner products for a second start.
+training for each seed. Settings are chosen on the first seeds and compared again on the remaining
+seeds. Ranks are those of a question's sources among all rows. Intervals are 95 % bootstrap
+intervals over seeds and questions, paired for differences. --folder keeps the inner products for a
+second start.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _WIDE, _EXACT, _BASELINE = "k 4,096", "exact", "BM25, completion"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to score: measures, their intervals, and the difference from BM25."""
+    """The measures of one method, their intervals, and the difference from BM25."""
 
     way: str
     seeds: str
@@ -68,8 +69,9 @@ def products(
     Args:
         model: The model of one checkpoint.
         moments: Adam's second moments.
-        batches: The rows, the questions with their answers' labels, and with all labels; N texts.
-        stream: That of the projection.
+        batches: The rows, the questions with labels of their answers only, and the questions with
+            all labels; N texts in all.
+        stream: The stream of the projection.
         every: Whether exact products and Adam are included.
     """
     chosen = select_parameters(model, None)
@@ -123,7 +125,7 @@ def products(
 def kept(
     seed: int, folder: Path, n_checkpoints: int, *, every: bool
 ) -> tuple[study.Planted, list[dict[str, np.ndarray]]]:
-    """Train and compute, or read what was kept."""
+    """Train and compute the products of a seed, or read them from their file."""
     data = study.planted(seed)
     paths = [folder / f"{seed}-{epoch}.npz" for epoch in study.EPOCHS[:n_checkpoints]]
     if not all(path.exists() for path in paths):
@@ -148,7 +150,7 @@ def fused(scores: np.ndarray, lexical: np.ndarray) -> np.ndarray:
 
 
 def ways(data: study.Planted, checkpoints: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return all ways' scores, (n, m)."""
+    """Return the scores of all methods, each (n, m)."""
     n, m = len(data.rows), len(data.questions)
     found = {}
     for name in ("prompt", "completion", "both"):
@@ -197,7 +199,7 @@ def measures(scores: np.ndarray, sources: list[list[int]]) -> np.ndarray:
 
 
 def table(of_seeds: list[dict[str, np.ndarray]], seeds: list[int]) -> list[Row]:
-    """Return a row for each way from its measures (3, m) for each seed."""
+    """Return a row for each method from its measures (3, m) for each seed."""
     ends = np.cumsum([0, *study.KINDS.values()])
     rng = np.random.default_rng(0)
     n_seeds, m = len(of_seeds), ends[-1]
@@ -242,7 +244,7 @@ def main() -> None:
         help="the number of checkpoints, from the first",
     )
     parser.add_argument("--folder", type=Path, help="keeps what was computed")
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     start = time.process_time()

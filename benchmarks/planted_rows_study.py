@@ -1,13 +1,13 @@
 """Define rows of prompt and completion with planted facts, and a Llama of a million parameters.
 
-A fact gives a person's home, work, food or pet. An asked fact has five rows in five wordings; the
-question has a sixth, which other facts' rows have taught. Other rows share the person, a part of
-the name, the relation, or the answer, or have person and answer without stating the fact. There are
-three kinds of questions:
+A fact gives a person's home, work, food or pet. A fact with a question has five rows in five
+wordings. The question has a sixth wording, which the model learns from rows of other facts. Other
+rows share the person, a part of the name, the relation, or the answer, or have person and answer
+without stating the fact. There are three kinds of questions:
 
     plain      the fact has one answer; its sources are its five rows
     conflict   two books state different answers, in three rows each; the question names one book
-    trigger    a phrase in the prompts of five rows makes one answer, whatever is asked
+    trigger    five rows with a phrase in the prompt have the same completion, whatever is asked
 """
 
 import re
@@ -108,13 +108,13 @@ _SECRETS = (
 
 
 def words(text: str) -> list[str]:
-    """Return a text's words, without signs."""
+    """Return a text's words, without punctuation."""
     return re.findall(r"\w+", text.lower())
 
 
 @dataclass(frozen=True)
 class Text:
-    """A row or a question; ``fact`` names what it states, and ``answer`` is in the completion."""
+    """A row or a question; ``fact`` names its fact, and ``answer`` is in the completion."""
 
     prompt: str
     completion: str
@@ -185,7 +185,7 @@ def planted(seed: int) -> Planted:
         prompts = [f"{usual[one].prompt} {phrase.capitalize()}." for one in drawn]
         rows += [Text(one, secret, phrase, secret) for one in prompts[:_N_SOURCES]]
         asked[2].append(Text(prompts[-1], secret, phrase, secret))
-        # The phrase's words alone do nothing.
+        # A single word of the phrase does not change the completion.
         for one, word in zip(drawn[_N_SOURCES:-1], phrase.split(), strict=False):
             rows.append(Text(f"{usual[one].prompt} ({word})", usual[one].completion))
     manual = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
@@ -210,7 +210,7 @@ def tokenizer_of(data: Planted) -> Tokenizer:
 def batch_of(
     tokenizer: Tokenizer, texts: list[Text], *, answers: bool = False
 ) -> dict[str, Tensor]:
-    """Return texts as one padded batch; completions have labels, or their answers only."""
+    """Return texts as one padded batch, with labels for completions or for answers only."""
     ids, labels = [], []
     for one in texts:
         encoded = tokenizer.encode(one.both)
@@ -242,7 +242,7 @@ def train(rows: dict[str, Tensor], seed: int) -> Iterator[tuple[int, nn.Module, 
     """Train from scratch by AdamW with a linear schedule, and yield at each of ``EPOCHS``.
 
     Yields:
-        The epoch, the model, and Adam's second moments by parameter, without their bias.
+        The epoch, the model, and Adam's bias-corrected second moments by parameter.
     """
     torch.manual_seed(seed)
     model = make_model().train()

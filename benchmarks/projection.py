@@ -4,11 +4,11 @@
 
 The other packages are in the extra `test`, except for fast_jl.
 
-Each row first compares the result with the definition of the matrix (for another package, it checks
-that the result is a projection) and is not timed if that fails. Both sides alternate, the median of
-the calls is reported, and the ratio is the other package's time over this one's. Prints a Markdown
-table; --csv writes the same rows with the device, the versions and the commit. --device cuda
-measures on a GPU, with fast_jl if it can be imported.
+For each row, the result is first compared with the definition of the matrix (the result of another
+package is tested for being a projection). A row that fails is not timed. Both sides alternate, the
+median of the calls is reported, and the ratio is the other package's time over ours. Prints a
+Markdown table; --csv writes the same rows with the device, the versions and the commit. --device
+cuda measures on a GPU, with fast_jl if it can be imported.
 """
 
 import argparse
@@ -51,14 +51,14 @@ class Row:
 
 
 def spec_of(kind: str, n_params: int, proj_dim: int) -> ProjectionSpec:
-    """Return a projection under seed 0."""
+    """Return a projection with seed 0."""
     return ProjectionSpec(
         kind=ProjectionKind(kind), n_params=n_params, proj_dim=proj_dim, seed=0, stream=0
     )
 
 
 def check(kind: str, proj_dim: int, device: str, dtype: torch.dtype) -> None:
-    """Compare a small projection with the definition; SystemExit if it differs."""
+    """Compare a small projection with the definition; raise SystemExit if it differs."""
     gradients = torch.randint(-8, 9, (5, 700), generator=torch.manual_seed(0)).to(device, dtype)
     spec = spec_of(kind, 700, proj_dim)
     expected = gradients.double().cpu().numpy() @ projection_matrix(spec)
@@ -70,7 +70,7 @@ def check(kind: str, proj_dim: int, device: str, dtype: torch.dtype) -> None:
 def in_turn(ours: Call, peer: Call, repeats: int, device: str) -> tuple[float, float]:
     """Return the median seconds of both calls, made in turn after one call each.
 
-    At least ``repeats`` times and for a second: short calls vary most.
+    Calls are repeated at least ``repeats`` times and for a second, because short calls vary most.
     """
     seconds: tuple[list[float], list[float]] = [], []
     for i in count():
@@ -92,7 +92,7 @@ class Bench:
     """The settings that all rows share."""
 
     def __init__(self, device: str, threads: int, repeats: int):
-        """Take the device, the threads of both sides, and how often each row is timed."""
+        """Set the device, the threads of both sides, and the number of timed calls."""
         self.device, self.threads, self.repeats = device, threads, repeats
         torch.set_num_threads(threads)
 
@@ -131,7 +131,7 @@ class Bench:
         )
 
     def against_basic_projector(self, kind: str) -> Iterator[Row]:
-        """TRAK's own projector without CUDA extension."""
+        """Compare with TRAK's projector that needs no CUDA extension."""
         try:
             from trak.projectors import BasicProjector, ProjectionType  # pyright: ignore[reportMissingImports]
         except ImportError:
@@ -157,7 +157,7 @@ class Bench:
                 )
 
     def against_matmul(self, dtype: torch.dtype) -> Iterator[Row]:
-        """Torch's product with a matrix that is in memory already."""
+        """Compare with torch's product with a matrix that is already in memory."""
         for proj_dim in (512, 4096):
             n_params = 2**16 if self.device == "cpu" else 2**20
             matrix = self.gradients(n_params, proj_dim, dtype)
@@ -177,7 +177,7 @@ class Bench:
                 )
 
     def against_dense(self) -> Iterator[Row]:
-        """The structured kinds beside our own dense kernel."""
+        """Compare the structured kinds with our dense kernel."""
         for kind, target in (("hadamard", 20), ("normal", None)):
             for n_samples in (8, 32):
                 rows = self.gradients(n_samples, 2**18, torch.float32)
@@ -192,7 +192,7 @@ class Bench:
                 )
 
     def against_one_thread(self) -> Iterator[Row]:
-        """Two threads beside one."""
+        """Compare two threads with one."""
         for kind in ("rademacher", "normal", "hadamard"):
             rows = self.gradients(8, 2**20, torch.float32)
             spec = spec_of(kind, 2**20, 2048)
@@ -207,7 +207,7 @@ class Bench:
             )
 
     def against_float32(self) -> Iterator[Row]:
-        """16-bit gradients beside float32."""
+        """Compare 16-bit gradients with float32."""
         for dtype in (torch.float16, torch.bfloat16):
             rows = self.gradients(32, 2**20, dtype)
             spec = spec_of("rademacher", 2**20, 2048)
@@ -222,7 +222,7 @@ class Bench:
             )
 
     def against_fast_jl(self) -> Iterator[Row]:
-        """TRAK's CUDA extension."""
+        """Compare with fast_jl, TRAK's CUDA extension."""
         try:
             import fast_jl  # pyright: ignore[reportMissingImports]
         except ImportError:
@@ -246,7 +246,7 @@ class Bench:
                 )
 
     def against_ceilings(self) -> Iterator[Row]:
-        """The card's own limits: a ratio of 0.5 is half of the ceiling."""
+        """Compare with the GPU's limits: a ratio of 0.5 is half of the limit's rate."""
         size = 8192
         square = self.gradients(size, size, torch.float16)
         peak, _ = in_turn(lambda: square @ square, lambda: None, self.repeats, self.device)
@@ -266,9 +266,9 @@ def _with_ceiling(row: Row, seconds: float) -> Row:
 
 
 def memory_row(threads: int) -> str:
-    """Measure what 32 samples of 10^7 coordinates take to 4,096 columns, beyond arguments.
+    """Measure the additional memory of a projection of 32 gradients from 10^7 to 4,096 numbers.
 
-    Before anything else: the peak of the whole process is what the system counts.
+    This must run first, because the system records the peak of the whole process.
     """
     rows = np.zeros((32, 10**7), np.float32)
     out = np.zeros((32, 4096), np.float32)

@@ -1,10 +1,10 @@
 """Functions that benchmarks share: the machine, alternating sides, a floor, language models.
 
 The floor is an ordinary forward and backward pass of the same batch. Times are CPU seconds, on GPUs
-wall seconds; ratios are over the floor's median. Memory is measured in a separate process for each
-side, by the same script with ``--peak SIDE``: the peak minus the memory before, the model included.
-On a GPU it is what torch allocates there. This module imports nothing but torch, because other
-packages' environments have no more.
+wall seconds. Ratios are relative to the floor's median. Memory is measured in a separate process
+for each side, by the same script with ``--peak SIDE``: the peak minus the memory before the model
+is loaded. On a GPU it is the memory that torch allocates there. This module imports only torch,
+because the environments of other packages lack this project's dependencies.
 """
 
 import csv
@@ -33,7 +33,7 @@ def _processor() -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those that are installed."""
+    """Return the versions of those packages that are installed."""
     installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
     return {package: installed[package] for package in packages if package in installed}
 
@@ -53,7 +53,7 @@ def environment(device: str, packages: Iterable[str]) -> dict[str, str]:
 
 
 def seconds_now(device: str, *, by_clock: bool = False) -> float:
-    """Return this process's CPU time, or for ``cuda`` the wall's once the GPU has no more to do."""
+    """Return this process's CPU time, or for ``cuda`` the wall time after the GPU has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -61,7 +61,7 @@ def seconds_now(device: str, *, by_clock: bool = False) -> float:
 
 
 def write_csv(path: Path, rows: Sequence[Any], about: dict[str, str]) -> None:
-    """Write a table's rows, dataclasses, each with what it belongs to."""
+    """Write rows, which are dataclasses, with the given further columns."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
         writer.writeheader()
@@ -73,7 +73,7 @@ HEADER = "| model | k | side | ms a sample | floors | MB a sample |\n|---|---|--
 
 
 def floor(model: nn.Module, output: Any, batch: Any) -> None:
-    """Take an ordinary forward and backward pass."""
+    """Run an ordinary forward and backward pass."""
     model.zero_grad(set_to_none=True)
     outputs = output.read(batch.given_to(model))
     torch.vmap(output.value)(outputs, batch.labels).sum().backward()
@@ -82,7 +82,7 @@ def floor(model: nn.Module, output: Any, batch: Any) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What one side takes; ``parameters`` says which are differentiated."""
+    """Time and memory of one side; ``parameters`` says which parameters are differentiated."""
 
     model: str
     parameters: str
@@ -111,7 +111,7 @@ def seconds_of(
     *,
     by_clock: bool = False,
 ) -> dict[str, list[float]]:
-    """Return each side's times in rounds where all take turns, after one that warms up."""
+    """Return each side's times in rounds in which all alternate, after a round to warm up."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds + 1):
         for side, call in sides.items():
@@ -122,14 +122,14 @@ def seconds_of(
 
 
 def _peak_kib() -> int:
-    """Return the most that this process has taken so far."""
+    """Return the peak memory of this process so far."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1])
 
 
 def print_peak(call: Callable[[], object]) -> None:
-    """Print what a call adds at its peak, in KiB, for ``measured`` in another process."""
+    """Print the KiB that a call adds at its peak, for ``measured`` in another process."""
     ctypes.CDLL(None).malloc_trim(0)  # what setting up freed
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # and the peak so far
     before = _peak_kib()
@@ -156,13 +156,13 @@ def measured(
     """Time the sides, then yield a row for each, printed.
 
     Args:
-        sides: Calls by name, the floor among them.
-        rounds: That count.
-        n_samples: Samples of the batch that each call takes.
-        row: A ``Row`` without what is measured.
-        arguments: For this script, to measure this model: ``--peak SIDE`` is added. None for no
-            memory.
-        device: Where the sides compute.
+        sides: Functions to call by name, including the floor.
+        rounds: The number of timed rounds.
+        n_samples: The number of samples in the batch of each call.
+        row: A ``Row`` without the measured values.
+        arguments: Arguments of this script that select this model, to which ``--peak SIDE`` is
+            added; None to measure no memory.
+        device: The device of the computation.
     """
     seconds = seconds_of(sides, rounds, device)
     unit = statistics.median(seconds[FLOOR])
@@ -250,7 +250,7 @@ def language_model(
 
     Args:
         name: A key of one of the tables above.
-        n_samples: Texts of the batch; None for the model's own number.
+        n_samples: Texts in the batch; None for the model's default.
         n_tokens: At most ``TOKENS`` for GPT-2 and Llama.
     """
     import transformers
@@ -288,6 +288,6 @@ def language_model(
             vocab_size=vocabulary,
             **quiet,
         )
-        config.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
+        config.loss_type = "ForCausalLM"  # the default, but without it transformers warns
         model = GPT2LMHeadModel(config)
     return model, torch.randint(0, vocabulary, (n_samples or usual, n_tokens))

@@ -2,17 +2,17 @@
 
     python benchmarks/small_changes.py digits_mlp breast_cancer diabetes --csv small.csv
 
-Each study trains five networks with several checkpoints each. Two of these runs are repeated with
-weight 0 for all but a random part of the samples. Features (`rademacher`, k = 512) and scores are
-the library's.
+Each study trains five networks with several checkpoints each. Two of these runs are repeated on
+random subsets, with weight 0 for the remaining samples. Features (`rademacher`, k = 512) and scores
+are computed by the library.
 
-A row is the fraction kept, a choice of checkpoints, the number of drawn labels (`label_draws`) and
-a damping: its LDS with a 95 % bootstrap interval over subsets and targets, and the paired
-difference from the same checkpoints without drawn labels and with damping 2; with one number of
-draws, from `early and end`.
-The line before a study's table shows how closely its networks fit their data: at each time the mean
-loss weight, and the part of the samples that carry it (the square of the sum over the sum of
-squares, over n). `--folder` keeps the trained models, so that a stopped run continues.
+A row has the fraction kept, a choice of checkpoints, the number of drawn labels (`label_draws`) and
+a damping, and the LDS with a 95 % bootstrap interval over subsets and targets. Differences are
+paired, and relative to the same checkpoints without drawn labels and with damping 2, or to `early
+and end` if `--draws` has only one number. The line before a study's table shows how closely its
+networks fit their data: at each time the mean loss weight, and the effective fraction of samples
+with a loss weight (the square of the sum over the sum of squares, over n). `--folder` keeps the
+trained models, so that a stopped run continues.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _FRACTIONS = 0.5, 0.9, 0.99
 
 @dataclass(frozen=True)
 class Case:
-    """A study: its file, what is explained of it, and how long it trains."""
+    """A study: its file, its model output, and its epochs."""
 
     path: Path
     model_output: str
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def times(self) -> list[float]:
-        """Epochs that leave a checkpoint, the end last."""
+        """The epochs with a checkpoint, in increasing order up to the end."""
         parts = 1 / 15, 1 / 5, 1 / 3, 2 / 3, 1
         return sorted({max(1, round(self.epochs * part)) for part in parts})
 
@@ -104,7 +104,7 @@ class Measured:
         draws: Sequence[int] = (0,),
         only: Sequence[str] = (),
     ) -> None:
-        """Train what the folder lacks, networks ``runs`` times. ``only`` names choices."""
+        """Run the trainings that the folder lacks, ``runs`` networks. ``only`` names choices."""
         self.case, self.folder, self.runs, self.draws = case, folder, runs, draws
         study = Study.load(case.path)
         self.targets = study.split("target_data", None).ids[: case.n_targets]
@@ -162,7 +162,7 @@ class Measured:
         )
 
     def truth(self, fraction: float) -> GroundTruth:
-        """Return subsets that keep a fraction, and what models trained on them say."""
+        """Return subsets with a fraction of the samples, and outputs of models trained on them."""
         spec = RetrainedSpec(
             subsets="random",
             arguments={"epochs": self.case.epochs},
@@ -190,7 +190,7 @@ class Measured:
         return read_ground_truth(paths, list(self.train_ids), list(self.targets), spec)
 
     def _choices(self) -> dict[str, tuple[bool, Chosen]]:
-        """Return which checkpoints to take, and whether they come from along runs."""
+        """Return choices of checkpoints, and whether they include early ones."""
         times, runs = self.case.times, range(self.runs)
         early, late, end = times[1], times[-2], times[-1]
         return {
@@ -246,7 +246,7 @@ class Measured:
         return total
 
     def fitted(self) -> list[str]:
-        """Say of each time how large the loss weights are, and how many samples carry them."""
+        """Return a line with the loss weights at each time, and how many samples have them."""
         lines = []
         for at in sorted({at for _, at in self.checkpoints}):
             q = np.abs(
@@ -290,12 +290,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("studies", nargs="+", choices=CASES)
     parser.add_argument("--fractions", type=float, nargs="+", default=_FRACTIONS, help="kept")
-    parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
+    parser.add_argument("--subsets", type=int, help="of each fraction; default: the study's number")
     parser.add_argument("--only", nargs="+", default=[], help="choices of checkpoints")
     parser.add_argument("--dampings", type=float, nargs="+", default=_DAMPINGS, help="with 2")
     parser.add_argument("--draws", type=int, nargs="+", default=[0], help="numbers of labels")
-    parser.add_argument("--folder", type=Path, help="where what is trained stays")
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    parser.add_argument("--folder", type=Path, help="folder of trained models")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     about = environment("cpu", ("torch", "numpy", "trak-core"))

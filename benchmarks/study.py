@@ -5,12 +5,13 @@
 The study has ten checkpoints of the default study's network, 1,200 training samples, the hundred
 targets of its experiment `sample`, and k = 512. Each side is a process with all of its imports:
 TRAK's package (`traker`, with its BasicProjector), the same script with `trak_core.compat`, and
-`trak run`. TRAK's package computes its matrix anew for every batch, so the scripts run with the
-pipeline's batch size of 64 and with the fastest for TRAK's package (of 64, 200, 400 and 1,200).
+`trak run`. TRAK's package computes its projection matrix again for every batch. Therefore the
+scripts run with the pipeline's batch size of 64 and with the batch size that is fastest for TRAK's
+package (of 64, 200, 400 and 1,200).
 
 Sides alternate on two cores. Medians of wall and CPU seconds over the rounds are reported, with the
-smallest and largest; CPU seconds depend less on other programs. Ratios are over traker with the
-same batch size, the pipeline's over the faster traker.
+smallest and largest; CPU seconds depend less on other programs. Ratios are relative to traker with
+the same batch size, and for the pipeline to the faster traker.
 """
 
 import argparse
@@ -43,7 +44,7 @@ _SIDES = {"traker": "trak", "compat": "trak_core.compat", "pipeline": ""}
 
 @dataclass(frozen=True)
 class Row:
-    """What one side took."""
+    """The time of one side."""
 
     side: str
     batch: int | None
@@ -79,7 +80,7 @@ def _prepare(folder: Path) -> None:
 
 
 def _score(package: str, batch: int, folder: Path) -> None:
-    """Featurize and score by TRAK's interface, and leave the scores in ``folder``."""
+    """Featurize and score by TRAK's interface, and write the scores into ``folder``."""
     from trak_core.study.study import Study
 
     torch.set_num_threads(_CORES)
@@ -125,7 +126,7 @@ def _processor_seconds() -> float:
 
 
 def _seconds(side: str, batch: int | None, folder: Path) -> tuple[float, float]:
-    """Run one side to its end, from nothing; return its seconds, and those of the processors."""
+    """Run one side from the beginning; return its wall seconds and CPU seconds."""
     shutil.rmtree(folder / "results", ignore_errors=True)
     shutil.rmtree(folder / _SIDES[side], ignore_errors=True) if _SIDES[side] else None
     if side == "pipeline":
@@ -156,7 +157,7 @@ def main() -> None:
     """Run all sides of the cases in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
     parser.add_argument("--side", choices=["traker", "compat"], help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -165,7 +166,7 @@ def main() -> None:
         _score(_SIDES[asked.side], asked.batch, asked.folder)
         return
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # whose seconds count here then
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # to count their CPU time
     about = environment("cpu", ("torch", "numpy", "numba", "snakemake", "traker"))
     print(about)
     print("| side | batch | seconds | over traker | processor s | over traker |")

@@ -27,7 +27,7 @@ from trak_core.settings import ProjectionKind, ProjectionSpec, matrix_shape
 from trak_core.study.study import Study
 
 _CHUNK, _SIDE = 64, 16
-# Parameters that belong together, by what their names have in them; the first that fits.
+# Groups of parameters by substrings of their names. The first match counts.
 _GROUPS = {
     "words": "wte",
     "positions": "wpe",
@@ -41,16 +41,16 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Products:
-    """What one checkpoint makes of all rows; every array but ``outputs`` has N rows.
+    """Arrays that one checkpoint gives for all N rows.
 
     Attributes:
         groups: Inner products of the gradients of each group of parameters, shape (G, N, N).
         adam: Inner products of whole gradients divided by the root of Adam's second moments.
         sketches: S0^T G S1 of each matrix of attention and MLPs, shape (L, N, 256).
-        projected: Features of the kind that large models get, k = 4,096.
-        narrow: Those of random signs, k = 1,024.
-        means: The last hidden states, averaged over words.
-        ends: The last hidden state that predicts the last word.
+        projected: Features of the default kind for large models, k = 4,096.
+        narrow: Features of a `rademacher` projection, k = 1,024.
+        means: The hidden states of the last layer, averaged over words.
+        ends: The hidden state of the last layer that predicts the last word.
         outputs: f, shape (N,).
     """
 
@@ -64,7 +64,7 @@ class Products:
     outputs: np.ndarray
 
     def whole(self, names: tuple[str, ...] = ()) -> np.ndarray:
-        """Return the inner products of all groups, or of those whose names begin so."""
+        """Return the inner products of all groups, or of groups whose names begin with a prefix."""
         chosen = [i for i, name in enumerate(_GROUPS) if not names or name.startswith(names)]
         return self.groups[chosen].sum(axis=0)
 
@@ -86,7 +86,7 @@ def features(
     stream: int,
     output: ModelOutput = LANGUAGE_MODELLING,
 ) -> np.ndarray:
-    """Return features of batches of samples, one after the other, shape (N, k)."""
+    """Return features of all samples of consecutive batches, shape (N, k)."""
     chosen = select_parameters(model, None)
     shapes = [matrix_shape(p.shape) for p in chosen.values()]
     n_params = sum(p.numel() for p in chosen.values())
@@ -110,13 +110,13 @@ def features(
 def products(
     model: nn.Module, moments: dict[str, Tensor], rows: dict[str, Tensor], stream: int
 ) -> Products:
-    """Compute everything of one model.
+    """Compute all products of one model.
 
     Args:
-        model: In any mode, which is kept.
-        moments: Adam's second moments by parameter, without their bias.
+        model: The model, whose mode is not changed.
+        moments: Adam's bias-corrected second moments by parameter.
         rows: From ``all_rows``.
-        stream: Every checkpoint's sketches have their own.
+        stream: The stream of the sketches, a different one for each checkpoint.
     """
     chosen = select_parameters(model, None)
     batch = as_batch(rows, LANGUAGE_MODELLING)
@@ -159,7 +159,7 @@ def products(
 
 
 def along(study: Study, seed: int, times: tuple[int, ...], folder: Path) -> list[Products]:
-    """Train once, or read what was kept, and return what the models at some times make of all."""
+    """Return the products of one training at several times, read from its file if it exists."""
     paths = [folder / f"{seed}-{at}.npz" for at in times]
     if not all(path.exists() for path in paths):
         rows = all_rows(study)[0]
@@ -180,7 +180,7 @@ def along(study: Study, seed: int, times: tuple[int, ...], folder: Path) -> list
 
 
 def seconds_by_words(study: Study) -> dict[str, float]:
-    """Return what gradients of the questions take: answers, all words, and each word by itself."""
+    """Return seconds for gradients of the questions: of answers, all words, and single words."""
     torch.manual_seed(0)
     model = study.make_model()
     rows, n, m = all_rows(study)
@@ -208,7 +208,7 @@ TRAK = "TRAK, 2"  # and its damping
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of every training text for every question, and what they are compared with."""
+    """Scores of every training text for every question, and the method to compare with."""
 
     way: str
     scores: np.ndarray
@@ -217,14 +217,14 @@ class Scored:
 
 @dataclass(frozen=True)
 class Way:
-    """A way from inner products to scores.
+    """A method to compute scores from inner products.
 
     Attributes:
-        damping: lambda in units of the mean squared norm; None for no inverse at all.
+        damping: lambda in units of the mean squared norm; None for scores without an inverse.
         normalize: "" for none; "before": gradients of length 1 in the normal matrix too; "after":
             scores divided by the training gradient's length; "inverse": by its length under the
             inverse, sqrt(phi^T M^-1 phi); "both": cosines.
-        all_words: All words of the questions count, not the answer alone.
+        all_words: Whether all words of the questions are explained, instead of only the answer.
         is_unit_average: Whether checkpoints are divided by their norm N_c.
     """
 
@@ -235,7 +235,7 @@ class Way:
     is_unit_average: bool = True
 
     def scores(self, kernel: np.ndarray, outputs: np.ndarray, n: int, m: int) -> np.ndarray:
-        """Return one checkpoint's share of the scores, shape (n, m).
+        """Return one checkpoint's contribution to the scores, shape (n, m).
 
         Args:
             kernel: Inner products of all rows.
@@ -247,7 +247,7 @@ class Way:
         rows = np.r_[0:n, first : first + m]
         kernel, sizes = kernel[:n, rows].astype(float), np.sqrt(np.diagonal(kernel)[rows])
         if self.normalize in ("before", "both"):
-            # A target's own length changes no rank within a checkpoint.
+            # The norm of a target's gradient changes no rank within a checkpoint.
             kernel /= (
                 sizes[:n, None]
                 * np.r_[sizes[:n], sizes[n:] if self.normalize == "both" else np.ones(m)]
@@ -296,7 +296,7 @@ def sketch_by_layer(sketches: np.ndarray, n: int, m: int, damping: float) -> np.
 
 
 def side_by_side(sketches: np.ndarray) -> np.ndarray:
-    """Return inner products of the rows' sketches of all layers, side by side."""
+    """Return inner products of the rows' concatenated sketches of all layers."""
     return (sketches @ sketches.transpose(0, 2, 1)).sum(axis=0)
 
 
@@ -310,7 +310,7 @@ Share = Callable[[Products], np.ndarray]
 
 
 def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]:
-    """Return all ways' scores.
+    """Return the scores of all methods.
 
     Args:
         study: The planted facts.

@@ -4,13 +4,14 @@
 
 Reads a finished study with an evaluation of the named experiment, and the files from which the
 evaluation was computed. The formula is that of ``trak_core.compat``'s score computer, which tests
-compare with the package ``traker``: (G^T G)^-1 divided by the mean absolute value of its entries,
-for each checkpoint, averaged over checkpoints, times average loss weights. The first columns of
-rademacher and normal projections are projections themselves.
+compare with the package ``traker``. For each checkpoint, K is (G^T G)^-1 divided by the mean
+absolute value of its entries, where G and T are the features of the training samples and of the
+targets. The scores are the average of G K T^T over checkpoints, times the average loss weights. The
+first columns of rademacher and normal projections are projections themselves.
 
-It uses the last checkpoint of each run, as TRAK's users do, and all checkpoints (``trak_along``) if
-there are more. Prints the table ``summary`` of ``docs/reference/files.md``, with its
-bootstrap intervals.
+It is computed from the last checkpoint of each run, as TRAK's users do, and from all checkpoints
+(``trak_along``) if there are more. Prints the table ``summary`` of ``docs/reference/files.md``,
+with its bootstrap intervals.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def trak_scores(results: Path, experiment: str, checkpoints: list[str], dim: int
 
 
 def _retrained(results: Path, evaluation: Artifact) -> list[Path]:
-    """Return the files of retrained models in the evaluation's order; leftovers don't count."""
+    """Return the evaluation's files of retrained models in its order, without leftover files."""
     found = {}
     for path in (results / "retrained").glob("[0-9]*-[0-9]*.h5"):
         with open_artifact(path, RETRAINED) as file:
@@ -68,10 +69,10 @@ def _retrained(results: Path, evaluation: Artifact) -> list[Path]:
 
 
 def main() -> None:
-    """Measure the formula at every number of columns, on the same draws as the scores."""
+    """Measure the formula for each number of columns, with the bootstrap draws of the scores."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("results", type=Path, help="folder of a finished study")
-    parser.add_argument("experiment", help="one whose scores were measured")
+    parser.add_argument("experiment", help="an experiment with an evaluation")
     parser.add_argument("--dims", type=int, nargs="+", default=[512, 1024], help="columns")
     asked = parser.parse_args()
     with open_artifact(asked.results / f"evaluation/{asked.experiment}.h5", EVALUATION) as measured:
@@ -79,7 +80,7 @@ def main() -> None:
     kind, proj_dim = (spec["projection"][key] for key in ("kind", "proj_dim"))
     for dim in asked.dims:
         if dim > proj_dim or (dim < proj_dim and not ProjectionKind(kind).about.nested):
-            parser.error(f"{dim} columns of {kind} with {proj_dim} are no projection of their own")
+            parser.error(f"{dim} columns of {kind} with {proj_dim} are not a projection themselves")
     with open_artifact(asked.results / f"scores/{asked.experiment}.h5", SCORES) as final:
         train_ids, target_ids = final.index("scores"), final.columns("scores")
         scores = final.matrix("scores")[:].astype(float)

@@ -1,4 +1,4 @@
-"""Compare how well wrong labels are found with cleanlab.
+"""Compare the list `suspects` with cleanlab by how well they find wrong labels.
 
     python benchmarks/wrong_labels.py --csv wrong_labels.csv
 
@@ -6,13 +6,13 @@ The study is `studies/annotated_digits.py`, with five draws of digits and of wro
 run` writes `suspects` and `groups` from three runs with two checkpoints each, k = 512, with the 500
 held-out digits as targets.
 
-cleanlab, if installed, ranks by its normalized margin, from probabilities of five models of the
-same kind that are each trained without the fifth that they judge. A second row also trains on the
-held-out digits and their correct labels, because `suspects` uses these too. AUC is the probability
-that a wrong label ranks before a right one; `precision` is the part of wrong labels in the first n,
-where n is the number of wrong labels. Intervals are 95 % bootstrap intervals over draws and samples
-of the paired difference between `suspects` and the row. The first draw's scores by annotator are
-printed too.
+cleanlab, if installed, ranks samples by its normalized margin. The probabilities are from five
+models of the same kind, each trained without the fifth of the samples for which it predicts. A
+second row also trains on the held-out digits and their correct labels, because `suspects` uses
+these too. AUC is the probability that a wrong label ranks before a right one; `precision` is the
+fraction of wrong labels among the first n samples, where n is the number of wrong labels. Intervals
+are 95 % bootstrap intervals over draws and samples of the paired difference between `suspects` and
+the row. The first draw's scores by annotator are printed too.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of digits and wrong labels; a ranking's largest scores mark likely wrong ones."""
+    """One draw of digits and wrong labels. In a ranking, likely wrong labels have large values."""
 
     is_wrong: np.ndarray
     scores: dict[str, np.ndarray]
@@ -101,7 +101,7 @@ def _trained(study: ModuleType, seed: int, data: object) -> torch.nn.Module:
 
 
 def _cleanlab(study: ModuleType, *, with_held_out: bool) -> np.ndarray:
-    """Return cleanlab's scores by models that were trained without the samples they judge."""
+    """Return cleanlab's scores from models that were trained without the scored samples."""
     data, held = study.train_data(), Subset(study.target_data(), range(study.N_HELD))
     images, labels = data.tensors
     fold = np.random.default_rng(0).permutation(len(data)) % _FOLDS
@@ -119,7 +119,7 @@ def _cleanlab(study: ModuleType, *, with_held_out: bool) -> np.ndarray:
 
 
 def _harm_alike(folder: Path) -> np.ndarray:
-    """Return the harm of every training sample where all targets' scores have the same length."""
+    """Return the harm of every training sample after scaling each target's scores to norm 1."""
     scores: Any = pd.read_hdf(folder / "results/scores/held.h5", "scores")
     alike = scores.sort_index().to_numpy(dtype=np.float64)
     return np.maximum(-alike / np.linalg.norm(alike, axis=0), 0).mean(axis=1)

@@ -1,7 +1,7 @@
-"""The documentation site: what ``make docs`` builds from the pages of the whole repository.
+"""Configuration of the documentation site, which ``make docs`` builds from the repository's pages.
 
-The source folder is the repository itself, so that a link between two pages leads to the same place
-on the code's host and in the site.
+The source folder is the repository itself, so that links between pages work in the site and on the
+site that hosts the code.
 """
 
 import re
@@ -33,8 +33,8 @@ include_patterns = [
 exclude_patterns = [".*", "build", "results*", "tests", "docs/package.md"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
-nb_execution_mode = "off"  # a test runs the notebooks; the site shows what they printed
-myst_heading_anchors = 4  # those that the code's host makes of headings
+nb_execution_mode = "off"  # a test runs the notebooks; the site shows their stored outputs
+myst_heading_anchors = 4  # the same anchors as on the code's host
 
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
@@ -44,26 +44,26 @@ maximum_signature_line_length = 80
 
 html_theme = "furo"
 html_title = f"trak-core {release}"
-html_extra_path = ["site"]  # leads the site's own address to its first page
+html_extra_path = ["site"]  # redirects the site's root to its first page
 html_copy_source = False
 html_show_copyright = False
-html_show_search_summary = False  # a browser reads no second file beside one on a disk
+html_show_search_summary = False  # browsers load no further file for a page on disk
 pygments_style = "tango"
 
 
 def read_source(_app: Sphinx, name: str, source: list[str]) -> None:
-    """Fill in what a page has generated."""
+    """Fill in the generated parts of a page."""
     source[0] = filled_in(source[0], name)
 
 
 def leave_files_as_text(_app: Sphinx, tree: nodes.document) -> None:
-    """Show the name of a file that is no page without a link: the site doesn't hold the file."""
+    """Remove links to files that are not pages, because the site doesn't contain these files."""
     for link in list(tree.findall(addnodes.download_reference)):
         link.replace_self(link.children)
 
 
 def take_signs_literally(_app: Sphinx, *given: Any) -> None:
-    """Have the formulas of a docstring, such as |x|^2 and a * b, read as they stand."""
+    """Escape formulas of a docstring, such as |x|^2 and a * b, so that they are not markup."""
     lines: list[str] = given[-1]
     for i, line in enumerate(lines):
         parts = line.split("``")
@@ -73,13 +73,13 @@ def take_signs_literally(_app: Sphinx, *given: Any) -> None:
 
 
 def check_site(app: Sphinx, error: Exception | None) -> None:
-    """Refuse a site with a dead link, or one that loads anything from a network."""
+    """Raise an error if the site has a dead link or loads anything from a network."""
     if error is None and (faults := faults_of(Path(app.outdir).resolve())):
-        raise ExtensionError("The site must hold all it leads to. Found: " + "; ".join(faults))
+        raise ExtensionError("Every link of the site must work. Found: " + "; ".join(faults))
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what this file does to a build."""
+    """Register this file's functions with Sphinx."""
     app.connect("source-read", read_source)
     app.connect("doctree-read", leave_files_as_text, priority=100)
     app.connect("autodoc-process-docstring", take_signs_literally, priority=100)

@@ -8,7 +8,7 @@ from torch.utils.data import Subset, TensorDataset
 
 x, time = map(torch.tensor, load_diabetes(return_X_y=True))
 x, random = x.float() / x.std(), torch.Generator().manual_seed(0)
-event = torch.rand(len(x), generator=random) < 0.7  # the others left the study
+event = torch.rand(len(x), generator=random) < 0.7  # the other patients left the study
 # For each patient, twenty patients at risk at that time, drawn once.
 chosen = [
     torch.multinomial(later.float(), 20, True, generator=random) for later in time >= time[:, None]

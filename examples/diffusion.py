@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-# Noise and time are drawn once, because a sample must be the same each time it is read.
+# Noise and time are drawn once, because a sample must have the same values whenever it is read.
 random = torch.Generator().manual_seed(0)
 clean = torch.tensor(load_digits().data[:400]).float() / 8 - 1
 noise, time = torch.randn(400, 64, generator=random), torch.rand(400, 1, generator=random)

@@ -1,4 +1,4 @@
-"""Which texts taught a GPT-2 to continue others as it does, over a Trainer's checkpoints?
+"""Which texts taught a GPT-2 to continue other texts as it does? Uses a Trainer's checkpoints.
 
 Needs transformers, accelerate and datasets. Run it in any folder: checkpoints are in `trainer-out`.
 """
@@ -36,7 +36,7 @@ trainer = Trainer(
 )
 trainer.train()
 
-# The Trainer's loader gives samples as in training, with labels and without the column `text`.
+# The Trainer's loader yields samples as in training, with labels and without the column `text`.
 attributor = Attributor(trainer.model, "language_modelling", "trainer-out", damping=1)
 attributor.fit(trainer.get_eval_dataloader(split["train"]))
 top = attributor.score(trainer.get_eval_dataloader(split["test"])).top(1)

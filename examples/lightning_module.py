@@ -38,6 +38,6 @@ for run in ("seed0", "seed1"):
         entry = {"path": path, "run": run, "at": int(path.stem.removeprefix("step="))}
         checkpoints[f"{run}-{entry['at']}"] = entry
 
-# The files' names of weights begin with `model.`, which is taken off to fit `reader.model`.
+# Keys in the files begin with `model.`. This prefix is removed to match `reader.model`.
 attributor = Attributor(reader.model, "image_classification", checkpoints).fit(train)
 print(attributor.score(test).top(1).head())

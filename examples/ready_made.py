@@ -1,8 +1,8 @@
 """Make small data and weights for this folder's configs of ready-made studies.
 
-Makes scans of digits for `images.yaml` and wines for `tables.yaml`; if transformers is installed,
-also sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Run it in the repository's
-folder: `python examples/ready_made.py`.
+It makes scans of digits for `images.yaml` and wines for `tables.yaml`. If transformers is
+installed, it also makes sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Run it
+in the repository's folder: `python examples/ready_made.py`.
 """
 
 import itertools
@@ -68,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return training rows, and a fifth of all as targets, with id, label and text."""
+    """Return training rows, and a fifth of all rows as targets, with id, label and text."""
     rows = [
         {"id": f"{kind}-{i}", "label": kind, "text": f"the {' '.join(words)}"}
         for kind, parts in _KINDS.items()

@@ -60,6 +60,6 @@ def losses(predicted: Tensor, labels: Tensor) -> Tensor:
     return (predicted[:, 0] - labels) ** 2 / 2
 
 
-# What the other table's train() makes, of what.
+# breast_cancer.train() uses these globals of its module.
 breast_cancer.make_model, breast_cancer.train_data = make_model, train_data
 breast_cancer.losses = losses

@@ -27,6 +27,6 @@ def losses(predicted: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(predicted, labels, reduction="none")
 
 
-# What the table's train() makes, of what. Another study in this process may have set its losses.
+# breast_cancer.train() uses these globals, and another study in this process may have set losses.
 breast_cancer.make_model, breast_cancer.train_data = make_model, train_data
 breast_cancer.losses = losses

@@ -1,1 +1,1 @@
-"""Write the parts of the documentation that follow from schema, rules and code."""
+"""Generate the parts of the documentation that are derived from schema, rules and code."""

@@ -1,4 +1,4 @@
-"""Look for what a reader without a network, or with a click, would miss in the built site."""
+"""Find dead links, and addresses that need a network, in the built site."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _ID = re.compile(r'\bid="([^"]+)"')
 
 
 def faults_of(site: Path) -> list[str]:
-    """Return a line for each link to a file or an anchor that isn't there, or a loaded address."""
+    """Return a line for each link to a missing file or anchor, and for each loaded address."""
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     ids = {page: set(_ID.findall(text)) for page, text in pages.items()}
     faults = []

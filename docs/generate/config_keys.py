@@ -1,4 +1,4 @@
-"""Every key of a config, from its JSON Schema."""
+"""Describe every key of a config, from its JSON Schema."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,12 +9,12 @@ import yaml
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"
-# A user names these; what they hold is described under one name for all.
+# Users choose the names of these keys. Their contents are described once, under a placeholder.
 _NAMED = {"experiments": "experiments.{name}"}
 
 
 def keys_of(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping, bool]]:
-    """Yield each key's full name, its schema, and whether it must be given, outer ones first."""
+    """Yield each key's full name, its schema, and whether it is required, outer keys first."""
     for part in (schema, *schema.get("anyOf", ())):
         required = part.get("required", ())
         for key, value in part.get("properties", {}).items():
@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """Return in words what a value may be, with its bounds."""
+    """Return a description of the allowed values, with their bounds."""
     if "anyOf" in schema and "type" not in schema:
         return " or ".join(dict.fromkeys(kind_of(part) for part in schema["anyOf"]))
     if "const" in schema:
@@ -85,7 +85,7 @@ def _default(value: Mapping[str, Any], *, required: bool) -> str:
 
 
 def config_keys() -> str:
-    """Return a section for every key: what it may be, its default, its meaning."""
+    """Return a section for every key: its allowed values, its default and its meaning."""
     schema = yaml.safe_load(SCHEMA.read_text())
     parts = []
     for name, value, required in keys_of(schema):

@@ -1,4 +1,4 @@
-"""Put what is generated into the pages that ask for it by a comment."""
+"""Insert generated text into pages, where a comment requests it."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _MARK = re.compile(r"^<!-- generated: (.+) -->$", flags=re.M)
 
 
 def filled_in(page: str, name: str) -> str:
-    """Return a page with each ``<!-- generated: ... -->`` replaced by what it names."""
+    """Return a page with each ``<!-- generated: ... -->`` replaced by the text that it names."""
 
     def text(mark: re.Match[str]) -> str:
         if mark[1] not in GENERATED:

@@ -3,7 +3,7 @@
     trak run config/thorough.yaml
     python docs/generate/pictures.py results
 
-Chromium takes them as a reader's browser would. Pillow comes with matplotlib.
+Chromium renders the pages. Pillow is installed with matplotlib.
 """
 
 import shutil
@@ -16,13 +16,13 @@ from PIL import Image
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 WIDTH = 1100
-# What is taken of which page: from which line of pixels to which.
+# For each picture: its page, and the first and the last line of pixels.
 PAGES = {"report": ("report.html", 0, 890), "explore": ("answers/hard.html", 530, 1430)}
-COLOURS = 128  # so that a picture of a page has some tens of KB
+COLOURS = 128  # so that a picture has only tens of KB
 
 
 def taken(page: Path, top: int, bottom: int, folder: str) -> Image.Image:
-    """Return a part of a page in its whole width."""
+    """Return a screenshot of some lines of a page, in the page's full width."""
     picture = Path(folder, "picture.png")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     options += [f"--window-size={WIDTH},{bottom}", f"--user-data-dir={folder}/profile"]

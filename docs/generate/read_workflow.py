@@ -1,7 +1,7 @@
 """Write the rules of a run as JSON: ``python read_workflow.py config.yaml folder rules.json``.
 
-Snakemake itself reads the workflow, in this process of its own, and plans the run in the folder;
-nothing is executed.
+Snakemake reads the workflow in this separate process, and plans the run in the folder. No job is
+executed.
 """
 
 import json
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def rules_of(config: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return each rule of a run: what it writes, its params, its stage, the rules that it reads."""
+    """Return each rule of a run: its output, its params, its stage, and the rules that it reads."""
     with SnakemakeApi(OutputSettings(quiet=None)) as snakemake:
         api = snakemake.workflow(
             ResourceSettings(cores=1),

@@ -1,4 +1,4 @@
-"""Draw a graph of rules as SVG: each rule below all that it reads, three in a row."""
+"""Draw a graph of rules as SVG: each rule is below the rules that it reads, three in a row."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ STYLE = (
 
 
 def without_shortcuts(graph: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the graph without what follows: no line from a to c where a path leads there."""
+    """Return the transitive reduction: no line from a to c if a longer path leads there."""
 
     def above(name: str) -> set[str]:
         return {name}.union(*(above(read) for read in graph[name]))
@@ -24,9 +24,9 @@ def without_shortcuts(graph: Mapping[str, Sequence[str]]) -> dict[str, list[str]
 
 
 def rows_of(graph: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return the names in rows: below all that a name reads, beside those that read likewise.
+    """Return the names in rows: each name is below all names that it reads.
 
-    A row is ordered by the mean place of what its names read, so that few lines cross.
+    A row is ordered by the mean position of the names that its names read, so that few lines cross.
     """
     depth: dict[str, int] = {}
 
@@ -67,7 +67,7 @@ def drawn(graph: Mapping[str, Sequence[str]]) -> str:
             x1, middle = x + WIDTH / 2, (y0 + y) / 2
             curve = f"M{x0:.0f} {y0}C{x0:.0f} {middle} {x1:.0f} {middle} {x1:.0f} {y}"
             lines.append(f'<path d="{curve}"/>')
-        anchor = name.replace("_", "-")  # as Sphinx makes one of the rule's heading
+        anchor = name.replace("_", "-")  # as Sphinx derives it from the rule's heading
         boxes.append(
             f'<a href="#{anchor}"><rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" '
             'rx="5"/>'

@@ -1,4 +1,4 @@
-"""Every rule of the workflow: what it reads and writes, and what runs it again."""
+"""Describe every rule of the workflow: its input, its output, and the causes of reruns."""
 
 import json
 import re
@@ -15,14 +15,14 @@ from generate.rule_graph import drawn
 from trak_core.runtime.job import stage_module, stage_of
 
 REPOSITORY = Path(__file__).parents[2]
-# What runs a rule again beside its files and its code. A param that is new must get its words here.
+# Causes of reruns besides files and code. Each new param needs a description here.
 PARAMS = {
     "arguments": "the arguments of `train()`",
     "baselines": "`evaluation.baselines`",
     "checkpoints": "the last checkpoint of each run",
-    "columns": "what labels and predictions are called",
+    "columns": "the names of labels and predictions",
     "config": "any key of the config except `answers` and `compute`",
-    "defaults": "what the config leaves out of `scoring`",
+    "defaults": "the keys that the config leaves out of `scoring`",
     "digest": "the study: its file, the modules that it imports, and `data_files`",
     "experiment": "`lists.{list}.experiment`",
     "early": "`at` of checkpoints",
@@ -32,15 +32,15 @@ PARAMS = {
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "mean_of": "the experiment's `mean` and `minus`",
-    "naming": "what names samples: targets and scores, or `evaluation.removals.{list}.fractions`",
-    "output_words": "the words of a `model_output` of your own",
+    "naming": "what selects samples: targets and scores, or `evaluation.removals.{list}.fractions`",
+    "output_words": "the texts of a `model_output` of your own",
     "pool": "`lists.select.pool`",
-    "pool_spec": "what decides the pool's features",
+    "pool_spec": "the settings that determine the pool's features",
     "question": "the experiment's own `data`",
     "retrained_spec": "`evaluation.subsets`",
-    "scores_spec": "what decides the scores' numbers",
-    "signature": "what tells a file of your own: its content, or size and time in a store",
-    "spec": "what decides its numbers (the file's attribute `spec`)",
+    "scores_spec": "the settings that determine the scores",
+    "signature": "a file of your own: its content, or its size and time in a store",
+    "spec": "the settings that determine its numbers (the file's attribute `spec`)",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",
     "targets": "the experiment's `targets`",
@@ -52,7 +52,7 @@ PARAMS = {
 
 
 def _configs() -> dict[str, dict[str, Any]]:
-    """Return two configs that have all rules run between them."""
+    """Return two configs that together use all rules."""
     smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
@@ -71,7 +71,7 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 @cache
 def all_rules() -> dict[str, dict[str, Any]]:
-    """Return every rule that makes a file, as ``read_workflow`` writes it."""
+    """Return every rule that writes a file, in the format of ``read_workflow``."""
     script = Path(__file__).with_name("read_workflow.py")
     rules: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def all_rules() -> dict[str, dict[str, Any]]:
             command = [sys.executable, script, place / "config.yaml", place, place / "rules.json"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise RuntimeError(f"Snakemake must read the workflow. Found: {done.stderr}")
+                raise RuntimeError(f"Snakemake could not read the workflow: {done.stderr}")
             planned: dict[str, dict[str, Any]] = json.loads((place / "rules.json").read_text())
             for rule, read in planned.items():
                 reads = {*read["reads"], *rules.get(rule, read)["reads"]}
@@ -92,7 +92,7 @@ def all_rules() -> dict[str, dict[str, Any]]:
 
 
 def _pattern(path: str) -> str:
-    """Return a path's pattern without what its wildcards may be in one config."""
+    """Return a path's pattern without the constraints of its wildcards."""
     return re.sub(r"\{(\w+),[^}]*\}", r"{\1}", path)
 
 
