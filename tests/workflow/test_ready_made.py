@@ -267,7 +267,7 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
         (
             "language_model",
             {"max_tokens": 80},
-            ("training data", "tokenizer of out", "`weights`", "`max_tokens`"),
+            ("training data", "tokenizer in out", "`weights`", "`max_tokens`"),
         ),
     ],
 )
