@@ -250,9 +250,9 @@ def count_classes(
             shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if shape:
             raise InputError(
-                f"The model output must be one number for each sample. Found {shape} for a sample "
-                f"for which the model returned shape {tuple(outputs.shape)}, with a label of shape "
-                f"{tuple(label.shape)}.",
+                f"The model output must be one number for each sample. Found {shape}, from a "
+                f"return value of shape {tuple(outputs.shape)} and a label of shape "
+                f"{tuple(label.shape)} for one sample.",
                 code="gradients.output_shape",
             )
     return n_classes
