@@ -275,9 +275,9 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
         same, shifted = ((t == sample.labels)[counts] for t in (tokens, ahead))
         if len(same) > 2 and shifted.all() and not same.all():
             notice(
-                "each label is the next token of the text, so the labels seem to be shifted. They "
-                "must not be, because the model output shifts them. Give the label of each token "
-                "at the position of this token."
+                "each label is the next token of the text, so the labels seem to be shifted. The "
+                "model output shifts labels itself, so give the label of each token at the "
+                "position of this token."
             )
 
 

@@ -98,7 +98,7 @@ def parameter_gramian(
 ) -> Tensor:
     """Return the result of ``Engine.compute_gramian``. A repeated parameter is used once."""
     if not (isinstance(output, Tensor) and output.requires_grad):
-        kind = "one without" if isinstance(output, Tensor) else type(output).__name__
+        kind = "a tensor without" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
             f"The output must be a tensor with a graph, that is with requires_grad. Found {kind}. "
             "Call the modules outside torch.no_grad(), and don't detach the output.",

@@ -223,7 +223,7 @@ def about_output(model_output: str | Mapping[str, Any]) -> About:
     label, prediction = (texts.get(key, "") for key in ("label", "prediction"))
     return About(
         name=texts.get("name", f"the number that {name} returns"),
-        unit=texts.get("unit", "the unit of that number"),
+        unit=texts.get("unit", "not stated"),
         meaning=texts.get("meaning", f"the larger {texts.get('name', 'that number')}"),
         label=label,
         prediction=prediction,
