@@ -102,7 +102,7 @@ def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys, m
     monkeypatch.setattr(kind, method, limited)
     featurize(traker)
     np.testing.assert_allclose(traker.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
-    assert "out of memory; going on with 10 samples" in capsys.readouterr().out
+    assert "out of memory. Continuing with batches of 10 samples" in capsys.readouterr().out
 
 
 class Slow(FunctionalGradientComputer):

@@ -219,7 +219,7 @@ def test_a_block_with_an_object_keeps_all(capsys):
     blocks = Recomputation(given[0])
     blocks.start()
     sample_memory(*given, blocks)
-    assert blocks.told().endswith("keep all: TakesAnObject.")
+    assert blocks.told().endswith("keep all activations: TakesAnObject.")
     assert_equal(formed_gradients(gradients_at_once, *given), expected)
 
 
@@ -273,7 +273,7 @@ def test_rounding_is_a_difference_on_the_cpu_only(monkeypatch):
         ({"block": Counts, "kind": Sums}, "saved other numbers"),
         ({"block": CountsBesideALargeNumber}, "saved other numbers"),
         ({"block": Grows}, "saved other tensors"),
-        ({"block": IsWrittenInto, "adds": True}, "written into"),
+        ({"block": IsWrittenInto, "adds": True}, "inputs had been modified"),
     ],
 )
 def test_a_block_that_cannot_run_twice_is_refused(model, words, fingerprint, monkeypatch):

@@ -37,7 +37,7 @@ def test_chunks_are_halved_when_memory_runs_out(error, capsys):
 
     found = list(in_chunks(compute, 10, 8))
     assert found == [(i, i + 2, [i, i + 1]) for i in range(0, 10, 2)]
-    assert "out of memory; going on with 2 samples at once" in capsys.readouterr().out
+    assert "out of memory. Continuing with batches of 2 samples" in capsys.readouterr().out
 
 
 def test_memory_that_does_not_hold_one_sample_and_other_errors():

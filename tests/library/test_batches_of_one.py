@@ -138,8 +138,8 @@ DISAGREEING = {
         *(scaled(lambda n: 1 + (n > 1)), {}),
         gradients_one_by_one,
         "it differs from autograd by 1 of the largest entry, in linear.",
-        "in float64 by 1, in linear.",
-        "one sample at a time, with the same numbers but slower.",
+        "and in float64 by 1, in linear.",
+        "one sample at a time, which gives the same numbers but is slower.",
     ),
     "one pass is impossible": (
         *(scaled(lambda n: 1 + (n == 1)), LSTM),
@@ -147,15 +147,15 @@ DISAGREEING = {
     ),
     "rounding": (
         *(kinked, {}),
-        *(gradients_at_once, "in float64 by 0, so that it is a matter of rounding."),
+        *(gradients_at_once, "in float64 by 0, so that rounding is the cause."),
     ),
     "lost digits": (
         *(lossy, {}),
-        *(gradients_one_by_one, "in linear.weight; in float64 by ", "Gradients are computed one"),
+        *(gradients_one_by_one, "in linear.weight, and in float64 by ", "Gradients are computed"),
     ),
     "no copy": (
         *(scaled(lambda n: 1 + (n == 1)), {"head": lambda: Opaque(4, 3)}),
-        *(gradients_one_by_one, "in float64 that can't be told (TypeError: no copies)", "slower."),
+        *(gradients_one_by_one, "comparison in float64 failed (TypeError: no copies)", "slower."),
     ),
 }
 

@@ -166,7 +166,7 @@ def test_a_cell_that_is_no_number_is_named(cell):
     for fields in ({"a": cell, "b": 2}, {"a": 1, "b": 2}):
         label = 1 if cell in fields.values() else cell
         study = tabular(rows_with([label], ".csv", **fields), "label", "net.py:net")
-        with refused("studies.numbers", "rows.csv, line 2", "separators of thousands"):
+        with refused("studies.numbers", "rows.csv, line 2", "thousands separators"):
             study.train_data()[0]
 
 

@@ -155,7 +155,7 @@ def test_a_prompt_that_the_messages_have_is_read(tmp_path, weights, capsys):
 def test_a_message_that_the_template_leaves_out_is_reported(tmp_path, weights, capsys):
     read(tmp_path, weights, {"messages": [SYSTEM, *TURNS]})
     notice = (
-        "Notice: the chat template does not write the content of a message of the role 'system'"
+        "Notice: the chat template omits or changes the content of a message of the role 'system'"
     )
     assert notice in capsys.readouterr().err
 

@@ -71,5 +71,5 @@ def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, c
     first = digits.stages(tmp_path / "first", 1, made=digits.features())
     monkeypatch.setattr(Formed, "adding_to", tight)
     second = digits.stages(tmp_path / "second", 1)
-    assert "going on with 16 samples at once" in capsys.readouterr().out
+    assert "Continuing with batches of 16 samples" in capsys.readouterr().out
     assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)

@@ -61,7 +61,7 @@ STUDIES = {
     ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
-        r"Called with one sample of \(1, 10\) float32; parameters of float32\. Found RuntimeError",
+        r"called with one sample of \(1, 10\) float32, .* dtype float32\. Found RuntimeError",
     ),
     "describe fails": (
         *("def make_model", "def describe(sample):\n    return sample['text']\n\n\ndef make_model"),

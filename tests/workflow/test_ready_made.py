@@ -267,7 +267,7 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
         (
             "language_model",
             {"max_tokens": 80},
-            ("training data", "tokenizer of out", "`weights`", "`max_tokens`"),
+            ("training data", "tokenizer in out", "`weights`", "`max_tokens`"),
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_samples_that_the_model_does_not_take_are_changed_by_a_key(
         )
     assert all(words in str(error.value) for words in told), error.value
     assert "sample must be" not in str(error.value).replace("samples must be no", "")
-    assert "Bring them" not in str(error.value)
+    assert "Bring all samples" not in str(error.value)
 
 
 def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):

@@ -149,5 +149,5 @@ def test_a_model_without_the_adapter_is_refused(study):
 def test_of_a_frozen_model_all_is_refused_before_any_job(study):
     study.config["parameters"] = "all"
     output = study.fail()
-    assert "The model must have a parameter with requires_grad. Found none of 29" in output
+    assert "The model must have a parameter with requires_grad. Found none among 29" in output
     assert "Job stats" not in output

@@ -1,14 +1,15 @@
 """Compute per-sample gradients of a model output, one parameter after another.
 
-The gradient of f has p coordinates, one for each parameter entry: parameters in
-``named_parameters`` order, each row-major. A batch is differentiated by one backward pass
-(``gradients_at_once``). If the model's graph can't be read, its samples are differentiated one by
-one. The gradients of each parameter are passed to a consumer as soon as they are computed, so that
-the (batch, p) matrix is never formed. ``trak_core.attribution.project_gradients`` is a consumer.
+The gradient of a model output f has p coordinates, one for each entry of the parameters, in
+``named_parameters`` order and row-major within a parameter. One backward pass differentiates a
+batch (``gradients_at_once``). If the model's graph can't be read, the samples of the batch are
+differentiated one by one. The gradients of each parameter are passed to a consumer as soon as they
+are computed, so that the (batch, p) matrix is never formed. For example, the consumer in
+``trak_core.attribution.project_gradients`` projects them.
 
-Common arguments are ``model``, on the samples' device and in any mode, which is restored;
-``parameters``, from ``select_parameters``; the model ``output`` f; ``samples``, in a form that
-``as_batch`` takes; and ``sample_ids``, which error messages name.
+Most functions take a ``model`` on the samples' device, whose training mode is restored, the
+``parameters`` that ``select_parameters`` returned, and the model ``output`` f. ``samples`` have a
+form that ``as_batch`` accepts. Error messages name samples by their ``sample_ids``.
 """
 
 from trak_core.gradients.batch_size import (

@@ -5,11 +5,12 @@ A tensor of the graph is *split* if each of its entries belongs to one sample (i
 depend on several samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of x
 belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. Therefore
 one backward pass computes the gradients with respect to x for all samples. An edge from the split
-output y of an operation to a shared input w is a *crossing*. There the chain rule is
+output y of an operation to a shared input w is a *crossing*. At a crossing, the chain rule is
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
 
-and ``gradient_formulas`` returns the B inner sums, the gradients of the samples, in closed form.
+where t runs over the entries of y that belong to sample i. The B inner sums are the gradients of
+the samples. ``gradient_formulas`` returns them in closed form.
 """
 
 from collections import Counter, defaultdict
@@ -50,11 +51,11 @@ class Region:
 
     Attributes:
         n_crossings: Number of crossings that lead into the region.
-        parameters: Indices of its parameters.
-        is_direct: Whether it has one parameter, and each crossing leads to that parameter as a
-            whole, possibly transposed or reshaped. Then contributions to it are added unchanged.
-        is_simple: Whether it has one parameter, and crossings lead to disjoint sets of its entries.
-            Then the inner products of contributions add up.
+        parameters: Indices of the region's parameters.
+        is_direct: Whether the region has one parameter, and each crossing leads to the whole
+            parameter, possibly transposed or reshaped. Then contributions are added unchanged.
+        is_simple: Whether the region has one parameter, and crossings lead to disjoint sets of its
+            entries. Then a Gramian is the sum of the Gramians of the contributions.
     """
 
     n_crossings: int = 0
@@ -71,11 +72,12 @@ class Plan:
         layouts: For each split node with crossings, the layouts of its used outputs.
         crossings: For each split node with crossings, the crossings and the regions they lead to.
         regions: All regions.
-        inner: The split nodes with crossings that lead to others. Hooks read their gradients.
+        inner: The split nodes with crossings from which the backward pass goes on to other split
+            nodes with crossings. Hooks read the gradients of inner nodes.
         last: The other split nodes with crossings, where the backward pass ends.
         parameters: The parameters to differentiate.
-        is_fixed: Whether the graph's signature determines the plan. If not, it depends on values
-            that operations have saved, such as indices.
+        is_fixed: Whether the graph's signature determines the plan. If not, the plan depends on
+            values that operations have saved, such as indices.
     """
 
     layouts: dict[Node, dict[int, Layout]]
@@ -89,8 +91,8 @@ class Plan:
     def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
         """Return the same plan for another graph with an equal signature.
 
-        ``like`` maps this plan's nodes to nodes of that graph, or to their numbers. A plan of
-        numbers, without parameters, keeps no tensor and no graph alive.
+        ``like`` maps this plan's nodes to nodes of the other graph, or to the numbers of nodes. A
+        plan with numbers in place of nodes, and without parameters, keeps no graph in memory.
         """
         crossings = {
             like[user]: [
@@ -140,7 +142,7 @@ def make_plan(
 def _layouts_of_one_sample(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts for B = 1. All tensors are split except parameters and views of them."""
+    """Return the layouts for one sample. Only parameters and views of parameters are not split."""
     used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
     for node in reversed(graph.order):
@@ -155,7 +157,7 @@ def _layouts_of_one_sample(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of all split nodes by output, and whether they depend on no saved value.
+    """Return the layouts of all outputs of split nodes, and whether they depend on no saved value.
 
     Nodes are visited in topological order, so that all users of a tensor have set its layout.
     """

@@ -25,7 +25,7 @@ T = TypeVar("T")
 # Peak memory of a backward pass, relative to the tensors that the forward pass saves. The measured
 # ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million parameters.
 _ACTIVATIONS = 2
-# Number of copies of a piece of formed gradients that are in memory at the same time.
+# Gradients are formed in pieces. This many copies of a piece are in memory at the same time.
 _PIECES = 3
 PIECE_BYTES = 4 * PIECE
 
@@ -35,9 +35,9 @@ class SampleMemory:
     """Memory that is needed to differentiate f.
 
     Attributes:
-        activation_bytes: Peak memory for each sample of saved tensors and of gradients with respect
-            to tensors that are computed from parameters.
-        gradient_bytes: Size of a sample's gradient. A batch's gradients are formed in pieces.
+        activation_bytes: Peak memory for each sample: tensors that the forward pass saves, and
+            gradients with respect to tensors that are computed from parameters.
+        gradient_bytes: Size of the gradient of one sample.
         shared_bytes: Memory that doesn't depend on the number of samples.
     """
 
@@ -71,12 +71,13 @@ def sample_memory(
     most_bytes: int | None = None,
     n_copies: int = 2,
 ) -> SampleMemory:
-    """Return an estimate of the memory to differentiate a sample like the first.
+    """Return an estimate of the memory that is needed to differentiate the first sample.
 
-    The tensors that a forward pass saves are counted. ``blocks`` are the model's recomputed blocks.
-    When activations exceed ``most_bytes``, they are freed, and a ``TooMuchMemoryError`` is raised
-    at the end. The pass has ``n_copies`` of the sample. With two copies, gradients that are formed
-    because an operation mixes samples are counted too. One is enough for batches of one sample.
+    The function counts the tensors that a forward pass for ``n_copies`` of the sample saves. With
+    two copies, it also counts gradients that are formed because an operation mixes samples. One
+    copy is enough for batches of one sample. ``blocks`` are the model's recomputed blocks. When
+    activations exceed ``most_bytes``, they are freed, and a ``TooMuchMemoryError`` is raised after
+    the pass.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -121,7 +122,8 @@ def sample_memory(
         with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # Both the incoming rows and the rows that are propagated to the parameter are counted.
+            # Factor 2: gradients with respect to such a tensor, and those propagated from it to the
+            # parameter.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -141,7 +143,7 @@ def _pair(batch: Batch) -> Batch:
 
 
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
-    """Return the memory of a batch: ``memory_mb`` MiB, or 4/5 of a CUDA device's free memory.
+    """Return the bytes that a batch may use: ``memory_mb`` MiB, or 4/5 of a GPU's free memory.
 
     On a GPU, pieces of formed gradients are larger than on a CPU. The difference is subtracted.
     """
@@ -154,12 +156,13 @@ def budget_bytes(device: torch.device, memory_mb: int) -> int:
 def in_chunks(
     compute: Callable[[int, int], T], n_samples: int, chunk: int | Callable[[int], int]
 ) -> Iterator[tuple[int, int, T]]:
-    """Call ``compute(start, stop)`` for chunks of samples; halve the size when memory runs out.
+    """Call ``compute(start, stop)`` for chunks of samples, and halve them when memory runs out.
 
-    ``chunk`` is the number of samples in a chunk, or a function that returns it for a start.
+    ``chunk`` is the number of samples in a chunk, or a function that returns this number for the
+    index of the first sample.
 
     Yields:
-        Start and stop of each chunk, in order, and its result.
+        The start and the stop of each chunk, in order, and the result of ``compute``.
 
     Raises:
         InputError: If memory runs out for a single sample.
@@ -176,14 +179,14 @@ def in_chunks(
             if stop - start == 1:
                 message = (str(error).splitlines() or [""])[0]
                 raise InputError(
-                    "Memory must hold the gradient of one sample. It ran out: "
+                    "The gradient of one sample must fit into memory. Memory ran out: "
                     f"{message} Give the job more memory (on a cluster by "
                     "--set-resources RULE:mem_mb=...), or choose fewer `parameters`.",
                     code="gradients.out_of_memory",
                 ) from error
             half = (stop - start) // 2
             share = Fraction(half, most)
-            print(f"Notice: out of memory; going on with {half} samples at once.", flush=True)
+            print(f"Notice: out of memory. Continuing with batches of {half} samples.", flush=True)
         else:
             yield start, stop, result
             start = stop
@@ -195,10 +198,11 @@ def in_chunks(
 
 @dataclass(frozen=True, slots=True)
 class MemoryByLength:
-    """Memory to differentiate a sample, as a function of the longest text in its batch.
+    """Memory needed to differentiate a sample, by the length of the longest text in its batch.
 
-    Texts are padded to that length. ``shortest`` and ``longest`` are the smallest and largest
-    number of tokens of any text, or 0 if all samples have the same shape.
+    Texts are padded to this length. ``shortest`` and ``longest`` are the smallest and the largest
+    number of tokens of any text, or 0 if all samples have the same shape. ``of_shortest`` and
+    ``of_longest`` are measurements for texts of these lengths.
     """
 
     shortest: int
@@ -209,8 +213,8 @@ class MemoryByLength:
     def at(self, length: int) -> SampleMemory:
         """Return an upper bound for a text in a batch whose longest text has ``length`` tokens.
 
-        Activations a n + b n^2 of n tokens are convex, so that linear interpolation between two
-        measurements bounds them from above.
+        The activations of n tokens take a n + b n^2 bytes. This function of n is convex, so that
+        linear interpolation between two measurements bounds it from above.
         """
         low, high = self.of_shortest, self.of_longest
         if self.shortest == self.longest:
@@ -221,7 +225,7 @@ class MemoryByLength:
         return replace(high, activation_bytes=low.activation_bytes + int(part * more))
 
     def mapped(self, function: Callable[[SampleMemory], SampleMemory]) -> "MemoryByLength":
-        """Return the result of ``function`` for both measurements."""
+        """Return a copy in which ``function`` has been applied to both measurements."""
         low, high = function(self.of_shortest), function(self.of_longest)
         return MemoryByLength(self.shortest, self.longest, low, high)
 
@@ -231,7 +235,7 @@ class MemoryByLength:
         needed = self.of_longest.of(1)
         if needed > budget:
             memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
-            remedy = "Use a larger GPU" if is_cuda else "Raise it"
+            remedy = "Use a larger GPU" if is_cuda else "Raise compute.memory_mb"
             raise InputError(
                 f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
                 f"Found {budget // 2**20} MiB. {remedy}, or choose fewer `parameters`.",
@@ -248,7 +252,7 @@ class MemoryBudget:
     budget_bytes: int
 
     def most(self, length: int) -> int:
-        """Return how many samples fit, at least 1, if the longest has ``length`` tokens."""
+        """Return how many samples fit, at least 1, if the longest text has ``length`` tokens."""
         return max(1, self.needed.at(length).most(self.budget_bytes))
 
 

@@ -41,7 +41,7 @@ _LABEL_SHAPES = (
 _Step = tuple[str, list[Tensor]]
 # Errors of the user's model that are reported instead of raised.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-# Bound of the rounding error of a sample's features, relative to the largest entry.
+# Upper bound of the rounding error of a sample's features, relative to the largest entry.
 _ROUNDING = 1e-5
 
 
@@ -58,7 +58,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         returned, allowed = call_with_rounding(model, batch)
         together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
-        # A text has no padding in a batch of its own. If f differs, the reason is found below.
+        # A batch of one text has no padding. If f differs, the code below finds out whether padding
+        # is the reason.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _agrees(together, alone, tolerance):
             return
@@ -69,8 +70,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             layer = _first_difference(steps, others, allowed)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
-                f"different ones for the same batch; the first layer that differs: {layer}. "
-                "Switch its randomness off where `module.training` is False.",
+                f"different numbers for the same batch. They first differ in {layer}. "
+                "Switch off its randomness if `module.training` is False.",
                 code="gradients.random_model",
             )
         if batch.lengths is not None:
@@ -79,20 +80,21 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 if isinstance(alone, Exception):
                     raise alone
                 raise InputError(
-                    "The model output of a text must not depend on padding: texts of different "
-                    "lengths are padded on the right. Found that f with padding differs by up to "
-                    f"{_largest_difference(together, alone):.2g}. Let a model whose tokens attend "
-                    "to later ones use an input `attention_mask`, or give texts of one length.",
+                    "The model output of a text must not depend on padding, which is added on the "
+                    "right of shorter texts. Found that padding changes f by up to "
+                    f"{_largest_difference(together, alone):.2g}. If tokens attend to later "
+                    "tokens, let the model use an input `attention_mask`, or give texts of equal "
+                    "length.",
                     code="gradients.padding",
                 )
             alone = padded
         if isinstance(alone, Exception):
-            reason = f"it fails: {(str(alone).splitlines() or [''])[0]}"
+            reason = f"the model fails: {(str(alone).splitlines() or [''])[0]}"
         else:
             reason = f"f differs by up to {_largest_difference(alone, together):.2g}"
         raise InputError(
             "The model output of a sample must not depend on other samples of its batch. Found "
-            f"that for one sample at a time {reason}; the first layer that mixes samples: "
+            f"that, for one sample at a time, {reason}. The first layer that mixes samples is "
             f"{_likely_layer(model, batch, allowed)}. BatchNorm needs `track_running_stats=True`. "
             "A loss or normalization across the batch has no per-sample gradient.",
             code="gradients.mixed_samples",
@@ -114,7 +116,7 @@ def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> b
 
 
 def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
-    """Raise an error if f is random although the model's result is not."""
+    """Raise an error if f is random although the model's return value is not."""
     outputs = output.read(batch.given_to(model))
     values, again = (_values(output, outputs, batch.labels) for _ in range(2))
     if not torch.equal(values.nan_to_num(), again.nan_to_num()):
@@ -153,7 +155,7 @@ def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
 
 
 def _alone(batch: Batch, i: int) -> Batch:
-    """Return one sample with its padding in the batch."""
+    """Return one sample of a batch, with its padding."""
     return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
@@ -223,8 +225,8 @@ def count_classes(
 ) -> int | None:
     """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    The result is None if labels are not classes. The model must be on ``device``, the samples may
-    be elsewhere. An ``InputError`` is raised if f of the sample can't be computed.
+    The result is None if labels are not classes. The model must be on ``device``. The samples may
+    be on another device. An ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -248,9 +250,9 @@ def count_classes(
             shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if shape:
             raise InputError(
-                f"The model output must be one number for each sample. Found {shape} from what the "
-                f"model returned for one sample, {tuple(outputs.shape)}, and a label of shape "
-                f"{tuple(label.shape)}.",
+                f"The model output must be one number for each sample. Found {shape}, from a "
+                f"return value of shape {tuple(outputs.shape)} and a label of shape "
+                f"{tuple(label.shape)} for one sample.",
                 code="gradients.output_shape",
             )
     return n_classes
@@ -273,8 +275,9 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
         same, shifted = ((t == sample.labels)[counts] for t in (tokens, ahead))
         if len(same) > 2 and shifted.all() and not same.all():
             notice(
-                "each label is the next token of the text, so labels seem to be shifted already. "
-                "The model output shifts them itself. Give the label of each token at its position."
+                "each label is the next token of the text, so the labels seem to be shifted. The "
+                "model output shifts labels itself, so give the label of each token at the "
+                "position of this token."
             )
 
 
@@ -284,8 +287,8 @@ def check_labels(
     """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
     These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1, numbers
-    that are not finite, and labels with only ``IGNORED`` parts. (A label with several parts may
-    have some ``IGNORED`` parts.) ``n_classes`` is the result of ``count_classes``.
+    that are not finite, and labels in which all entries are ``IGNORED``. (A label of several
+    entries may have some that are ``IGNORED``.) ``n_classes`` is the result of ``count_classes``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -310,7 +313,7 @@ def check_labels(
         expected = f"integers from 0 to {n_classes - 1}, the classes of the study's model"
         if has_parts:
             good |= labels == IGNORED
-            expected += f", or {IGNORED} where they don't count"
+            expected += f", or {IGNORED} to ignore an entry"
     if not good.all():
         i = int((~good).nonzero()[0, 0])
         bad = labels[i][~good[i]] if has_parts else labels[i]
@@ -385,7 +388,7 @@ def _refuse_bad(
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Raise an ``InputError`` that starts with ``numbers``, such as "Outputs"."""
+    """Raise an ``InputError`` whose message starts with ``numbers``, such as "Outputs"."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
         f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
@@ -448,7 +451,8 @@ class Variety:
             )
         if n > 1 and self.are_alike and must_differ:
             raise InputError(
-                f"Gradients must differ between samples. Found equal ones for all {n} {samples}. "
+                f"Gradients must differ between samples. Found equal gradients for all {n} "
+                f"{samples}. "
                 "Look for a data set that always returns the same sample, a model that ignores its "
                 "input, and `parameters` with a constant gradient, such as a regression's bias.",
                 code="gradients.all_alike",

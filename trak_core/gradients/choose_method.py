@@ -73,10 +73,11 @@ def choose_method(
         reads_terms: Whether the consumer needs the gradients as factors.
 
     Returns:
-        The method, and a notice with the reason, or None. The method is ``gradients_at_once`` in
-        general; ``gradients_in_turn`` if an operation mixes samples or if there is one sample;
-        ``gradients_one_by_one``, plain autograd, if a model that mixes samples is small (without
-        ``reads_terms``), if the graph can't be read, or if gradients differ by more than rounding.
+        The method, and a notice with the reason for it, or None. In general, the method is
+        ``gradients_at_once``. If an operation mixes samples, or if there is one sample, it is
+        ``gradients_in_turn``. It is ``gradients_one_by_one``, plain autograd, if the graph can't be
+        read, if gradients differ by more than rounding errors, or if a model in which operations
+        mix samples is small and the consumer doesn't read terms.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair
@@ -95,22 +96,22 @@ def choose_method(
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, (
-                "memory ran out where one backward pass for all samples was compared with "
-                "autograd. The pass is taken without that"
+                "memory ran out while one backward pass for all samples was compared with "
+                "autograd. The pass is used without this comparison."
             )
         is_unread = isinstance(error, UnreadableGraphError)
         is_right, difference = False, str(error) if is_unread else f"fails: {_in_short(error)}"
     if is_right and hidden is None:
         return method, difference and f"one backward pass for all samples {difference}."
     return method if is_right else gradients_one_by_one, (
-        "one backward pass for all samples cannot take this model; it "
+        "one backward pass for all samples cannot be used for this model. Reason: it "
         f"{'; it '.join(filter(None, (hidden, difference)))}. Gradients are computed one sample at "
-        "a time, with the same numbers but slower."
+        "a time, which gives the same numbers but is slower."
     )
 
 
 def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
-    """Return whether a method equals plain autograd up to rounding, and a text on the difference.
+    """Return whether a method agrees with autograd up to rounding, and a text on the difference.
 
     In float32, rounding may change the sign of a ReLU's input. Then the difference is large
     although both are correct. Therefore a large difference is computed again in float64. If it is
@@ -133,11 +134,11 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
         try:
             exact, exact_name = _difference_in_float64(first, method)
         except Exception as error:
-            return False, f"{said}; in float64 that can't be told ({_in_short(error)})"
-        said = f"{said}; in float64 by {exact:.1g}"
+            return False, f"{said}; the comparison in float64 failed ({_in_short(error)})"
+        said = f"{said}, and in float64 by {exact:.1g}"
         eps = torch.finfo(torch.float64).eps
         if exact <= min(eps * apart / least_rounding(model) ** 2 / _FAR, math.sqrt(eps)):
-            return True, f"{said}, so that it is a matter of rounding"
+            return True, f"{said}, so that rounding is the cause"
         return False, f"{said}, in {exact_name}"
     return True, None
 

@@ -28,7 +28,7 @@ _WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, 
 
 @dataclass(frozen=True, slots=True)
 class Patches(Contribution):
-    """Gradients of a convolution's weight, of shape (outputs, inputs / groups, *kernel).
+    """Gradients with respect to a convolution's weight, shape (outputs, inputs / groups, *kernel).
 
     A convolution is a linear layer on patches of its input (im2col, ``torch.nn.Unfold``):
 
@@ -91,9 +91,9 @@ class Patches(Contribution):
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _by_library(self, first: int, last: int) -> Tensor:
-        """Return gradients by torch's own kernel, for a convolution with B * ``groups`` groups.
+        """Return gradients that torch's kernel computes for a convolution of B * ``groups`` groups.
 
-        Samples become channels, so that a grouped convolution computes their gradients separately.
+        The samples are read as channels, so that the grouped convolution doesn't sum over them.
         """
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]

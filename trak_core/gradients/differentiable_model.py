@@ -63,7 +63,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with a graph for these parameters only, so that nothing is saved for the others."""
+    """Run with a graph for these parameters only, so that nothing is saved for other parameters."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -113,17 +113,17 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise InputError(
-            "All parameters must have shapes when make_model() returns the model. Found none for "
-            f"{listed(lazy)}. Call a lazy module on a sample in make_model().",
+            "All parameters must have shapes when make_model() returns the model. Found no shape "
+            f"for {listed(lazy)}. Call lazy modules on a sample in make_model().",
             code="gradients.lazy_parameter",
         )
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     if patterns is None and not trainable:
         raise InputError(
-            f"The model must have a parameter with requires_grad. Found none of {len(named)}. Set "
-            "`parameters` in the config to those to differentiate, frozen or not, such as "
-            '["*lora_*"]; or don\'t freeze them in make_model().',
+            f"The model must have a parameter with requires_grad. Found none among {len(named)}. "
+            "Set `parameters` in the config to the parameters to differentiate, which may be "
+            'frozen, such as ["*lora_*"]. Or don\'t freeze all parameters in make_model().',
             code="gradients.no_parameter",
         )
     chosen = set(trainable)
@@ -134,8 +134,9 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if complex_ones:
         raise InputError(
             "Parameters that are differentiated must hold real numbers. Found "
-            f"{listed(complex_ones)}. Store a real parameter `torch.view_as_real(w)`, also in "
-            "checkpoints, and use `torch.view_as_complex`; or exclude it by `parameters`.",
+            f"{listed(complex_ones)}. Store `torch.view_as_real(w)` as the parameter, in the model "
+            "and in checkpoints, and convert it by `torch.view_as_complex` in forward. Or exclude "
+            "the parameter by `parameters`.",
             code="gradients.complex_parameter",
         )
     integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
@@ -201,9 +202,10 @@ def plain_layers() -> Generator[None, None, None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, function in (("embedding", _embedding), ("embedding_bag", _embedding_bag)):
             _replace(stack, torch, name, partial(function, getattr(torch, name)))
-        # Users may have imported ``checkpoint`` by name. It looks these names up in its module.
+        # ``checkpoint`` itself is not replaced, because users may have imported it by name. It
+        # looks up the following names at each call.
         _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
-        for end in ("", "_impl"):  # before torch 2.15, and since
+        for end in ("", "_impl"):  # the names before and since torch 2.15
             if hasattr(checkpoint, name := f"_checkpoint_without_reentrant_generator{end}"):
                 _replace(stack, checkpoint, name, _do_nothing)
         yield

@@ -19,7 +19,7 @@ class SampleConsumer(Consumer, Protocol):
         ...
 
     def finish(self) -> None:
-        """Process gradients that are still buffered. It is called after the last ``take``."""
+        """Process gradients that are still buffered. Call this method after the last ``take``."""
         ...
 
 
@@ -27,7 +27,8 @@ class _Rows(ABC):
     """A sample consumer with one tensor for each parameter.
 
     Attributes:
-        rows: Tensors of shape (batch, ...) by parameter name. They are zero without a gradient.
+        rows: Tensors of shape (batch, ...) by parameter name. They stay zero for parameters on
+            which f doesn't depend.
     """
 
     reads_terms: ClassVar[bool] = False
@@ -84,10 +85,11 @@ class Formed(_Rows):
 
 
 class Digest(_Rows):
-    """A consumer that stores G_i v, with which gradients of two methods are compared.
+    """A consumer that stores products G_i v, by which gradients of two methods are compared.
 
-    G_i is sample i's gradient of a parameter as a matrix: its first dimension by all others. The
-    entries of v are standard normal. The shape is (batch, rows of G_i), float32 or float64.
+    G_i is sample i's gradient with respect to a parameter, flattened to a matrix along all
+    dimensions except the first. The vector v has standard normal entries. For each parameter, the
+    products have shape (batch, rows of G_i) and dtype float32 or float64.
     """
 
     in_order: ClassVar[bool] = True

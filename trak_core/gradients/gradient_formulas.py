@@ -1,10 +1,10 @@
 """Compute the contribution of each operation to the per-sample gradients of its parameters.
 
 Let delta = df/dy be the gradient of an operation's output y, and let t run over the positions of
-sample i (tokens, pixels, or a single one). With x the operation's saved input:
+sample i (tokens, pixels, or a single position). Let x be the operation's saved input. Then:
 
     y = W x + b        dW_i = sum_t delta_t x_t^T,   db_i = sum_t delta_t
-    convolution        the same, with x_t the patch of the image under the kernel at pixel t
+    convolution        the same formulas; x_t is the patch of the image under the kernel at pixel t
     embedding          dE_i[v] = sum_{t with index v} delta_t
     normalization      dgamma_i = sum_t delta_t * (x_t - mean) / std,   dbeta_i = sum_t delta_t
     y = w + x, w * x   dw_i = sum_t delta_t,   sum_t delta_t * x_t
@@ -34,8 +34,9 @@ _CACHED = 2**18
 class Use(NamedTuple):
     """A crossing: an operation's input that samples share, such as a weight.
 
-    ``gradient`` is delta, the gradient of the operation's output, shape (C, *shape). In *shape,
-    the samples lie along dimension ``dim``, with ``width`` consecutive indices each.
+    ``gradient`` is delta, the gradients of C values for each sample with respect to the operation's
+    output, shape (C, *shape). In the output, samples lie along dimension ``dim``, and each sample
+    has ``width`` consecutive indices.
     """
 
     edge: Edge
@@ -56,11 +57,12 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Split a tensor of shape (*lead, *shape) by samples.
+        """Split a tensor by samples. Its first ``lead`` dimensions precede those of the output.
 
         Returns:
-            Shape (*lead, B, *own shape). Dimension ``dim`` keeps each sample's own indices. Samples
-            with fewer indices than others are padded with zeros.
+            The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
+            ``dim`` of the output then has only the indices of one sample. Samples with fewer
+            indices than others are padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -79,16 +81,16 @@ class Use(NamedTuple):
         return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
 
     def is_along(self, dim: int) -> bool:
-        """Return whether samples lie along a dimension of the output. True for a single sample."""
+        """Return whether samples lie along dimension ``dim`` of the output, or B = 1."""
         return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
-        """Return delta by samples, shape (C, B, *own shape)."""
+        """Return delta split by samples, shape (C, B, *shape of one sample's output)."""
         return self.by_sample(self.gradient, self.dim, 1)
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices that each sample owns, shape (B, most), padded with -1."""
+    """Return the indices that each sample owns, padded with -1 to equal numbers, shape (B, n)."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -108,8 +110,8 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    For each output of the operation, by its number, ``gradients`` has delta, shape (C, *shape), and
-    ``layouts`` its layout. The formulas hold for real numbers only.
+    ``gradients`` maps the number of each output of the operation to its delta, shape (C, *shape),
+    and ``layouts`` maps it to the output's layout. The formulas hold for real numbers only.
     """
     make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
     is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
@@ -219,7 +221,7 @@ def _looked_up(use: Use) -> Contribution | None:
     if use.dim >= max(1, indices.ndim):  # samples lie along the vectors' entries
         return None
     gradient = use.gradient
-    if padding < 2**62:  # without a padding index it is -1, saved as an unsigned number
+    if padding < 2**62:  # -1 means no padding index, and is saved as an unsigned number
         gradient = gradient * (indices != padding).unsqueeze(-1)
     own = use.by_sample(gradient, use.dim, 1)
     own = own.reshape(*own.shape[:2], -1, own.shape[-1])
@@ -230,9 +232,9 @@ def _looked_up(use: Use) -> Contribution | None:
 def _weighted_sums(
     gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
 ) -> Contribution:
-    """Return sum_t delta_t * normed(x_t), summed over ``dims`` for some samples at a time.
+    """Return sum_t delta_t * normed(x_t), a sum over ``dims``, computed for some samples at a time.
 
-    ``gradients`` are delta, shape (C, B, ...). ``normed(part)`` returns the normalized inputs of a
+    ``gradients`` is delta, shape (C, B, ...). ``normed(part)`` returns the normalized inputs of a
     slice of the samples.
     """
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
@@ -266,7 +268,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Sum over all dimensions except samples, which must be the first, and channels."""
+    """Sum over all dimensions except channels and samples, which must lie along dimension 0."""
     if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()
@@ -301,7 +303,7 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the contribution to a last layer whose logits are computed in pieces."""
+    """Return the contribution to a parameter of a last layer with logits computed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

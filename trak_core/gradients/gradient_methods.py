@@ -36,10 +36,10 @@ class SamplesSharedError(Exception):
     """The graph doesn't determine which gradient belongs to which sample."""
 
     def __init__(self) -> None:
-        super().__init__("the samples share what leads to the model output")
+        super().__init__("the graph doesn't show which gradient belongs to which sample")
 
 
-# Errors if one pass can't read a graph. They are raised before the consumer gets any gradient.
+# Errors for a graph that one pass can't read. They are raised before the consumer gets gradients.
 UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
@@ -50,7 +50,7 @@ class PerSample:
     Attributes:
         gradients: df/dtheta by parameter name, shape (batch, *shape) each.
         outputs: f, shape (batch,).
-        predictions: Shape (batch,).
+        predictions: The model's predictions, shape (batch,).
         loss_weights: Q, shape (batch,).
         curvature: W, shape (batch,), or None if the model output has none.
     """
@@ -120,9 +120,10 @@ def gradients_at_once(
 ) -> list[Tensor]:
     """Differentiate f of each sample of a batch by one forward and one backward pass.
 
-    The consumer gets each parameter's gradients as factors when they are computed: for a linear
-    layer, dW_i = sum_t delta_t x_t^T is the pair (delta, x). A sample's gradient doesn't depend on
-    the other samples of its batch, up to rounding. The model runs in evaluation mode.
+    The consumer gets each parameter's gradients as soon as they are computed, and as factors. For
+    a linear layer, the pair (delta, x) represents dW_i = sum_t delta_t x_t^T. A sample's gradient
+    doesn't depend on the other samples of its batch, up to rounding. The model runs in evaluation
+    mode.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
     notice is printed. With ``must``, an error of ``UNREADABLE`` is raised instead.
@@ -172,8 +173,8 @@ def gradients_in_turn(
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, computed with one backward pass for each sample.
 
-    This also works for models in which an operation mixes samples, because in a batch of one sample
-    every tensor belongs to it. The consumer still gets the gradients as factors.
+    This also works for models in which an operation mixes samples, because a batch of one sample
+    has nothing to mix. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
     columns = [
@@ -188,8 +189,8 @@ def gradients_in_turn(
 @cache
 def _print_once(reason: str) -> None:
     print(
-        f"Notice: one backward pass cannot take a batch ({reason}). Its gradients, and those of "
-        "others like it, are computed by autograd, one sample at a time.",
+        f"Notice: one backward pass cannot differentiate a batch ({reason}). Autograd computes the "
+        "gradients of this batch and of similar batches, one sample at a time.",
         flush=True,
     )
 
@@ -200,7 +201,7 @@ _GROUPS = 8
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters into groups of a limited size, or of one parameter."""
+    """Split parameters into groups of limited size. A larger parameter is a group by itself."""
     parameters = list(parameters)
     most = max(_WHOLE_BYTES, sum(p.nbytes for p in parameters) // _GROUPS)
     group: list[nn.Parameter] = []

@@ -9,10 +9,10 @@ For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
     dW_i = sum_{t of sample i} delta_t x_t^T,
 
-which ``Outer`` stores as the pair (delta, x): T (p + q) numbers instead of p q. This differs from
-Opacus and BackPACK in: 1. they form dW_i for all i by an einsum, B p q numbers; here at most
-``PIECE`` entries are formed at a time; 2. the ghost norms of Opacus are |dW_i|^2; here all
-<dW_i, dW_j>, the Gramian, are computed from the same factors.
+which ``Outer`` stores as the pair (delta, x). For T tokens and a weight with p x q entries, the
+pair has T (p + q) numbers instead of p q. Opacus and BackPACK form dW_i for all i by an einsum,
+which takes B p q numbers. Here at most ``PIECE`` entries are formed at a time. The ghost norms of
+Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
 """
 
 import math
@@ -26,7 +26,7 @@ from torch import Tensor
 
 # Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
 PIECE = 2**22
-# On a GPU it is 128 MiB, because starting the kernels for a piece takes 2 ms.
+# The same number for a GPU: 128 MiB, because starting the kernels for a piece takes 2 ms.
 PIECE_OF_GPU = 2**25
 
 
@@ -37,12 +37,14 @@ def piece_on(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contribution(ABC):
-    """The gradients of one use of a tensor, read as a matrix: its first dimension by all others.
+    """The gradients with respect to one use of a tensor.
+
+    The tensor is read as a matrix: all dimensions except the first are flattened into one.
 
     Attributes:
-        gradients: Gradients of the operation's output, shape (C, B, ...).
+        gradients: Gradients with respect to the operation's output, shape (C, B, ...).
         has_ranks: Whether index t counts only the sample's tokens that reach this operation, such
-            as an expert of a mixture. Otherwise it is the position in the text.
+            as an expert of a mixture. Otherwise, t is the position in the text.
     """
 
     gradients: Tensor
@@ -56,7 +58,7 @@ class Contribution(ABC):
     @property
     @abstractmethod
     def matrix(self) -> tuple[int, int]:
-        """Shape of the tensor as a matrix."""
+        """Shape of the matrix as which the tensor is read."""
 
     @abstractmethod
     def add_to(self, gramian: Tensor) -> None:
@@ -76,7 +78,7 @@ class Contribution(ABC):
 
 
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the sum of at least one use of a tensor in parts of at most ``piece_on`` entries.
+    """Yield the sum of one or more contributions in parts of at most ``piece_on`` entries.
 
     A part has at least one row of the matrix, even if a row has more entries.
 
@@ -111,8 +113,8 @@ class Dense(Contribution):
     """Formed gradients of a small tensor, shape (C, B, *shape).
 
     Attributes:
-        terms: Returns the terms of the tokens, shape (C, B, T, *shape). Their sum over T is the
-            gradients. None if they are not known.
+        terms: A function that returns the terms of the T tokens, shape (C, B, T, *shape), whose
+            sum over the tokens is ``gradients``. None if the terms are not known.
     """
 
     terms: Callable[[], Tensor] | None = None
@@ -133,13 +135,13 @@ class Dense(Contribution):
 
 @dataclass(frozen=True, slots=True)
 class Outer(Contribution):
-    """Sums of outer products of inputs x and gradients delta, as of a linear layer.
+    """Sums of outer products of inputs x and gradients delta, as for a linear layer's weight.
 
     Row (c, b) is sum_t x_bt delta_cbt^T. Inner products of rows are
 
         <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
 
-    for which no row is formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
+    so that no row must be formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
 
     Attributes:
         gradients: delta, shape (C, B, T, q).
@@ -195,8 +197,9 @@ class Outer(Contribution):
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
     """Return whether inner products of factors cost less than forming gradients.
 
-    The cost is the number of multiplications, plus 8 for each number that is written. Factors are
-    n_rows x n_places vectors of p and of q entries. Gradients are n_rows matrices of p x q entries.
+    The cost is the number of multiplications, plus 8 for each number that is written. The factors
+    are n_rows x n_places pairs of vectors with p and q entries. The gradients are n_rows matrices
+    with p x q entries.
     """
     by_products = (n_rows * n_places) ** 2 * (p + q + 8)
     by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
@@ -205,9 +208,10 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Contribution):
-    """Gradients of a table of ``n_entries`` rows: row v is the sum of delta_t over t with index v.
+    """Gradients of an embedding table: row v is the sum of delta_t over all t with index v.
 
-    ``gradients`` are delta, shape (C, B, T, q), and ``indices`` have shape (B, T).
+    ``gradients`` is delta, shape (C, B, T, q). ``indices`` has shape (B, T). The table has
+    ``n_entries`` rows.
     """
 
     indices: Tensor
@@ -271,5 +275,5 @@ class Consumer(Protocol):
         ...
 
     def add(self, other: Self) -> None:
-        """Add the sums of another consumer."""
+        """Add the results of another consumer of the same kind."""
         ...

@@ -1,17 +1,17 @@
 """Read autograd's graph, and determine to which sample each entry of a tensor belongs.
 
 A *layout* assigns the entries of a tensor to the B samples of a batch. With stride s, the entry at
-row-major position i belongs to sample (i // s) mod B. If the layout has ``owners``, n sample
-numbers, it belongs to sample owners[(i // s) mod n]. The number -1 marks entries on which no
-differentiated value depends. A reshape keeps row-major positions and therefore the layout. Other
-operations may change the dimension along which the samples lie.
+row-major position i belongs to sample (i // s) mod B. If the layout has ``owners``, a list of n
+sample numbers, the entry belongs to sample owners[(i // s) mod n]. The number -1 marks entries on
+which no differentiated value depends. A reshape keeps row-major positions and therefore the layout.
+Other operations may change the dimension along which the samples lie.
 
 The layout of a tensor is None if several samples share it, or if it is unknown. Then no entry is
 assigned to a sample. This can cost time but never gives a wrong gradient.
 
-This differs from BackPACK and Opacus in: 1. they hook ``nn.Module``s and need a rule for each kind
-of layer; here the nodes of autograd's graph are read, so that functional code and parameters
-without a layer work; 2. they assume that dimension 0 is the batch; here it is derived, so that
+BackPACK and Opacus hook ``nn.Module``s and need a rule for each kind of layer. Here the nodes of
+autograd's graph are read, so that functional code and parameters without a layer work. BackPACK and
+Opacus also assume that dimension 0 is the batch. Here the batch dimension is derived, so that
 samples may lie along any dimension, share it with another index, or be gathered by indices.
 """
 
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 # A node of autograd's graph. It computes gradients of its inputs from gradients of its outputs.
-# Nodes of user-defined functions share no base class with the others.
+# Nodes of user-defined functions have no base class in common with other nodes.
 Node = Any
 
 
 class UnreadableGraphError(Exception):
-    """The graph can't be read. The message is a predicate of the subject "the model"."""
+    """The graph can't be read. The message completes a sentence that begins with "the model"."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, because that triples the time to create one
@@ -87,7 +87,7 @@ _LEAF = "AccumulateGrad"
 
 
 def leaf_of(node: Node) -> Tensor | None:
-    """Return the leaf tensor whose gradient a node accumulates, if it is such a node."""
+    """Return the leaf tensor whose gradient a node accumulates, or None for any other node."""
     return node.variable if node.name().endswith(_LEAF) else None
 
 
@@ -247,8 +247,8 @@ def strides(shape: Sequence[int]) -> list[int]:
 def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | None:
     """Return the stride of a layout whose owners lie along dimension ``dim`` of a tensor.
 
-    The dimension is read as (outer, period, width), with ``width`` consecutive indices of one
-    owner. None if its size is not a multiple of period x width.
+    The dimension is read as (outer, period, width), with ``width`` consecutive indices for each
+    owner. Return None if the dimension's size is not a multiple of period x width.
     """
     if not 0 <= dim < len(shape) or shape[dim] % (period * width) or not shape[dim]:
         return None
@@ -258,7 +258,7 @@ def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | 
 def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
     """Return the dimension and width for which ``stride_at`` returns the layout's stride.
 
-    None if one period spans several dimensions. (0, 1) for a single sample.
+    Return None if one period spans several dimensions, and (0, 1) if there is only one sample.
     """
     if layout.n_samples == 1:
         return 0, 1
@@ -274,7 +274,8 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
 def joined(a: Layout | None, b: Layout | None) -> Layout | None:
     """Return the layout that agrees with two layouts of one tensor, derived from two of its users.
 
-    None if they assign an entry to different samples, because its gradient is a sum over both.
+    Return None if they assign an entry to different samples, because the entry's gradient is then a
+    sum over both samples.
     """
     if a is None or b is None:
         return None
@@ -291,7 +292,7 @@ def joined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def settled(layout: Layout | None) -> Layout | None:
-    """Return an equal cyclic layout, if every entry has an owner and such a layout exists."""
+    """Return an equal cyclic layout if one exists and every entry has an owner, else ``layout``."""
     if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
         return layout
     return guessed(layout)
@@ -301,7 +302,7 @@ def guessed(layout: Layout) -> Layout:
     """Return a cyclic layout that agrees for all entries with an owner, or ``layout`` if none does.
 
     Entries without an owner have gradient zero. It is never wrong to assign them to a sample, but
-    it may contradict the layout that is derived from another user of the tensor.
+    the result may contradict the layout that is derived from another user of the tensor.
     """
     if layout.owners is None:
         return layout
@@ -317,8 +318,8 @@ def guessed(layout: Layout) -> Layout:
 def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
     """Return the layout of a tensor from the owners of its blocks of ``stride`` entries.
 
-    ``owners``, on the CPU, has the tensor's leading dimensions. Dimensions along which the owners
-    repeat are left out.
+    ``owners``, on the CPU, has the shape of the tensor's leading dimensions. Leading dimensions
+    along which the owners repeat are left out of the layout.
     """
     while owners.ndim > 1:
         repeats = bool((owners == owners[:1]).all())
@@ -342,10 +343,10 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     This is used for operations without a rule. Samples are numbered in binary. For each bit k, the
     operation is differentiated twice: with random positive gradients of the samples that have the
     bit, and of the other samples. If an entry depends on sample b alone, its gradient is nonzero in
-    exactly the trials that include b, which determine the bits of b. If both trials of a bit are
-    nonzero, several samples share the input, and its layout is None. Therefore an operation that
-    mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives. ``layouts`` has the
-    layouts of the used outputs, by number.
+    exactly the trials that include b, which determine the bits of b. If the gradient is nonzero in
+    both trials of a bit, several samples share the input, and its layout is None. Therefore an
+    operation that mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives.
+    ``layouts`` maps the numbers of the used outputs to their layouts.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples
@@ -369,7 +370,7 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
 def _nonzero(
     user: Node, layouts: dict[int, Layout], which: Tensor, inputs: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return masks of the inputs' entries with a gradient from the samples in ``which``, (B,)."""
+    """Return masks of the input entries that get gradients from samples in the mask ``which``."""
     generator = torch.Generator().manual_seed(0)
     gradients: dict[int, Tensor] = {}
     for number, layout in layouts.items():

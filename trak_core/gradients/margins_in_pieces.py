@@ -1,8 +1,9 @@
 """Compute the margins of a text's tokens, and their gradients, without storing all logits.
 
 The margin of token t with label y is m_t = z_ty - logsumexp_{v != y} z_tv, with logits z_t = W h_t
-+ b. T tokens have T x V logits, where V is the size of the vocabulary. They are computed for some
-tokens at a time, in the forward pass and again in the backward pass, which uses the derivatives
++ b. T tokens have T x V logits, where V is the size of the vocabulary. The logits are computed for
+some tokens at a time, in the forward pass and again in the backward pass, which uses the
+derivatives
 
     dm_t/dz_tv = 1 if v = y, else -exp(z_tv - logsumexp_{u != y} z_tu)    ("slopes").
 """
@@ -48,9 +49,9 @@ class Head:
         return x
 
     def slopes(self, rows: "Rows", part: slice, first: int = 0, last: int | None = None) -> Tensor:
-        """Return the derivatives of margins with respect to W h + b, shape (rows, last - first).
+        """Return the derivatives of margins with respect to W h + b, shape (tokens, last - first).
 
-        ``part`` selects tokens of ``rows``; ``first`` and ``last`` select classes.
+        ``part`` selects tokens of ``rows``. The classes are first, ..., last - 1.
         """
         bias = None if self.bias is None else self.bias[first:last]
         x = linear(rows.hidden[part], self.weight[first:last], bias)
@@ -62,7 +63,7 @@ class Head:
         # Functions may have saved their results, which must not be overwritten.
         slopes = slopes - others if self.functions else slopes.sub_(others)
         slopes.exp_().neg_()
-        # Indices from a mask would wait for a GPU.
+        # Indexing with a mask would make the CPU wait for the GPU.
         own = rows.labels[part, None] - first
         column = own.clamp(0, slopes.shape[1] - 1)
         slopes.scatter_(1, column, slopes.gather(1, column).masked_fill_(own == column, 1))
@@ -98,7 +99,7 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
     if trained and torch.is_grad_enabled():
         rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
-        # This is a separate node, so that ``by_samples``, which stops at the layer, doesn't run it.
+        # The layer has a separate node, because ``by_samples`` stops there without running it.
         margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
     return margins, is_right
 
@@ -116,7 +117,8 @@ class MarginsInPieces(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # A list of parts would fragment memory, with small tensors between large freed ones.
+        # A list of small results would fragment memory, because they would lie between the large
+        # logits that are freed.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -167,7 +169,7 @@ class HeadOfMargins(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # All texts are one sample here, because autograd sums over them.
+        # All texts are treated as one sample, because autograd needs the sum over them.
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)
@@ -225,7 +227,7 @@ class MarginFactors(Contribution):
                 hidden = self.rows.hidden[tokens]
                 for i in range(n_each):
                     factors = self.gradients[i, sample, part, None].to(slopes.dtype)
-                    # Pieces are summed in float32 or float64.
+                    # ``total`` has at least float32, in which the pieces are summed.
                     total[i, sample] += (slopes * factors).T @ hidden
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 

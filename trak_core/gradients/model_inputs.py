@@ -20,16 +20,16 @@ from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs and labels of some samples. The first dimension of every tensor is the sample.
+    """Inputs and labels of some samples. The first dimension of every tensor indexes the samples.
 
     Attributes:
         args: The model's positional arguments.
         kwargs: The model's named arguments.
-        labels: Shape (batch, ...). Ones if the model output needs no label.
-        lengths: Number of tokens of each text, shape (batch,), or None. Shorter texts are padded on
-            the right.
+        labels: Labels, shape (batch, ...). They are ones if the model output needs no label.
+        lengths: Number of tokens of each text, shape (batch,). Shorter texts are padded on the
+            right. None if samples need no padding.
         along: Names (see ``tensors``) of the inputs that are padded like the labels, because their
-            second dimension is the token.
+            second dimension indexes the tokens.
         gives_labels: Whether the model also gets the labels, as the argument ``labels``.
     """
 
@@ -59,7 +59,7 @@ class Batch:
         return chosen.cut(int(chosen.lengths.max()))
 
     def cut(self, length: int) -> "Batch":
-        """Cut texts that have ``lengths`` to at most ``length`` tokens."""
+        """Return the batch, which must have ``lengths``, with at most ``length`` tokens a text."""
         assert self.lengths is not None
         inputs = {
             name: tensor[:, :length] if name in self.along else tensor
@@ -103,26 +103,27 @@ def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> A
 
 
 _SAMPLE = (
-    "a tuple of the model's positional arguments and, last, the label, or a dict of its named "
-    "arguments and `labels`"
+    "a tuple of the model's positional arguments followed by the label, or a dict of the model's "
+    "named arguments and `labels`"
 )
 # Remedies in messages. ``stages.preflight_study`` replaces them for ready-made studies.
 CHANGE_SAMPLES = (
     f"If the model doesn't take such inputs, change the samples: a sample must be {_SAMPLE}. "
     "Otherwise correct the model."
 )
-ONE_SHAPE = "Bring them to one shape."
-# A tuple of arguments and, last, the labels; a dict of named arguments and `labels`; or a batch.
+ONE_SHAPE = "Bring all samples to the same shape."
+# A tuple of arguments followed by labels, a dict of named arguments and `labels`, or a batch.
 Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 
 
 def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
-    ``samples`` are a tuple of the model's positional arguments and, last, the labels; a dict of its
-    named arguments and ``labels``; or a batch. If the output has no labels, they are left out. If
-    labels are tokens, tokens that the input ``attention_mask`` (``decoder_attention_mask`` for a
-    model with a decoder) excludes get the label ``IGNORED``, because padding is not predicted.
+    ``samples`` is a tuple of the model's positional arguments followed by the labels, or a dict of
+    the model's named arguments and ``labels``, or a batch. If the output has no labels, the tuple
+    or dict has none either. If labels are tokens, tokens that the input ``attention_mask``
+    (``decoder_attention_mask`` for a model with a decoder) excludes get the label ``IGNORED``,
+    because padding is not predicted.
 
     Returns:
         The batch, on the samples' device.
@@ -143,13 +144,13 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
         labels = samples[-1] if labelled and samples else None
         form = f"a tuple of {len(samples)}"
     if not (args or kwargs) or (labelled and labels is None):
-        unlabelled = "a tuple of the model's positional arguments, or a dict of its named ones"
+        unlabelled = "a tuple of the model's positional arguments, or a dict of named arguments"
         needed = _SAMPLE if labelled else unlabelled
         remedy = ""
         if output.predicts_next and "input_ids" in kwargs:
             remedy = (
-                " For a causal language model `labels` are the `input_ids`, with -100 for tokens "
-                "that are ignored."
+                " For a causal language model, `labels` are the `input_ids`, with -100 for tokens "
+                "to ignore."
             )
         raise InputError(
             f"A sample must be {needed}. Found {form}.{remedy}", code="gradients.sample_form"
@@ -181,9 +182,9 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
     if (is_used & (tokens[:, 1:] != labels[:, 1:])).any():
         raise InputError(
             "With model_output language_modelling, `decoder_input_ids` must be the same tokens as "
-            "`labels`, because logits at a token predict the next label. Found other tokens. If "
-            "they begin with a start token, leave them out and set model_output to "
-            "sequence_to_sequence.",
+            "`labels`, because logits at a token predict the next label. Found different tokens. "
+            "If they begin with a start token, leave `decoder_input_ids` out and set model_output "
+            "to sequence_to_sequence.",
             code="gradients.decoder_inputs",
         )
 
@@ -249,9 +250,10 @@ class Shapes:
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Texts, which have one label for each token, may differ in the first dimension of labels and of
-    inputs with equally many rows, which can be padded. If the model also gets the labels, its named
-    inputs may have other lengths than labels. All other shapes must be equal.
+    Texts have one label for each token. They may differ in the number of tokens, the first
+    dimension of the labels and of inputs with as many rows, because these can be padded. If the
+    model also gets the labels, its named inputs may have other lengths than labels. All other
+    shapes must be equal.
 
     ``samples`` are pairs of an id and a batch of one sample.
     """
@@ -344,9 +346,9 @@ def call(model: nn.Module, batch: Batch) -> object:
         if "does not require grad" in str(error):
             remedy = _DIFFERENTIATES
         raise InputError(
-            "The model must accept its samples. Called with "
-            f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}; "
-            f"parameters of {own}. Found {type(error).__name__}: "
+            "The model must accept its samples. It was called with "
+            f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
+            f"parameters have the dtype {own}. Found {type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{remedy}",
             code="gradients.model_call",
         ) from error
@@ -360,7 +362,7 @@ def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -
         raise InputError(
             "An encoder-decoder model must get inputs of its decoder. Found only "
             f"{', '.join(batch.kwargs) or 'positional inputs'}. Set model_output to "
-            "sequence_to_sequence, with which the model computes them from `labels`.",
+            "sequence_to_sequence. The model then computes the decoder's inputs from `labels`.",
             code="gradients.no_decoder_inputs",
         ) from error
 
@@ -379,7 +381,7 @@ def _last_line(error: BaseException) -> str:
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
-# With ``precision: high`` CUDA rounds float32 factors to TF32, which has 10 bits.
+# With ``precision: high``, CUDA rounds float32 factors to TF32, whose mantissa has 10 bits.
 _TF32 = 2.0**-10
 
 
@@ -387,8 +389,9 @@ def rounding(model: nn.Module, batch: Batch) -> float:
     """Return a bound for the relative difference of two correct computations of one result.
 
     It is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the tensors
-    that layers return. (Autocast may lower the precision.) Rounding errors are far smaller, errors
-    of a wrong computation far larger. The model is called once, in its current mode.
+    that layers return. (Autocast may lower the precision.) Rounding errors are far smaller than
+    this bound, and errors of a wrong computation are far larger. The model is called once, in its
+    current mode.
     """
     with torch.no_grad():
         return call_with_rounding(model, batch)[1]

@@ -5,10 +5,10 @@ gradients at the crossings of a plan (``backward_plan.py``), and pass each param
 to a consumer. ``by_rows`` is for outputs whose samples can't be told apart. It propagates all rows
 of the Jacobian together, by a vmapped vector-Jacobian product.
 
-This differs from ``torch.func.vmap(torch.func.grad(f))`` in: 1. the model runs as it is written,
-with its own kernels, hooks and control flow, because nothing is traced; 2. the (B, p) gradients are
-not formed: for a linear layer the result is the pair (delta, x), see ``gradient_formulas``; 3. a
-consumer gets each parameter's gradients when they are computed, and memory is freed on the way.
+Unlike with ``torch.func.vmap(torch.func.grad(f))``, the model runs as it is written, with its own
+kernels, hooks and control flow, because nothing is traced. The (B, p) gradients are not formed. For
+a linear layer, the result is the pair (delta, x) (see ``gradient_formulas``). A consumer gets each
+parameter's gradients as soon as they are computed, and memory is freed during the pass.
 """
 
 import warnings
@@ -94,7 +94,7 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps the returned tensor until the pass ends. This one stores one number.
+            # Autograd keeps the returned tensor until the pass ends. It stores only one number.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
@@ -194,8 +194,9 @@ def hooked(
 ) -> Generator[None, None, None]:
     """Register hooks for one backward pass, which must run in the context and begin at ``start``.
 
-    ``hooks`` are pairs of a function that registers a hook, and the hook. An operation may run a
-    backward pass of its own, for example to solve an adjoint ODE. The hooks ignore such passes.
+    ``hooks`` are pairs (register, hook), where ``register`` is a function that registers the hook.
+    An operation may run another backward pass inside this one, for example to solve an adjoint ODE.
+    The hooks ignore such passes.
     """
     passes: list[int] = []
 
@@ -273,13 +274,14 @@ def by_samples(
 ) -> None:
     """Compute per-sample gradients by one backward pass, and pass them to the consumer.
 
-    Write ``output`` as f_{c,i} with sample i along ``dim`` and c over the other dimensions. For
-    each c, the gradient of sum_i f_{c,i} is propagated. Rows are ordered by c, then i. The plan
-    must be the result of ``plan_of`` for the same output and dimension.
+    Let f_{c,i} be the entries of ``output``, where the sample i is the index along ``dim``, and c
+    is the index along all other dimensions. For each c, the gradient of sum_i f_{c,i} is
+    propagated. Rows are ordered by c, then i. The plan must be the result of ``plan_of`` for the
+    same output and dimension.
 
     Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
     closed form is known to need them. If it turns out that they are needed, a ``GraphNeededError``
-    is raised. The consumer has processed a part of the gradients by then.
+    is raised. By then, the consumer has already processed some of the gradients.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
@@ -406,7 +408,7 @@ def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
 
 
 def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Propagate rows through operations that only move entries, to sum the uses of a tensor."""
+    """Propagate rows through operations that only move entries, so that uses can be summed."""
     node, number = edge.node, edge.number
     rows = rows.view(-1, *shape_of(node, number))
     while name_of(node) in MOVES - {"Transpose", "Permute"}:
@@ -441,7 +443,7 @@ def _by_operation(
 
 
 def _masked(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
-    """Return a gradient that is zero for other samples, so that their terms vanish."""
+    """Return the gradient with zeros for all other samples, so that their terms vanish."""
     if layout.n_samples == 1:
         return gradient
     is_own = layout.in_turn.to(gradient.device) == sample

@@ -2,12 +2,12 @@
 
 After the call of a block, only its inputs stay in memory. When the backward pass first needs one of
 its saved tensors, the block is called again, and all its saved tensors are restored. They are freed
-with their operations, or when the next block is recomputed.
+with the graph's nodes that saved them, or when the next block is recomputed.
 
-This differs from ``torch.utils.checkpoint`` in: 1. the graph has the nodes of all operations, which
-``one_pass`` reads; 2. no change of the model is needed; 3. the saved tensors of both calls are
-compared by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed
-if its arguments contain objects that it may modify.
+Unlike with ``torch.utils.checkpoint``, the graph has the nodes of all operations, which
+``one_pass`` reads, and the model need not be changed. The saved tensors of both calls are compared
+by fingerprints, and an ``InputError`` is raised if they differ. A block is not recomputed if its
+arguments contain objects that it may modify.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -31,9 +31,9 @@ from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mod
 
 # Types of arguments that a call can't change, except tensors, whose versions are compared.
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-# Dtypes of workspaces and seeds, which may be uninitialized.
+# Tensors of these dtypes are not compared, because they may be uninitialized workspaces or seeds.
 _WORK = (torch.uint8, torch.uint64)
-# Allowed difference of two calls in units of the machine epsilon, if sums have no fixed order.
+# Allowed difference of two calls in units of the machine epsilon. A GPU may sum in any order.
 _ROUNDING = 8
 
 
@@ -88,14 +88,15 @@ class Recomputation:
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
         text = (
-            "the activations of one sample take more than the memory. The model's repeated blocks "
+            "the activations of one sample don't fit into memory. The model's repeated blocks "
             f"({names}) keep only their inputs and are computed again in the backward pass, which "
             "gives the same numbers but takes longer."
         )
         if self._whole:
             text += (
                 " Blocks that write into their arguments, or get objects other than tensors, plain "
-                f"values, lists, tuples and dicts, keep all: {', '.join(sorted(self._whole))}."
+                f"values, lists, tuples and dicts, keep all activations: "
+                f"{', '.join(sorted(self._whole))}."
             )
         return text
 
@@ -115,14 +116,15 @@ class Recomputation:
     def n_bytes(self, besides: set[int]) -> int:
         """Return the peak memory of all calls, without storages at the addresses ``besides``.
 
-        It is the sum of the bytes that all calls keep and of those that the largest call restores.
+        It is the sum of the bytes that all calls keep, plus the bytes that the largest call
+        restores.
         """
         kept = sum(n for address, n in self._kept.items() if address not in besides)
         return kept + self._largest
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost lists in which at least two members share a class."""
+    """Return the members of outermost module lists in which at least two members share a class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer before inner
@@ -171,7 +173,7 @@ class _Call:
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # These are detached from their graph, with the same memory and version counter.
+        # The arguments are detached from their graph, and share memory and version counter.
         self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
         self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
         parameters = list(of.block.parameters())
@@ -223,7 +225,7 @@ class _Call:
     def again(self) -> None:
         """Repeat the call, and restore the saved tensors that are still referenced."""
         if self._wrote():
-            raise self._refusal("its inputs had been written into")
+            raise self._refusal("its inputs had been modified")
         before = self.of.owner.last()
         if before is not None:
             for reference in before.saved:
@@ -268,10 +270,10 @@ class _Call:
 
     def _refusal(self, difference: str) -> InputError:
         return InputError(
-            "A sample's activations don't fit into memory, so that repeated blocks are called "
-            "twice and must compute the same numbers both times. Found that at the second call of "
-            f"a {type(self.of.block).__name__} {difference}. Raise compute.memory_mb, or shorten "
-            "the sample.",
+            "Repeated blocks must compute the same numbers when they are called twice, which is "
+            "needed because a sample's activations don't fit into memory. Found that, in the "
+            f"second call of a {type(self.of.block).__name__}, {difference}. Raise "
+            "compute.memory_mb, or shorten the sample.",
             code="gradients.second_call",
         )
 

@@ -52,7 +52,10 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout of an input whose dimension ``dim`` is the output's ``self.dim``."""
+        """Return the layout of an input with samples along ``dim``.
+
+        Return None if this dimension and the output's dimension ``self.dim`` differ in size.
+        """
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
@@ -61,7 +64,7 @@ class RuleInput:
     def owners_of_rows(self, n_dims: int) -> Tensor | None:
         """Return the owners of the output's rows, in the shape of its first ``n_dims`` dimensions.
 
-        None if a row belongs to several samples.
+        Return None if a row belongs to several samples.
         """
         tail = math.prod(self.output[n_dims:])
         if self.layout.stride % tail:
@@ -91,7 +94,7 @@ def _reshaped(given: RuleInput) -> Layout | None:
 def _pointwise(given: RuleInput) -> Layout | None:
     if given.dim >= 0:
         return given.along(given.dim - len(given.output) + len(given.input))
-    return given.layout if given.input == given.output else None  # no broadcasting: positions stay
+    return given.layout if given.input == given.output else None  # None for broadcast inputs
 
 
 def _repeated(given: RuleInput) -> Layout | None:
@@ -108,7 +111,7 @@ def _over_saved_dims(given: RuleInput) -> Layout | None:
 
 
 def _sliced(given: RuleInput) -> Layout | None:
-    """The operation changes sizes, but must not change that of the samples' dimension."""
+    """The operation changes sizes, but must not change the size of the samples' dimension."""
     return given.along(given.dim) if len(given.input) == len(given.output) else None
 
 
@@ -158,7 +161,7 @@ def _matrix_transposed(given: RuleInput) -> Layout | None:
 
 
 def _indexed(given: RuleInput) -> Layout | None:
-    """The operation selects rows by indices. Each belongs to the owner of its output row."""
+    """The operation selects rows by indices. A selected row belongs to the output row's owner."""
     n_dims, numbers, index = _rows(given.input, given.node._saved_indices)
     picked = numbers[index]
     if given.dim >= picked.ndim:  # the samples lie along dimensions that aren't indexed
@@ -188,9 +191,10 @@ def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout
 
 
 def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return the number of indexed dimensions, the row numbers in their shape, and the index.
+    """Return the number of indexed dimensions, ``numbers`` and ``index``.
 
-    ``numbers[index]`` are the rows that the operation selects. All tensors are on the CPU.
+    ``numbers`` are the row numbers in the shape of the indexed dimensions. The operation selects
+    the rows ``numbers[index]``. All tensors are on the CPU.
     """
     index = tuple(slice(None) if i is None else i.cpu() for i in indices)
     n_dims = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in index)
@@ -251,7 +255,7 @@ def _pooled(given: RuleInput, n_spatial: int) -> Layout | None:
 
 
 def _strided(given: RuleInput) -> Layout | None:
-    """Set the strides of the channels-last format, as ``adaptive_avg_pool2d(x, 1)`` does."""
+    """The operation only sets channels-last strides, as ``adaptive_avg_pool2d(x, 1)`` does."""
     # The shape is (N, C, 1, 1), for which these strides don't move entries.
     c = given.input[1] if len(given.input) == 4 else 0
     is_mark = given.input[2:] == (1, 1) and tuple(given.node._saved_stride) == (c, 1, c, c)
@@ -337,7 +341,7 @@ _BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 def input_layouts(
     edges: list[Edge], outputs: dict[int, Layout]
 ) -> tuple[list[Layout | None], bool]:
-    """Return the layouts of an operation's inputs, given those of its used outputs, for B >= 2.
+    """Return the layouts of an operation's inputs, given the layouts of its outputs, for B >= 2.
 
     The first result has a layout for each of the operation's edges, or None if the input is shared.
     The second is True if the graph's ``signature`` determines the layouts, and False if saved

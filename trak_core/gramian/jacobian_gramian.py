@@ -29,8 +29,8 @@ class Engine:
         <dW_i, dW_j> = sum_{t of i, t' of j} <x_t, x_t'> <delta_t, delta_t'>,
 
     and similarly for convolutions, embeddings, normalization layers, and parameters that are added
-    or multiplied. Other operations are differentiated once for each sample. From an operation that
-    mixes samples, such as a recurrent layer, gradients are propagated as without ``batch_dim``.
+    or multiplied. Other operations are differentiated once for each sample. If an operation mixes
+    samples, as a recurrent layer does, gradients are propagated from it as without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
     is also done if parameters or modules have backward hooks, which may change each row. With
@@ -50,7 +50,7 @@ class Engine:
         >>> from trak_core.gramian import Engine
         >>> model = torch.nn.Linear(3, 1, bias=False)
         >>> inputs = torch.tensor([[1.0, 2, 3], [0, 1, 0]])
-        >>> losses = model(inputs).squeeze(1)  # the gradient of each is its input
+        >>> losses = model(inputs).squeeze(1)  # the gradient of a loss is the sample's input
         >>> Engine(model, batch_dim=0).compute_gramian(losses)
         tensor([[14.,  2.],
                 [ 2.,  1.]])
@@ -71,18 +71,18 @@ class Engine:
         """Return J J^T for an output of shape [m1, ..., mk].
 
         Args:
-            output: Real numbers with a graph, of any shape.
+            output: A real tensor of any shape, with a graph.
 
         Returns:
             Shape [m1, ..., mk, mk, ..., m1], of the output's dtype and device: entry
             [i1, ..., ik, jk, ..., j1] is the inner product of the gradients of output[i1, ..., ik]
-            and output[j1, ..., jk]. Zero if the output doesn't depend on the parameters.
+            and output[j1, ..., jk]. All entries are zero if the output depends on no parameter.
 
         Raises:
             InputError: If the output has no graph or no dimension ``batch_dim``, or if a module
                 computes statistics along ``batch_dim``.
             RuntimeError: If an operation can't be differentiated, for example because an earlier
-                backward pass has freed it.
+                backward pass has freed its saved tensors.
         """
         parameters = [
             parameter
@@ -98,10 +98,10 @@ def parameter_gramian(
 ) -> Tensor:
     """Return the result of ``Engine.compute_gramian``. A repeated parameter is used once."""
     if not (isinstance(output, Tensor) and output.requires_grad):
-        kind = "no gradient" if isinstance(output, Tensor) else type(output).__name__
+        kind = "a tensor without" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
             f"The output must be a tensor with a graph, that is with requires_grad. Found {kind}. "
-            "Call the modules outside torch.no_grad(), and don't detach.",
+            "Call the modules outside torch.no_grad(), and don't detach the output.",
             code="gramian.no_graph",
         )
     n = output.numel()
@@ -119,7 +119,7 @@ def parameter_gramian(
             raise InputError(
                 "Samples must be independent. Found a batch normalization over them, in training "
                 "mode or without running statistics. Set the model to evaluation mode before the "
-                "forward pass, or use GroupNorm. An Engine without batch_dim accepts it.",
+                "forward pass, or use GroupNorm. Or create the Engine without batch_dim.",
                 code="gramian.mixed_samples",
             ) from None
         if dim is None or plan is None:
@@ -130,7 +130,8 @@ def parameter_gramian(
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                # An operation can't be vmapped. If the cause is another, `by_rows` raises it again.
+                # An operation can't be vmapped. If the cause is different, `by_rows` raises the
+                # error again.
                 gramian.zero_()
                 by_rows(_Products(gramian), output, parameters)
             else:

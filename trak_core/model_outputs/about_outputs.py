@@ -1,9 +1,9 @@
 """The table of named model outputs: their requirements, and their descriptions for reports.
 
-A config can also use a function from a Python file. ``about_output`` describes both. A new row
-needs its name in the config's schema and a line in ``config/README.md``, which
-``tests/library/test_registries.py`` checks. Every start of Snakemake imports this module, so only
-``load`` imports torch.
+A config can also use a function from a Python file. ``about_output`` describes named and
+user-defined outputs. A new row needs its name in the config's schema and a line in
+``config/README.md``, which ``tests/library/test_registries.py`` checks. Every start of Snakemake
+imports this module, so only ``load`` imports torch.
 """
 
 from collections.abc import Mapping
@@ -26,19 +26,19 @@ class About:
         prediction: A word for the column ``prediction``.
         columns: An explanation of both columns in one line.
         raises: The quantity that a positive score raises, if a larger f is not always better.
-        better: The f that has the smaller loss: the ``larger`` one, or the one ``closer`` to the
-            label. Empty if unknown. Scores are then neither helpful nor harmful.
+        better: Whether a ``larger`` f, or an f ``closer`` to the label, has a smaller loss. Empty
+            if this is unknown. Scores are then neither helpful nor harmful.
         place: A module of this package and a name in it, such as ``supervised.LOSS``. Empty for a
             user-defined function, which is loaded with the study.
         labels_are_classes: Whether the label of a sample is one of several classes.
-        counts_parts: Whether the column ``label`` is the number of labelled parts of a sample, and
-            ``prediction`` the number of those that the model predicts correctly.
+        counts_parts: Whether the column ``label`` is the number of labelled parts of a sample, such
+            as tokens, and ``prediction`` is the number of parts that are predicted correctly.
         weight_is_probability: Whether the loss weight Q is a probability or a mean of
             probabilities, which is close to 0 for confident samples. Otherwise it is unbounded.
         weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
-            checkpoints are from several times of a run. False if the loss is not a function of f,
-            and for whole texts. Their probabilities p, such as e^-100, make the curvature p (1 - p)
-            so small that the shortest text would dominate.
+            checkpoints are from several steps of a run. False if the loss is not a function of f,
+            and for whole texts. A text's probability p, such as e^-100, makes the curvature
+            p (1 - p) so small that the shortest text would dominate.
         has_loss_noise: Whether there is a ``ModelOutput.loss_noise``, which `label_draws` needs.
         needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.
     """
@@ -48,7 +48,7 @@ class About:
     meaning: str
     label: str = "label"
     prediction: str = "predicted"
-    columns: str = "label: the sample's own; prediction: what the model says in its place"
+    columns: str = "label: the sample's own label; prediction: the label that the model predicts"
     raises: str = ""
     better: Literal["larger", "closer", ""] = "larger"
     place: str
@@ -73,7 +73,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes of these headings that state whether such scores are good."""
+        """Suffixes of the headings ``sides``, which state whether such scores are good."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -184,8 +184,8 @@ TABLE: dict[str, About] = {
         meaning="the better the image and the text fit each other, compared with others",
         label="",
         prediction="told apart",
-        columns="label: 1; prediction: 1 where the pair is likelier than all others together, both "
-        "ways, else 0",
+        columns="label: always 1; prediction: 1 if the pair is likelier than all others together, "
+        "among texts and among images, else 0",
         place="clip.contrast",
         weight_is_probability=True,
         needs_pairs=True,
@@ -196,7 +196,7 @@ TABLE: dict[str, About] = {
         meaning="the smaller the loss",
         label="",
         prediction="",
-        columns="label: 1; prediction: f, because a loss says neither",
+        columns="label: always 1; prediction: f, because a loss has no prediction",
         place="supervised.LOSS",
         weight_is_probability=False,
     ),
@@ -223,12 +223,12 @@ def about_output(model_output: str | Mapping[str, Any]) -> About:
     label, prediction = (texts.get(key, "") for key in ("label", "prediction"))
     return About(
         name=texts.get("name", f"the number that {name} returns"),
-        unit=texts.get("unit", "its own"),
+        unit=texts.get("unit", "not stated"),
         meaning=texts.get("meaning", f"the larger {texts.get('name', 'that number')}"),
         label=label,
         prediction=prediction,
-        columns=f"label: {label or 'its number, the mean of several'}; prediction: "
-        f"{prediction or 'what the model output says it is, else f'}",
+        columns=f"label: {label or 'its number, or the mean of its numbers'}; prediction: "
+        f"{prediction or 'the prediction that the model output defines, or else f'}",
         raises="" if texts.get("larger_is_better") else "f",
         better="larger" if texts.get("larger_is_better") else "",
         place="",

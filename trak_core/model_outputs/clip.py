@@ -17,8 +17,8 @@ def pair_margins(
     With embeddings u, v of the pair and u_i, v_j of the other pairs, these are
     -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
-    Embeddings of pairs have shape (..., d), embeddings of other pairs (others, d). The scale s is 1
-    in TRAK's f. The result has shape (..., 2), float32 or float64.
+    Embeddings of the pair have shape (..., d). Embeddings of other pairs have shape (others, d).
+    The scale s is 1 in TRAK's f. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """

@@ -1,4 +1,4 @@
-"""Language modelling, causal, masked or sequence-to-sequence: log-odds of labelled tokens."""
+"""Model outputs of causal, masked and sequence-to-sequence language models."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +20,11 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_t p_t is the probability of the labelled tokens.
 
     Let l = -log P be the sum of the tokens' cross entropies. Then f = -log(exp(l) - 1), and
-    l = log(1 + exp(-f)) as for a single label. For long texts f tends to log P; for one token it is
-    the token's margin. The result is a scalar, float32 or float64, finite for finite logits.
+    l = log(1 + exp(-f)) as for a single label. For long texts, f tends to log P. For one token, f
+    is the token's margin. The result is a scalar, float32 or float64, and finite for finite logits.
 
     Row t of the logits, shape (tokens, vocabulary), predicts label t. Labels, shape (tokens,), are
-    tokens or ``IGNORED`` (-100), but not all ignored.
+    tokens or ``IGNORED`` (-100). At least one label must not be ignored.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
@@ -66,7 +66,7 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 
 
 def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of the tokens at t + 1, 0 if ignored, and whether they are used."""
+    """Return the log-odds of the labels at t + 1 (0 if ignored), and whether they are counted."""
     counted = labels[1:] != IGNORED
     margins = margin(logits[:-1], torch.where(counted, labels[1:], 0))
     return torch.where(counted, margins, 0), counted
@@ -84,7 +84,10 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t: -dl/df of l = sum_t -log p_t if all log-odds change equally."""
+    """Return the mean of 1 - p_t, which is -dl/df if all tokens' log-odds change equally.
+
+    The loss is l = sum_t -log p_t.
+    """
     margins, counted = _margins_added(logits, labels)
     return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
 
@@ -105,8 +108,9 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
     """Return a model output for a model that returns margins instead of logits.
 
     The model returns shape (batch, tokens, 2): the margin of each predicted token, and 1 if the
-    token is the likeliest one, else 0. Labels are unchanged; the first is not used if
-    ``predicts_next``. ``n_classes`` returns the size of the vocabulary after a call of the model.
+    token is the likeliest token, else 0. Labels have the same form as for logits. The first label
+    is not used if ``predicts_next``. ``n_classes`` returns the size of the vocabulary after a call
+    of the model.
     """
     ahead = int(output.predicts_next)
 

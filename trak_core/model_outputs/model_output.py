@@ -38,23 +38,23 @@ class ModelOutput:
         value: f, from the selected tensors and the label.
         loss_weight: Q = -dl/df for the training loss l. The default 1 is correct for f = -l.
         curvature: W = d2l/df2. None if the loss is not a function of f alone.
-        prediction: The model's prediction in the units of ``label_number``. None for f. Tables have
-            the most frequent integer (a class) over checkpoints, or the mean of other numbers.
+        prediction: The model's prediction in the units of ``label_number``. None means f. Over
+            checkpoints, tables have the most frequent integer (a class), or the mean of floats.
         label_number: The label as one number for tables: the label itself, or the number of its
             labelled parts. The default is the mean.
         read: Selects tensors from the model's return value. The default selects everything.
         has_labels: Whether samples have a label. If not, functions get 1 as the label.
-        label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels. None for any
-            shape that is the same for all samples.
+        label_ndim: Number of dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels.
+            None allows any shape that is the same for all samples.
         n_classes: The number of classes. None if labels are not classes.
         predicts_next: Whether the logits at a token predict the label of the next token.
         takes_labels: Whether the model is called with ``labels``, from which encoder-decoder models
             compute their decoder's inputs.
-        loss_noise: A random vector z of the returned tensor's shape, with mean 0 and with the
-            Hessian of l with respect to this tensor as E[z z^T]. Its arguments are the tensor, the
-            label and independent uniform numbers in [0, 1) of the label's shape. For a softmax it
-            is onehot(y) - p, with a label y drawn from the model's probabilities p. None if
-            unknown.
+        loss_noise: Returns a random vector z of the returned tensor's shape. Its mean is 0, and
+            E[z z^T] is the Hessian of l with respect to this tensor. The arguments are the tensor,
+            the label and independent uniform numbers in [0, 1) of the label's shape. For a softmax,
+            z is onehot(y) - p, with a label y drawn from the model's probabilities p. None if no
+            such function is known.
         joins_tokens: Whether f is a function of the tokens' log-odds as in
             ``trak_core.model_outputs.language_modelling``. Logits may then be computed in pieces.
 
@@ -90,7 +90,8 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
     """Return the tensors with dimensions. Each must have a row for each sample.
 
-    Other tensors raise an error, because a constant could have as many rows as a batch by chance.
+    Tensors with another number of rows raise an error. If constant tensors were allowed, they could
+    have as many rows as a batch by chance.
     """
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
@@ -105,7 +106,7 @@ def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
 
 
 def of_sample(returned: Any, i: int, n_samples: int) -> Any:
-    """Return the part of sample ``i``, without the batch dimension."""
+    """Return the rows of sample ``i``, without the batch dimension."""
 
     def row(leaf: Any) -> Any:
         if not _has_rows(leaf):
@@ -157,7 +158,7 @@ class OfValue:
 
 
 def read_logits(returned: object) -> Tensor:
-    """Return the tensor in the return value of a model.
+    """Return the tensor, such as logits, in the return value of a model.
 
     The model must return a tensor, an object with ``logits`` (transformers), a mapping with
     ``logits`` or ``out`` (torchvision's segmentation), or a sequence that starts with the tensor.
@@ -197,8 +198,8 @@ def own_output(made: object, name: str) -> ModelOutput:
         output = _of_function(made, name)
     else:
         raise InputError(
-            f"{name} must be a function of what the model returned for a sample and of its label, "
-            f"`def f(returned, label)`, or a ModelOutput. Found {_kind(made)}.",
+            f"{name} must be a function of the model's return value for a sample and of the "
+            f"sample's label, `def f(returned, label)`, or a ModelOutput. Found {_kind(made)}.",
             code="model_outputs.own",
         )
     curvature, prediction = output.curvature, output.prediction
@@ -210,7 +211,7 @@ def own_output(made: object, name: str) -> ModelOutput:
         prediction=(
             prediction and _checked(prediction, f"the prediction of {name}", keeps_integers=True)
         ),
-        # Logits in pieces would return the joint log-odds instead of the user's f.
+        # If logits were computed in pieces, f would be the joint log-odds instead of the user's f.
         joins_tokens=False,
     )
 
@@ -223,14 +224,14 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     parameters = [] if signature is None else [*signature.parameters.values()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     given = [p for p in parameters if p.default is p.empty and p.kind not in by_keyword]
-    # If `label` were optional, it would be unknown whether samples have one.
+    # If `label` were optional, it would be unknown whether samples have labels.
     is_clear = all(p.name != "label" or p in given for p in parameters)
     if is_clear and (any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2):
         return ModelOutput(value=function)
     if is_clear and len(given) == 1:
         return ModelOutput(value=lambda returned, label: function(returned), has_labels=False)
     raise InputError(
-        f"{name} must take what the model returned for a sample and the sample's label, "
+        f"{name} must take the model's return value for a sample and the sample's label, "
         f"`(returned, label)`, or `(returned)` if samples have no label. Found "
         f"{signature or 'a function without a signature'}.",
         code="model_outputs.arguments",
@@ -246,7 +247,8 @@ def _checked(
 ) -> Callable[[Any, Tensor], Tensor]:
     """Return the function with a check that it returns one number, and with explained errors.
 
-    Numbers are converted to float32 or float64, or integers to int64 if ``keeps_integers``.
+    The number is converted to float32 or float64. With ``keeps_integers``, an integer is converted
+    to int64 instead.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:

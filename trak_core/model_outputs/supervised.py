@@ -18,8 +18,9 @@ _FITTED = 1e-3
 def margin(logits: Tensor, label: Tensor) -> Tensor:
     """Return log(p_y / (1 - p_y)), the log-odds of the label, shape (...), float32 or float64.
 
-    It is the label's logit minus the logsumexp of the others, and finite for finite logits. Logits
-    have shape (..., classes) with at least two classes. Labels are integers of shape (...).
+    It is the label's logit minus the logsumexp of all other logits, and is finite for finite
+    logits. Logits have shape (..., classes), with at least two classes. Labels are integers of
+    shape (...).
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1.
     """
@@ -30,7 +31,7 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def probability_weight(f: Tensor) -> Tensor:
-    """Return Q = 1 - p = sigmoid(-f) for log-odds f, which doesn't round to 0 for p near 1."""
+    """Return Q = 1 - p for log-odds f, as sigmoid(-f), which doesn't round to 0 for p near 1."""
     return torch.sigmoid(-f)
 
 
@@ -42,8 +43,9 @@ def probability_curvature(f: Tensor) -> Tensor:
 def softmax_noise(logits: Tensor, uniform: Tensor) -> Tensor:
     """Return onehot(y) - softmax(logits) with labels y drawn by the inverse distribution function.
 
-    ``uniform`` are numbers in [0, 1), shape (...). Logits and the result have shape (..., classes).
-    E[z z^T] = diag(p) - p p^T is the Hessian of -log p_y. The result is float32 or float64.
+    ``uniform`` has numbers in [0, 1), shape (...). Logits and the result z have shape (...,
+    classes). With p = softmax(logits), E[z z^T] = diag(p) - p p^T is the Hessian of -log p_y. The
+    result is float32 or float64.
     """
     p = at_least_float32(logits).softmax(-1)
     drawn = (p.cumsum(-1) <= uniform.unsqueeze(-1)).sum(-1, keepdim=True)
@@ -106,8 +108,8 @@ def _mean(numbers: Tensor, counted: Tensor) -> Tensor:
 def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of log(p / (1 - p)) over the labelled pixels, float32 or float64.
 
-    Logits have shape (classes, height, width). Labels, (height, width), are classes or ``IGNORED``
-    (-100), but not all ignored.
+    Logits have shape (classes, height, width). Labels, shape (height, width), are classes or
+    ``IGNORED`` (-100). At least one label must not be ignored.
 
     Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, for each pixel.
     """
@@ -115,7 +117,10 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p: -dl/df of the mean cross entropy l if margins change equally."""
+    """Return the mean of 1 - p, which is -dl/df if all margins change equally.
+
+    The loss l is the mean cross entropy of the labelled pixels.
+    """
     margins, counted = _pixels(logits, labels)
     return _mean(torch.sigmoid(-margins), counted)
 
@@ -140,7 +145,7 @@ SEGMENTATION = ModelOutput(
 
 
 def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of each label's value, and whether it is not ignored."""
+    """Return the log-odds of each label's value, and whether the label is not ignored."""
     if logits.shape != labels.shape:
         raise InputError(
             "multi_label needs one logit for each label. Found logits of shape "
@@ -154,11 +159,11 @@ def labels_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_k p_k is the joint probability of the labels' values.
 
     p_k is sigmoid(z_k) if the label is 1, and sigmoid(-z_k) if it is 0. The sum l = -log P of the
-    binary cross entropies is log(1 + exp(-f)). The result is a scalar, float32 or float64, finite
-    for finite logits.
+    binary cross entropies is log(1 + exp(-f)). The result is a scalar, float32 or float64, and
+    finite for finite logits.
 
-    Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100), but not all
-    ignored.
+    Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100). At least one label
+    must not be ignored.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the set of labels as the class.
     """

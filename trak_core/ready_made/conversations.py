@@ -15,9 +15,9 @@ ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 # transformers defines this function for templates, and does not accept a replacement.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
-    "study_arguments: date must be a day, because the tokenizer's chat template writes today's "
-    "date, with which features would change from day to day. Found none. Give the date that "
-    "training had, or any other: date: '2024-07-26'."
+    "study_arguments: date must be given, because the tokenizer's chat template writes today's "
+    "date, so that features would change from day to day. Found none. Give the date that was used "
+    "in training, or any other date, such as date: '2024-07-26'."
 )
 _NO_FORM = (
     "A chat template that writes today's date must call strftime_now with a format in quotes. "
@@ -49,7 +49,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the list or object if ``value`` is its JSON, as in a cell of a table."""
+    """Return the list or object of which ``value`` is the JSON, or else ``value`` unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
         with suppress(ValueError):
             return parsed_json(value)
@@ -81,16 +81,16 @@ def chat_texts(
     if not tokenizer.chat_template:
         raise InputError(
             "The tokenizer must have a chat template if rows have messages. Found none. Write "
-            "prompt and text into separate fields, or save the tokenizer of the training with the "
-            "weights.",
+            "prompt and text into separate fields, or save the tokenizer that was used in training "
+            "with the weights.",
             code="studies.chat_template",
         )
     if not prompt or not answer or answer[-1]["role"] != "assistant":
         roles = ", ".join(str(message["role"]) for message in [*prompt, *answer])
         raise InputError(
             "A conversation must have at least two messages, and the last one must be the "
-            f"assistant's, because it is explained. Found messages of: {roles}. Leave out what "
-            "follows the assistant's last message, or leave out the row.",
+            f"assistant's, because it is explained. Found messages of: {roles}. Remove the "
+            "messages after the assistant's last message, or remove the row.",
             code="studies.chat_roles",
         )
     messages = [*prompt, *answer]
@@ -114,9 +114,10 @@ def chat_texts(
         raise InputError(f"{fails}{error}", code=code) from error
     if not whole.startswith(before):
         raise InputError(
-            "A chat template must write a conversation's beginning in the same way whatever "
-            f"follows. Found {before[-40:]!r} before the answer, {whole[: len(before)][-40:]!r} "
-            "with it. Write prompt and text into separate fields, in the model's form.",
+            "A chat template must write the beginning of a conversation in the same way with and "
+            f"without an answer. Found {before[-40:]!r} without, {whole[: len(before)][-40:]!r} "
+            "with the answer. Write prompt and text into separate fields, in the format that the "
+            "model needs.",
             code="studies.chat_template",
         )
     for message in messages:
@@ -124,8 +125,8 @@ def chat_texts(
         # Templates of reasoning models omit the reasoning in assistants' messages.
         if isinstance(text, str) and message["role"] != "assistant" and text.strip() not in whole:
             notify(
-                f"the chat template does not write the content of a message of the role "
-                f"{message['role']!r}, {text.strip()[:40]!r}, or changes it."
+                f"the chat template omits or changes the content of a message of the role "
+                f"{message['role']!r}, {text.strip()[:40]!r}."
             )
     return before, whole
 
@@ -136,8 +137,8 @@ def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
         has_calls = bool(message.get("tool_calls"))
         if message.get("content") is None and not has_calls:
             raise InputError(
-                "A message must have its text in `content`, or have `tool_calls`. Found one of the "
-                f"role {message['role']!r} with {', '.join(message)}.",
+                "A message must have its text in `content`, or have `tool_calls`. Found a message "
+                f"of the role {message['role']!r} with the fields {', '.join(message)}.",
                 code="studies.messages",
             )
 
@@ -147,8 +148,8 @@ def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if not isinstance(value, ROW_ARGUMENTS[name]):
             raise InputError(
-                f"The field {name} must be a {ROW_ARGUMENTS[name].__name__} for the chat template, "
-                f"or the JSON of one. Found {value!r:.80}.",
+                f"The field {name} must be a {ROW_ARGUMENTS[name].__name__} or its JSON, because "
+                f"the chat template gets it. Found {value!r:.80}.",
                 code="studies.messages",
             )
     return given
@@ -172,10 +173,9 @@ def _refuse_python(
 
 
 def _dated(template: str, date: str | None) -> str:
-    """Change a template so that it writes ``date`` for today's date, or raises an error for None.
+    """Return a template that writes ``date`` instead of today's date.
 
-    Returns:
-        The template with a macro in front.
+    If ``date`` is None, the template raises an error where it would write today's date.
     """
     try:
         day = None if date is None else Date.fromisoformat(date)

@@ -48,7 +48,8 @@ def image_folder(
             function that takes the number of classes and builds the module. Its weights are
             replaced.
         targets: Images to explain, in the same form. The default is the training images.
-        classes: Names of the classes in the order of the model's logits. The default is sorted.
+        classes: Names of the classes in the order of the model's logits. By default, the names are
+            sorted. If the labels of a table are integers, the default is 0, 1, ...
         transform: ``file.py:function`` of a function that converts a PIL image in RGB to a tensor,
             as in evaluation. The default keeps the size and scales RGB to the range 0 to 1.
     """
@@ -75,23 +76,24 @@ def image_folder(
         with Image.open(row["path"]) as image:
             if image.mode.startswith(("I", "F")):
                 raise InputError(
-                    f"An image must have 8 bits a channel, because PIL cuts larger values off at "
-                    f"255. Found the mode {image.mode} in {row['path']}. Save it with 8 bits, as "
-                    "training had it.",
+                    f"An image must have 8 bits per channel, because PIL clips larger values to "
+                    f"255. Found the mode {image.mode} in {row['path']}. Save the image with 8 "
+                    "bits per channel, as in training.",
                     code="studies.image_depth",
                 )
             n_frames = getattr(image, "n_frames", 1)
             if n_frames > 1:
                 raise InputError(
                     f"An image file must have one frame, because only the first is read. Found "
-                    f"{n_frames} in {row['path']}. Save the frame of training as a file.",
+                    f"{n_frames} frames in {row['path']}. Save the frame that was used in training "
+                    "as a file.",
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
         if not isinstance(pixels, Tensor):
             raise InputError(
                 "study_arguments: transform must return a tensor. Found "
-                f"{type(pixels).__name__}; torch.from_numpy makes one of NumPy's arrays.",
+                f"{type(pixels).__name__}. torch.from_numpy converts a NumPy array to a tensor.",
                 code="studies.transform",
             )
         return pixels, torch.tensor(numbers[name])
@@ -115,9 +117,9 @@ def image_folder(
     used = {"path", "label"}
     return ReadyStudy(
         to_change_samples=(
-            "Images must have the size and the channels that the network takes: `transform: "
-            "file.py:function` in study_arguments names your function that makes such a tensor "
-            "of a PIL image in RGB, as in evaluation (for one channel image.convert('L'))."
+            "Images must have the size and the channels that the network takes. Set `transform: "
+            "file.py:function` in study_arguments to your function that converts a PIL image in "
+            "RGB to a tensor, as in evaluation. (image.convert('L') returns one channel.)"
         ),
         make_model=lambda: _network(model, len(names)),
         train_data=lambda: Rows(rows, sample),
@@ -159,7 +161,7 @@ def _network(model: str, n_classes: int) -> nn.Module:
     ]
     raise InputError(
         "study_arguments: model must name a network of timm or torchvision, or a function as "
-        f"file.py:function. Found {model}; similar names are {', '.join(close)}.",
+        f"file.py:function. Found {model}. Similar names are {', '.join(close)}.",
         code="studies.network",
     )
 
@@ -180,8 +182,8 @@ def _class_names(rows: RowFile) -> list[str]:
             return [str(number) for number in range(max(known) + 1)]
         if all(isinstance(number, float) and number.is_integer() for number in numbers):
             raise InputError(
-                "study_arguments: classes must list labels that are decimal numbers, in the order "
-                f"of the model's logits. Found {labels[0]}, and no classes.",
+                "study_arguments: if labels are decimal numbers, classes must list them in the "
+                f"order of the model's logits. Found the label {labels[0]}, and no classes.",
                 code="studies.label",
             )
     return sorted({str(label) for label in labels})
@@ -190,16 +192,16 @@ def _class_names(rows: RowFile) -> list[str]:
 def _notice_other_order(names: list[str]) -> None:
     """Print a notice if timm's own reader of folders gives these sorted classes another order.
 
-    It compares numbers in names by value, and ignores case.
+    timm's reader compares numbers in names by value, and ignores case.
     """
     parts = {name: re.split(r"(\d+)", name.lower()) for name in names}
     timm = sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
     if timm != names:
         first = next(i for i, pair in enumerate(zip(names, timm, strict=True)) if len({*pair}) > 1)
         print(
-            f"Notice: class {first} is {names[first]!r}, because classes are sorted as texts. "
-            f"timm's ImageDataset makes it {timm[first]!r}. Give `classes` in study_arguments, in "
-            "the order of training.",
+            f"Notice: class {first} is {names[first]!r}, because classes are sorted as texts. In "
+            f"timm's ImageDataset, this class is {timm[first]!r}. Give `classes` in "
+            "study_arguments, in the order of training.",
             file=sys.stderr,
             flush=True,
         )
@@ -216,9 +218,9 @@ def _rows(images: Path) -> RowFile:
         linked = [p for p in shown if len(p.parts) == 1 and _is_linked_folder(images / p)]
         if linked:
             raise InputError(
-                f"study_arguments: {images} must hold its images itself. Found a link, "
-                f"{linked[0].parts[0]}, whose files are not watched for changes. Name the folder "
-                "that it leads to, or copy it.",
+                f"study_arguments: {images} must contain folders, not links to folders. Found the "
+                f"link {linked[0].parts[0]}, whose files are not watched for changes. Set `images` "
+                "to the folder to which the link leads, or replace the link by a copy.",
                 code="studies.linked_images",
             )
         relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
@@ -226,7 +228,7 @@ def _rows(images: Path) -> RowFile:
         if unread:
             print(
                 f"Notice: {len(unread)} files in {images} are not read, such as {unread[0]}. "
-                "Images are in a folder for each class, with the endings "
+                "Images must be in a folder for each class and have one of the endings "
                 f"{', '.join(sorted(_SUFFIXES))}.",
                 file=sys.stderr,
                 flush=True,

@@ -30,7 +30,8 @@ from trak_core.ready_made.ready_study import (
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.weight_files import refuse_quantized
 
-# "Prompt", "promt" and "prompts" are more similar to "prompt" than this, and "prompt_id" is less.
+# Smallest similarity to "prompt" for which a field's name is taken for a misspelling of "prompt".
+# The similarities of "promt" and "prompts" are above this value, that of "prompt_id" is below.
 _NEAR = 0.83
 
 
@@ -50,12 +51,12 @@ def language_model(
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
         targets: Rows to explain, by id. Experiments with ``data`` do not need them.
-        text: The text in the model output, as a template with a row's fields, such as
-            ``"{completion}"``. The default is the last message in the field ``messages``, or the
-            field ``text``, or ``completion`` if no row has a ``text``.
-        prompt: A template of the text before it, which is not scored. The default is the field
-            ``prompt`` of the rows that have one. If the fields of both are lists of messages, as in
-            TRL, the tokenizer's chat template joins them.
+        text: The text to explain, as a template with a row's fields, such as ``"{completion}"``.
+            The default is the last message in the field ``messages``, or the field ``text``, or
+            ``completion`` if no row has a ``text``.
+        prompt: A template of the prompt, which precedes the text and is not part of the model
+            output. The default is a row's field ``prompt``, if it has one. If prompt and text are
+            lists of messages, as in TRL, the tokenizer's chat template joins them.
         max_tokens: The length to which texts are cut. By default they are not cut.
         date: A date such as ``"2024-07-26"``, for a chat template that writes today's date.
 
@@ -95,9 +96,9 @@ def language_model(
             messages = messages_in(row["messages"])
             if messages is None or row.get("text") is not None:
                 raise InputError(
-                    "The field messages must be a list of objects with `role` and `content`, in a "
-                    "row without `text`, unless `text` in study_arguments names the field with the "
-                    f"text. Found {shortened(row)}.",
+                    "The field messages must be a list of objects with `role` and `content`, and "
+                    f"its row must have no field `text`. Found {shortened(row)}. If another field "
+                    "has the text, name it by `text` in study_arguments.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
@@ -105,9 +106,9 @@ def language_model(
         texts_given = [name for name in ("text", "completion") if row.get(name) is not None]
         if text is None and len(texts_given) == 2:
             raise InputError(
-                "A row must have one text. Found text and completion. Say in study_arguments which "
-                "to explain, text: '{text}' or text: '{completion}'; and prompt: '' if it has the "
-                "prompt already.",
+                "A row must have one text. Found text and completion. Choose the text to explain "
+                "in study_arguments, by text: '{text}' or text: '{completion}'. If it contains the "
+                "prompt, also give prompt: ''.",
                 code="studies.two_texts",
             )
         if prompt is None and "prompt" not in row:
@@ -122,7 +123,7 @@ def language_model(
         if answer or asked:
             raise InputError(
                 "Prompt and text must both be lists of messages, or both be texts. Found messages "
-                f"in {template if answer else own} alone.",
+                f"only in {template if answer else own}.",
                 code="studies.chat_roles",
             )
         before, after = filled_in(own, row), filled_in(template, row)
@@ -130,7 +131,7 @@ def language_model(
             joined = f"{before.split()[-1]}{after.split()[0]}"
             notify(
                 f"a prompt and its text are joined without a space, into {joined[:80]!r}. "
-                "If a space was between them in training, the text must begin with it.",
+                "If training had a space between them, the text must begin with this space.",
                 about=f"spaces, {is_asked}",
             )
         return before, before + after, False
@@ -150,9 +151,9 @@ def language_model(
         if max_tokens is None and context is not None and len(ids) > context:
             raise InputError(
                 f"A text must fit into the model's context of {context} tokens. Found {len(ids)}, "
-                f"in a text that begins with {whole[:40]!r}. Give in study_arguments the length to "
-                f"which training cut texts, such as max_tokens: {context}; or max_tokens: "
-                f"{len(ids)} if it did not.",
+                f"in a text that begins with {whole[:40]!r}. Set max_tokens in study_arguments to "
+                f"the length to which training cut texts, such as max_tokens: {context}. If "
+                f"training did not cut texts, set max_tokens: {len(ids)}.",
                 code="studies.context",
             )
         input_ids = torch.tensor(ids, dtype=torch.long)
@@ -163,7 +164,7 @@ def language_model(
         if (labels == -100).all():
             raise InputError(
                 "A row must have at least one token of text after its prompt. Found none in "
-                f"{shortened(row)}. Is it empty, or does max_tokens cut it off?",
+                f"{shortened(row)}. Check whether the text is empty or max_tokens cuts it off.",
                 code="studies.empty_text",
             )
         return {"input_ids": input_ids, "labels": labels}
@@ -186,7 +187,7 @@ def language_model(
         if targets is None:
             raise InputError(
                 "study_arguments: targets must name a file of rows if an experiment has ids of "
-                "targets. Found none. Give one, or `data: asked.jsonl` in the experiment.",
+                "targets. Found none. Give such a file, or `data: asked.jsonl` in the experiment.",
                 code="studies.no_targets",
             )
         return read_rows(targets)
@@ -207,8 +208,8 @@ def language_model(
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=(
-            f"The tokens are those of the tokenizer of {weights}, which must be the model's: "
-            "`weights` in study_arguments names the folder of both, and `max_tokens` cuts texts."
+            f"The tokenizer in {weights} must be the model's tokenizer: `weights` in "
+            "study_arguments names the folder of both, and `max_tokens` cuts texts."
         ),
         make_model=lambda: _model(folder),
         train_data=train_data,
@@ -257,14 +258,14 @@ def _refuse_near_prompt(names: Sequence[str]) -> None:
         if get_close_matches(name.strip().casefold(), ["prompt"], cutoff=_NEAR):
             raise InputError(
                 f"A row's prompt must be in its field prompt. Found the field {name!r}, which "
-                "would not be read. Rename it; if it is no prompt, give prompt: '' in "
+                "would not be read. Rename the field. If it is not a prompt, give prompt: '' in "
                 "study_arguments.",
                 code="studies.near_prompt",
             )
 
 
 def _runs_on(before: str, after: str) -> bool:
-    """Return whether two texts would be joined in a word, in a script that has capitals."""
+    """Return whether joining two texts would join two words, in a script with capital letters."""
     ends = before[-1:], after[:1]
     return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
 
@@ -277,7 +278,7 @@ def _config_folder(weights: Path) -> Path:
             return folder
     raise InputError(
         f"study_arguments: weights must be a folder with config.json or {ADAPTER_CONFIG}, or with "
-        f"a Trainer's checkpoint-<step>. Found none in {weights} (from {Path.cwd()}).",
+        f"a Trainer's checkpoint-<step>. Found none in {weights} (relative to {Path.cwd()}).",
         code="studies.weights",
     )
 
@@ -303,15 +304,16 @@ def _base(folder: Path) -> str | None:
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise InputError(
-        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder, relative to this "
-        f"one or to {Path.cwd()}, or a model in the hub's cache. Found {base}. Copy the base "
-        "there, or load it once by `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.",
+        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder, relative to the "
+        f"adapter's or to {Path.cwd()}, or a model in the hub's cache. Found {base}. Copy the base "
+        "model there, or load model and tokenizer once by `from_pretrained` of "
+        "`AutoModelForCausalLM` and `AutoTokenizer`.",
         code="studies.adapter_base",
     )
 
 
 def _tokenizer_source(folder: Path) -> str:
-    """Return the folder of the tokenizer: ``folder``, its parent, or that of the base model."""
+    """Return the tokenizer's folder: ``folder``, its parent, or the folder of the base model."""
     for path in (folder, folder.parent):
         if (path / "tokenizer_config.json").is_file():
             return str(path)

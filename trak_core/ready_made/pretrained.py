@@ -22,9 +22,9 @@ def from_folder(read: Callable[..., Any], folder: str | Path, source: Any = None
         if "trust_remote_code" not in str(error):
             raise
         raise InputError(
-            "study_arguments: weights must be of a model whose class is in transformers. Found one "
-            f"in {folder} with code of its own (`auto_map` in its config), which a ready-made "
-            "study never runs. Write a study of your own, and load the model in make_model() with "
-            "trust_remote_code=True.",
+            "study_arguments: weights must be of a model whose class is in transformers. Found "
+            f"that code in {folder} defines the class (`auto_map` in the config). A ready-made "
+            "study never runs such code. Write a study of your own, and load the model in "
+            "make_model() with trust_remote_code=True.",
             code="studies.custom_code",
         ) from error

@@ -22,8 +22,8 @@ from trak_core.study.study import Study
 class ReadyStudy:
     """The functions of a study, as ``trak_core.study.study`` documents them.
 
-    ``to_change_samples`` is a sentence that names the arguments on which samples depend. Users
-    compare the model's input, which ``as_read`` returns, with the input in training.
+    ``to_change_samples`` is a text that names the arguments on which samples depend. ``as_read``
+    describes the model's input, so that users can compare it with the input in training.
     """
 
     to_change_samples: str
@@ -90,8 +90,9 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the part of the decoded text that each token adds.
 
     Joined, the parts are the text of all tokens, with the spaces that ``decode`` of a single token
-    omits. The last token of a character adds the character, and the others add "". The cost is
-    linear in the number of tokens, because each is decoded together with only a few tokens before.
+    omits. If several tokens encode one character, the last token adds the character, and the tokens
+    before add "". The cost is linear in the number of tokens, because each token is decoded with
+    only a few preceding tokens.
     """
 
     def decoded(first: int, end: int) -> str:
@@ -114,7 +115,7 @@ def needed(package: str, extra: str) -> None:
     """Raise an InputError that names the extra to install if a package is missing."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
-            f"This study needs the package {package}. Found none. Call "
+            f"This study needs the package {package}, which is not installed. Call "
             f"`{Path(sys.executable)} -m pip install {package}`, or install 'trak-core[{extra}]'.",
             code="studies.package",
         )
@@ -129,14 +130,14 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
     if not callable(function):
         raise InputError(
             f"study_arguments: {argument} must name a function as file.py:function. Found none at "
-            f"{place} (from {Path.cwd()}).",
+            f"{place} (relative to {Path.cwd()}).",
             code="studies.function",
         )
     return function
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return the fields that the model does not use as columns, without long texts and lists."""
+    """Return columns of the fields that the model does not use, without long texts and lists."""
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     return short_columns({name: rows.column(name) for name in names})
 
@@ -159,11 +160,11 @@ def field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
-    """Map each label to its class number. Labels become texts, because YAML may parse them."""
+    """Return the class number of each label. Labels are texts here, because YAML may parse them."""
     numbers = {str(name): number for number, name in enumerate(classes)}
     if len(numbers) < len(classes):
         raise InputError(
-            "study_arguments: classes must be different labels. Found "
+            "study_arguments: the labels in classes must differ from each other. Found "
             f"{', '.join(map(str, classes))}. Put labels such as '01' or '1.10' into quotes, "
             "because YAML would read them as numbers.",
             code="studies.classes",
@@ -198,7 +199,7 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         missing = sorted(used_by(template) - row.keys())
         raise InputError(
             f"A row must have a value in each field of the template {template!r}. Found none in "
-            f"{', '.join(missing) or 'a part'}, and values in {', '.join(row) or 'no field'}. Fill "
-            "it in, or name other fields in study_arguments, as in text: '{answer}'.",
+            f"{', '.join(missing) or 'a part'}, and values in {', '.join(row) or 'no field'}. Add "
+            "the value, or name other fields in study_arguments, as in text: '{answer}'.",
             code="studies.template",
         ) from error

@@ -35,8 +35,9 @@ def tabular(
         label: The column to predict.
         model: ``file.py:function`` of a function that builds the module. Its weights are replaced.
         targets: A table of the rows to explain. The default is the training rows.
-        columns: The model's inputs, in its order. The default is all columns except ``label`` and
-            ``id``. They must contain the numbers on which the model was trained.
+        columns: The columns that the model takes as inputs, in the model's order. They must contain
+            the numbers on which it was trained. The default is all columns except ``label`` and
+            ``id``.
         classes: Labels in the order of the model's logits, if labels are names. If not given,
             labels are numbers: integers if all training labels are integers, else floats.
         scale: ``standard`` standardizes each input by the mean and the standard deviation of the
@@ -45,8 +46,8 @@ def tabular(
     """
     if scale not in {None, "standard"}:
         raise InputError(
-            "study_arguments: scale must be standard, or left out for columns that the table has "
-            f"as the model was trained on them. Found {scale!r}. Scale otherwise in the table.",
+            "study_arguments: scale must be standard, or left out if the table has the numbers on "
+            f"which the model was trained. Found {scale!r}. Apply any other scaling to the table.",
             code="studies.scale",
         )
     rows = read_rows(table)
@@ -60,10 +61,10 @@ def tabular(
 
     def refused(row: Mapping[str, Any], column: str) -> InputError:
         return InputError(
-            f"{label} must be {answer}, and the model's inputs numbers: {', '.join(names)}. Found "
-            f"{shortened({column: row[column]})}. Write the number as in training, without "
-            "separators of thousands and with a decimal point, or delete the row if training did. "
-            "`columns` in study_arguments names the model's inputs.",
+            f"{label} must be {answer}, and the model's inputs ({', '.join(names)}) must be "
+            f"numbers. Found {shortened({column: row[column]})}. Write the number as in training, "
+            "with a decimal point and without thousands separators, or delete the row if training "
+            "left it out. `columns` in study_arguments names the model's inputs.",
             code="studies.numbers",
         )
 
@@ -111,8 +112,8 @@ def tabular(
     used = {label, *names}
     return ReadyStudy(
         to_change_samples=(
-            f"The network gets {len(names)} numbers of each row, {listed(names)}: `columns` in "
-            "study_arguments names others, in the network's order."
+            f"The network gets {len(names)} numbers of each row, {listed(names)}. To change them, "
+            "list the columns in `columns` of study_arguments, in the network's order."
         ),
         make_model=lambda: function_at(model, "model")(),
         train_data=lambda: Rows(rows, sample),

@@ -45,12 +45,12 @@ def text_classification(
         label: The field with the label: a class's number, or its name in the model's config.
         max_tokens: The length to which texts are cut or padded. By default they are padded to 128
             tokens, or to the model's context if that is less, and longer texts raise an error.
-        classes: The label in the rows of each of the model's logits, in order. It is needed if
-            labels are neither numbers nor names of classes, or could be both: ``[0, 1, 2]`` selects
-            numbers if the classes have the names "1" to "3".
+        classes: The labels of the rows in the order of the model's logits. It is needed if labels
+            are neither numbers nor names of classes, or could be both. For example, if the classes
+            have the names "1" to "3", ``[0, 1, 2]`` selects numbers.
 
     Raises:
-        InputError: If ``classes`` is not given and a class has the number of another as its name.
+        InputError: If ``classes`` is not given and the name of a class is another class's number.
     """
     needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -64,12 +64,12 @@ def text_classification(
     if tokenizer.pad_token is None:
         raise InputError(
             "The tokenizer must have a pad token for short texts. Found none in "
-            f"{weights}. Save it with that of the training: "
+            f"{weights}. Set the pad token that was used in training, and save the tokenizer: "
             "`tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
             code="studies.pad_token",
         )
     config: Any = from_folder(AutoConfig.from_pretrained, weights)
-    # The names are those of the logits only if they are numbered 0, 1, 2, ...
+    # The names belong to logits only if they are numbered 0, 1, 2, ...
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
     # Names such as LABEL_0 are defaults of transformers.
@@ -88,9 +88,10 @@ def text_classification(
     elif is_ambiguous or any(as_number(n) not in {None, i} for n, i in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because names in {weights}/config.json differ, or could be numbers of other "
-            f"classes. Found id2label {config.id2label} and label2id {inverse}. Give classes: "
-            f"{list(range(config.num_labels))} for numbers, or classes: {[*numbers]} for names.",
+            f"logits, because names in {weights}/config.json contradict each other, or could be "
+            f"numbers of other classes. Found id2label {config.id2label} and label2id {inverse}. "
+            f"Give classes: {list(range(config.num_labels))} if labels are numbers, or classes: "
+            f"{[*numbers]} if labels are names.",
             code="studies.ambiguous_labels",
         )
 
@@ -115,7 +116,7 @@ def text_classification(
         written = filled_in(text, row)
         if not written.strip():
             raise InputError(
-                f"A text must not be empty. Found {shortened(row)}. Fill it in, or leave out the "
+                f"A text must not be empty. Found {shortened(row)}. Add the text, or remove the "
                 "row.",
                 code="studies.empty_text",
             )
@@ -126,7 +127,7 @@ def text_classification(
         if n_tokens > length:
             raise InputError(
                 f"A text must have at most {length} tokens if study_arguments have no max_tokens. "
-                f"Found {n_tokens}. Give the length to which training cut its texts.",
+                f"Found {n_tokens}. Set max_tokens to the length to which training cut texts.",
                 code="studies.context",
             )
         inputs = {name: torch.tensor(values) for name, values in tokens.items()}
@@ -143,8 +144,8 @@ def text_classification(
     used = used_by(text) | {label}
     return ReadyStudy(
         to_change_samples=(
-            f"The tokens are those of the tokenizer of {weights}, which must be the model's: "
-            "`weights` in study_arguments names the folder of both, and `max_tokens` cuts texts."
+            f"The tokenizer in {weights} must be the model's tokenizer: `weights` in "
+            "study_arguments names the folder of both, and `max_tokens` cuts texts."
         ),
         make_model=make_model,
         train_data=lambda: Rows(rows, sample),
