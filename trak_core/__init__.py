@@ -18,7 +18,7 @@ from typing import Any
 __version__ = "0.3.0"
 
 # These modules are imported at their first use, because they import torch.
-_PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.target_scores"}
+_PUBLIC = {"Attributor": "attribution.attributor", "Scores": "attribution.scores"}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from refused import refused
 
-from trak_core.attribution.scores import combined
+from trak_core.attribution.score_formulas import combined
 from trak_core.lists.groups import (
     N_DRAWS,
     RUN_DRAWS,

@@ -4,7 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trak_core.attribution.scores import Extremes, harmed_class, help_and_harm, improving_signs
+from trak_core.attribution.score_formulas import (
+    Extremes,
+    harmed_class,
+    help_and_harm,
+    improving_signs,
+)
 from trak_core.lists.lists import (
     best_in_turn,
     copies,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
-from trak_core.attribution.scores import improving_signs
+from trak_core.attribution.score_formulas import improving_signs
 from trak_core.model_outputs.about_outputs import TABLE
 from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
 from trak_core.model_outputs.language_modelling import (

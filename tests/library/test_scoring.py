@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from trak_core.attribution.scores import combined, largest, most_frequent, powered, unit_rows
+from trak_core.attribution.score_formulas import (
+    combined,
+    largest,
+    most_frequent,
+    powered,
+    unit_rows,
+)
 from trak_core.attribution.solve import divide_by_lengths
 from trak_core.settings import Combine
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trak_core.attribution.scores import combined, powered, similarities
+from trak_core.attribution.score_formulas import combined, powered, similarities
 from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,

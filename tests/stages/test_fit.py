@@ -16,7 +16,7 @@ from sklearn.metrics import r2_score
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.report.fit import Fit, fit_of
+from trak_core.report.model_fit import Fit, fit_of
 from trak_core.study.dataset_split import Split
 
 STUDY = """

@@ -9,7 +9,7 @@ import numpy as np
 
 from trak_core.artifacts import Artifact, Writer
 from trak_core.attribution.fitted_checkpoint import Part
-from trak_core.attribution.scores import (
+from trak_core.attribution.score_formulas import (
     Extremes,
     harmed_class,
     help_and_harm,

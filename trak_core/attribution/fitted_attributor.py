@@ -30,8 +30,8 @@ from trak_core.attribution.fitted_checkpoint import (
 )
 from trak_core.attribution.gradient_method_record import Methods, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.scores import checkpoint_weights, powered
-from trak_core.attribution.target_scores import Scores
+from trak_core.attribution.score_formulas import checkpoint_weights, powered
+from trak_core.attribution.scores import Scores
 from trak_core.attribution.token_scores import Cut, token_tables
 from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError

@@ -19,7 +19,13 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.scores import combined, most_frequent, powered, similarities, unit_rows
+from trak_core.attribution.score_formulas import (
+    combined,
+    most_frequent,
+    powered,
+    similarities,
+    unit_rows,
+)
 from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,

@@ -1,226 +1,264 @@
-"""Compute scores from features and solved targets in NumPy, one block of rows at a time."""
+"""The class ``Scores``: scores as tables, and as HTML in notebooks."""
 
-from collections.abc import Iterable
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 
-from trak_core.settings import Combine, ScoresSpec
+from trak_core.artifacts import SCORES, open_artifact
+from trak_core.attribution.combine_checkpoints import (
+    KeptScores,
+    add_improving_signs,
+    fast_rows,
+    influence_table,
+    mean,
+    sample_table,
+    summarized,
+)
+from trak_core.attribution.fitted_checkpoint import Part, ReadRows, score_rows
+from trak_core.attribution.score_formulas import unit_of
+from trak_core.config.memory_needs import average_need
+from trak_core.errors import InputError
+from trak_core.model_outputs.about_outputs import about_output
+from trak_core.settings import ScoresSpec
+from trak_core.study.dataset_split import Split
 
-# For 1,000 targets, this number of rows of scores and copies of them fit into a processor's cache.
-_CACHED_ROWS = 256
-
-
-def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows of any float dtype divided by their lengths, float64. Rows of zeros stay zero.
-
-    Equivalent to ``sklearn.preprocessing.normalize(rows)``.
-    """
-    rows = rows.astype(np.float64)
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    rows /= np.where(lengths > 0, lengths, 1)
-    return rows
-
-
-def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
-    """Return sign(Q) |Q|^power of the loss weights Q, shape (n,), float64."""
-    weights = loss_weights.astype(np.float64)
-    return np.sign(weights) * np.abs(weights) ** power
-
-
-def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
-    """Return rows of A_c = Phi_c X, shape (rows, m), float64, with X = (N + ridge I)^-1 T_c^T.
-
-    ``features`` are rows of Phi_c, shape (rows, k). ``solved_targets`` is X, shape (k, m), float64.
-
-    Source: Park et al., "TRAK", ICML 2023, equation 16; docs/explanation/scores.md, "The formula".
-    """
-    return features.astype(np.float64, copy=False) @ solved_targets
+# Notebooks show _SHOWN targets, and for each of them _EACH training samples of either sign.
+_SHOWN, _EACH = 5, 3
+# A function that returns a sample as HTML, given whether the sample is a target, and its id.
+ShowSample = Callable[[bool, Any], str]
 
 
-def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
-    """Average a block of scores over checkpoints, with one checkpoint in memory at a time.
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of all training samples for some targets, the result of ``Attributor.score``.
 
-    Args:
-        parts: For each of one or more checkpoints, rows of A_c, shape (rows, m); their Q_c^power,
-            shape (rows,); and ||B||, which is used for ``unit_average`` only.
-        combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), as in the paper;
-            ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
-            mean_c(A_c * Q_c^power / ||B||).
+    A positive score means that the training sample raised the target's model output.
 
-    Returns:
-        Rows of the scores, shape (rows, m), float64.
+    Attributes:
+        targets: A table of the targets by id, with columns ``label``, ``prediction``, ``output``
+            (the mean over checkpoints) and ``output_sd``, and the columns of the study.
+        train: The same columns for the training samples, and ``loss_weight``. If it is known which
+            sign of a score improves a target, the table also has ``help`` and ``harm``.
+        unit: The unit of a score, as text.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/explanation/scores.md, "The formula".
-    """
-    total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
-    for block, weights, norm in parts:
-        size = norm if combine is Combine.UNIT_AVERAGE else 1.0
-        is_plain = combine is Combine.PRODUCT_OF_AVERAGES
-        term = block if is_plain else block * (weights / size)[:, None]
-        total = total + term if n_checkpoints == 0 else np.add(total, term, out=total)
-        weight = weight + weights
-        n_checkpoints += 1
-    if combine is Combine.PRODUCT_OF_AVERAGES:
-        total *= (weight / n_checkpoints)[:, None]
-    if n_checkpoints > 1:
-        total /= n_checkpoints
-    return total
-
-
-def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) -> np.ndarray:
-    """Return weights v such that scores[i, j] = sum_c v[c, i] A_c[i, j], shape (C, n), float64.
-
-    The sum is the result of ``combined``. ``powers`` are Q_c^power, shape (C, n), and ``norms`` are
-    ||B||, shape (C,).
-    """
-    n_checkpoints = len(powers)
-    if combine is Combine.PRODUCT_OF_AVERAGES:
-        weights = np.broadcast_to(powers.mean(axis=0), powers.shape)
-    elif combine is Combine.UNIT_AVERAGE:
-        weights = powers / norms[:, None]
-    else:
-        weights = powers
-    return weights / n_checkpoints
-
-
-def unit_of(spec: ScoresSpec) -> str:
-    """Return the unit of scores, as text (docs/explanation/scores.md, "What a score says")."""
-    is_newton_step = spec.weighting == "curvature" and spec.loss_weight_power == 1
-    if is_newton_step and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
-        return f"that of the model output ({spec.features.model_output})"
-    return "relative: order and ratios within a target mean something, the absolute size does not"
-
-
-def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) -> np.ndarray:
-    """Return the class that most checkpoints predict for each row, shape (rows,).
-
-    In a tie, the row's label is returned if its mean log-odds ``outputs`` are above 0. Otherwise,
-    the smallest of the other most frequent classes is returned. Memory does not grow with the
-    number of classes.
-
-    Args:
-        classes: Predicted classes, integers, shape (checkpoints, rows).
-        labels: Labels, shape (rows,).
-        outputs: Model outputs, shape (checkpoints, rows).
-    """
-    ordered = np.sort(classes, axis=0)
-    # run[i] counts the rows up to i that are equal to row i, in a sorted column.
-    run = np.ones(ordered.shape, dtype=np.int32)
-    for i in range(1, len(ordered)):
-        run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
-    is_frequent, is_label = run == run.max(axis=0), ordered == labels
-    is_other = is_frequent & ~is_label
-    # argmax returns the first maximum, which is the smallest class. Below, the label replaces it
-    # if no other class is as frequent.
-    others = np.take_along_axis(ordered, is_other.argmax(axis=0)[None], axis=0)[0]
-    likely = outputs.mean(axis=0, dtype=np.float64) > 0
-    takes_label = (is_frequent & is_label).any(axis=0) & (likely | ~is_other.any(axis=0))
-    return np.where(takes_label, labels, others).astype(classes.dtype)
-
-
-def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    """Return the sign of -dl/df of each target, where l is its loss, shape (m,), int64.
-
-    The sign is 1 if a larger f improves the target. If ``better`` is ``larger``, the sign is always
-    1. If ``better`` is ``closer``, it is the sign of label - prediction, both of shape (m,).
-    """
-    if better == "larger":
-        return np.ones(len(labels), dtype=np.int64)
-    return np.sign(labels.astype(np.float64) - predictions).astype(np.int64)
-
-
-def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
-    """Return how much each training sample improves targets and worsens them, on average.
-
-    The two columns are the means over targets of ``max(scores * improves, 0)`` and of
-    ``max(-scores * improves, 0)``. Scores have shape (rows, m), and the signs ``improves`` (m,).
-    The result has shape (rows, 2), float64, and does not depend on the size of blocks.
-    """
-    moved = scores * improves.astype(scores.dtype)
-    up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
-    down = 0 - np.minimum(moved, 0).sum(axis=1, dtype=np.float64)
-    return np.stack([up, down], axis=1) / scores.shape[1]
-
-
-def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the class whose targets each training sample harms most, shape (rows,).
-
-    The harm of a class is the mean of ``max(-scores, 0)`` over its targets. A tie goes to the
-    smallest class. Scores have shape (rows, m), and the targets' labels, integers, have shape (m,).
-    """
-    order = np.argsort(labels, kind="stable")
-    classes, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
-    harmed = []
-    for i in range(0, len(scores), _CACHED_ROWS):
-        harm = np.maximum(-np.take(scores[i : i + _CACHED_ROWS], order, axis=1), 0)
-        means = np.add.reduceat(harm, starts, axis=1, dtype=np.float64) / sizes
-        harmed.append(classes[means.argmax(axis=1)])
-    return np.concatenate(harmed)
-
-
-@dataclass(frozen=True, slots=True)
-class Extremes:
-    """The largest scores of each target so far, and their rows.
-
-    Both have shape (kept, m). Scores are in descending order. Equal scores are in the order of
-    their rows.
+    Example:
+        >>> import torch
+        >>> from trak_core import Attributor
+        >>> _ = torch.manual_seed(0)
+        >>> train = torch.randn(50, 8), torch.randint(3, (50,))
+        >>> model = torch.nn.Linear(8, 3)
+        >>> attributor = Attributor(model, "image_classification", proj_dim=16).fit(train)
+        >>> scores = attributor.score((train[0][:2], train[1][:2]))
+        >>> scores.frame.shape
+        (50, 2)
+        >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
+        [0, 1]
     """
 
-    rows: np.ndarray
-    scores: np.ndarray
+    targets: pd.DataFrame
+    train: pd.DataFrame
+    unit: str
+    influences: pd.DataFrame
+    n_kept: int
+    read_matrix: Callable[[], np.ndarray] | None
+    show: ShowSample | None = None
+    # The targets' samples. None for scores from a file or after unpickling.
+    samples: Split | None = None
+    # Names of a target's label and prediction in notebooks.
+    words: tuple[str, str] = ("label", "predicted")
 
+    @classmethod
+    def of_parts(
+        cls,
+        parts: Sequence[Part],
+        rows: Sequence[ReadRows],
+        spec: ScoresSpec,
+        *,
+        keep: str,
+        top: int,
+        memory_mb: int,
+        **more: Any,
+    ) -> Self:
+        """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column, after one more block of rows.
+        ``parts`` has the data of each checkpoint in ``spec.checkpoints``, and ``rows`` a function
+        that reads rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` sets other
+        attributes.
+        """
+        n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
+        need = average_need(
+            n_train=n, n_targets=m, n_checkpoints=len(parts), top=top, solved_dim=None
+        )
+        block = min(need.rows(memory_mb), fast_rows(m))
+        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        targets, train = (sample_table(ends, side, block) for side in ("target", "train"))
+        (train["loss_weight"],) = summarized(ends, "loss_weights", n, block, mean)
+        about = about_output(spec.features.model_output)
+        add_improving_signs(targets, about, is_mean=False)
+        read = score_rows(parts, rows, spec)
+        matrix = np.empty((n, m), np.float32) if keep == "full" else None
 
-    Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
-    blocks in the order of rows. Only entries above the smallest kept entry are sorted, usually a
-    small fraction.
+        def blocks() -> Iterable[tuple[int, np.ndarray]]:
+            for start in range(0, n, block):
+                part = read(start, min(start + block, n)).astype(np.float32)
+                if matrix is not None:
+                    matrix[start : start + len(part)] = part
+                yield start, part
 
-    Args:
-        seen: The result for the previous blocks. None for the first block.
-        start: The first row of the block.
-        block: Scores, shape (rows, m).
-        keep: The number of entries to keep. If there are fewer rows, all are kept.
-    """
-    # The first block is taken in parts of doubling size, so that later parts are filtered by the
-    # entries of earlier ones.
-    size = keep if seen is None else len(block)
-    if seen is None:
-        seen = Extremes(np.empty((0, block.shape[1]), np.int64), block[:0])
-    first = 0
-    while first < len(block):
-        part = block[first : first + size]
-        above = part > seen.scores[-1] if len(seen.rows) == keep else None
-        if above is None or 2 * np.count_nonzero(above) > above.size:
-            rows = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
+        labels = targets["label"] if about.labels_are_classes else None
+        kept = KeptScores.of(blocks(), targets.get("improves"), labels, top)
+        train |= kept.by_sample
+        return cls(
+            pd.DataFrame(targets).set_index("id"),
+            pd.DataFrame(train).set_index("id"),
+            unit_of(spec),
+            pd.DataFrame(influence_table(kept, train, targets)),
+            top,
+            None if matrix is None else partial(np.asarray, matrix),
+            words=(about.label, about.prediction),
+            **more,
+        )
+
+    @classmethod
+    def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
+        """Return the scores in a run's file. The matrix is read from the file when it is needed.
+
+        ``texts`` has tables by id. Their columns are added to ``targets`` and ``train``.
+        """
+        with open_artifact(path, SCORES) as file:
+            targets, train = (
+                file.table(key).set_index("id").join(texts.get(key, pd.DataFrame()))
+                for key in ("targets", "train")
+            )
+            top = file.table("top_influences")
+            reads = partial(_read_scores, path) if file.has("scores") else None
+            unit, about = str(file.attribute("unit")), about_output(file.spec["model_output"])
+        words = about.label, about.prediction
+        return cls(targets, train, unit, top, max(top["rank"].tolist()), reads, words=words)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the samples, for pickle."""
+        return {**vars(self), "show": None, "samples": None}
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """All scores, shape (n_train, n_targets), float32.
+
+        Raises:
+            InputError: If only the top influences were kept (``keep="top_k"``).
+        """
+        if self.read_matrix is None:
+            raise InputError(
+                "The matrix needs `keep: full`. Found `keep: top_k`, which kept the top "
+                f"{self.n_kept} influences of either sign for each target. Use top() and bottom().",
+                code="artifacts.no_matrix",
+            )
+        return self.read_matrix()
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All scores, float32, with a row for each training sample and a column for each target."""
+        return pd.DataFrame(self.matrix, self.train.index, self.targets.index)
+
+    def top(self, k: int = 10) -> pd.DataFrame:
+        """Return the ``k`` training samples that raised each target's model output most.
+
+        Columns are ``target``, ``rank`` (from 1), ``train`` and ``score``. Scores of 0 are omitted.
+        """
+        return self._strongest(k, 1)
+
+    def bottom(self, k: int = 10) -> pd.DataFrame:
+        """Return the ``k`` training samples that lowered each target's model output most."""
+        return self._strongest(k, -1)
+
+    def _strongest(self, k: int, sign: int) -> pd.DataFrame:
+        influences = self.influences
+        if self.n_kept < min(k, len(self.train)):
+            signed = sign * self.matrix
+            order = np.argsort(-signed, axis=0, kind="stable")[:k].T
+            scores = np.take_along_axis(signed.T, order, axis=1)
+            target, rank = np.nonzero(scores > 0)
+            return pd.DataFrame({
+                "target": self.targets.index[target],
+                "rank": rank + 1,
+                "train": self.train.index[order[target, rank]],
+                "score": sign * scores[target, rank],
+            })
+        own = influences.loc[(influences["sign"] == sign) & (influences["rank"] <= k), :]
+        names = {"target_id": "target", "train_id": "train"}
+        own = own.rename(columns=names)[["target", "rank", "train", "score"]]
+        return own.reset_index(drop=True)
+
+    def of_train(self, train_id: Any) -> pd.DataFrame:
+        """Return a training sample's scores, largest first, with columns ``target`` and ``score``.
+
+        With ``keep="top_k"``, only targets with the sample among their top influences are returned.
+        """
+        if train_id not in self.train.index:
+            raise InputError(
+                f"`train_id` must be the id of a training sample. Found {train_id!r}. There are "
+                f"{len(self.train)} ids such as {self.train.index[0]!r}.",
+                code="artifacts.no_sample",
+            )
+        if self.read_matrix is None:
+            both = pd.concat([self.top(self.n_kept), self.bottom(self.n_kept)])
+            table = both.loc[both["train"] == train_id, ["target", "score"]]
         else:
-            rows, part = _packed(above, part)
-        seen = merged(seen, Extremes(start + first + rows, part), keep)
-        first += size
-        size = first
-    return seen
+            row = self.matrix[self.train.index.get_loc(train_id)]
+            table = pd.DataFrame({"target": self.targets.index, "score": row})
+        return table.sort_values("score", ascending=False, kind="stable").reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        """Return the sizes and the strongest training samples of the first targets."""
+        n, m = len(self.train), len(self.targets)
+        return f"Scores of {n} training samples for {m} targets; unit: {self.unit}\n{self.top(3)}"
+
+    def _repr_html_(self) -> str:
+        """Return the first targets with their strongest training samples, for Jupyter."""
+        n, m = len(self.train), len(self.targets)
+        head = "<th>Target<th>Pushed up by<th>Pushed down by"
+        rows = [f"<tr>{head}</tr>".replace("<th>", '<th style="text-align: left">')]
+        tables = self.top(_EACH), self.bottom(_EACH)
+        known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
+        for target in known:
+            pairs = zip(self.words, (target["label"], target["prediction"]), strict=True)
+            caption = ", ".join(f"{word} {_short(value)}" for word, value in pairs if word)
+            cells = [self._shown(True, target["id"], caption)]
+            for table in tables:
+                own = table.loc[table["target"] == target["id"], :]
+                pairs = zip(own["train"], own["score"], strict=True)
+                cells.append("".join(self._shown(False, i, f"{score:+.3g}") for i, score in pairs))
+            style = '<td style="text-align: left; vertical-align: top">'
+            rows.append(f"<tr>{''.join(style + cell for cell in cells)}</tr>")
+        more = f"; {m - _SHOWN} more are in top(), bottom() and frame" if m > _SHOWN else ""
+        return (
+            f"<p>Scores of {n} training samples for {m} targets{more}. Unit: {self.unit}</p>"
+            f"<table>{''.join(rows)}</table>"
+        )
+
+    def _shown(self, is_target: bool, sample_id: Any, caption: str) -> str:
+        """Return a sample with its id and caption, as HTML."""
+        table = self.targets if is_target else self.train
+        sample = ""
+        if self.show is not None:
+            sample = f"{self.show(is_target, sample_id)}<br>"
+        elif "described_text" in table:  # Scores of a file have the texts, not the samples.
+            text = table["described_text"].get(sample_id)
+            sample = f"{html.escape(text)}<br>" if isinstance(text, str) else ""
+        about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(caption)}"
+        return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{about}</div>'
 
 
-def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column among earlier and later rows."""
-    rows = np.vstack([earlier.rows, later.rows])
-    scores = np.vstack([earlier.scores, later.scores])
-    # A stable sort keeps the earlier of equal scores.
-    order = np.argsort(-scores, axis=0, kind="stable")[:keep]
-    return Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
+def _read_scores(path: Path) -> np.ndarray:
+    with open_artifact(path, SCORES) as file:
+        return file.matrix("scores")[:]
 
 
-def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and scores of each column's chosen entries, padded at the end with -inf."""
-    # This is ten times as fast as `np.nonzero` if few entries are chosen.
-    rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
-    order = np.argsort(columns, kind="stable")
-    rows, columns = rows[order], columns[order]
-    counts = np.bincount(columns, minlength=scores.shape[1])
-    ranks = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    shape = int(counts.max(initial=0)), scores.shape[1]
-    packed_rows, packed = np.zeros(shape, np.int64), np.full(shape, -np.inf, scores.dtype)
-    packed_rows[ranks, columns], packed[ranks, columns] = rows, scores[rows, columns]
-    return packed_rows, packed
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,7 @@ import torch
 
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.scores import unit_rows
+from trak_core.attribution.score_formulas import unit_rows
 from trak_core.attribution.token_shares import Directions, Pairs, Shares
 from trak_core.attribution.write_features import MethodOf, projection_for
 from trak_core.gradients import Batch, in_chunks

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError, listed
-from trak_core.study.fit_weights import shared_prefixes
 from trak_core.study.load_checkpoint import read_weights
+from trak_core.study.match_state_dict import shared_prefixes
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
 # The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.attribution.scores import combined
+from trak_core.attribution.score_formulas import combined
 from trak_core.compat.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from trak_core.attribution.scores import powered, unit_rows
+from trak_core.attribution.score_formulas import powered, unit_rows
 from trak_core.evaluation.subset_sums import (
     Blocks,
     CheckpointRows,

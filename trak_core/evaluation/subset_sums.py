@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trak_core.attribution.scores import powered
+from trak_core.attribution.score_formulas import powered
 from trak_core.attribution.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
 from trak_core.settings import Combine, Setting
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from trak_core.attribution.scores import Extremes, largest, unit_rows
+from trak_core.attribution.score_formulas import Extremes, largest, unit_rows
 from trak_core.settings import MEAN_OF
 
 # A pair is a copy if its closeness, relative to the fifth nearest sample, is at least _CLOSE.

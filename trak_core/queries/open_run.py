@@ -16,7 +16,7 @@ from trak_core.attribution.device import find_device
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
-from trak_core.attribution.target_scores import Scores
+from trak_core.attribution.scores import Scores
 from trak_core.errors import InputError, caused_by_out_of_memory, disk_full_reason
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.question_and_answer import Answer, Asked, as_of_class

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from trak_core.attribution.scores import unit_of
+from trak_core.attribution.score_formulas import unit_of
 from trak_core.queries.open_run import OpenRun
 from trak_core.queries.question_and_answer import Answer
 from trak_core.report.explore_data import Tokens, explore

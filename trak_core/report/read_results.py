@@ -23,7 +23,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.report.fit import fit_of
+from trak_core.report.model_fit import fit_of
 from trak_core.runtime.job import PEAK
 from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split

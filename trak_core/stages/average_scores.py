@@ -34,7 +34,7 @@ from trak_core.attribution.combine_checkpoints import (
     summarized,
 )
 from trak_core.attribution.fitted_checkpoint import score_rows
-from trak_core.attribution.scores import unit_of
+from trak_core.attribution.score_formulas import unit_of
 from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.runtime.progress import blocks_with_progress

@@ -26,7 +26,7 @@ from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import compilers, projecting_device
-from trak_core.attribution.scores import checkpoint_weights, powered
+from trak_core.attribution.score_formulas import checkpoint_weights, powered
 from trak_core.attribution.token_scores import SIDES, cut_pairs, token_tables
 from trak_core.attribution.token_shares import Shares
 from trak_core.settings import TRAIN, Combine, ScoresSpec

@@ -29,7 +29,7 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.attribution.sample_outputs import outputs_and_predictions
-from trak_core.attribution.scores import unit_rows
+from trak_core.attribution.score_formulas import unit_rows
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.runtime.files import file_digest, safe_cell

@@ -16,7 +16,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.scores import most_frequent
+from trak_core.attribution.score_formulas import most_frequent
 from trak_core.errors import InputError
 from trak_core.settings import FeaturesSpec
 from trak_core.settings.target_filter import MOST_TARGETS, Condition

@@ -20,7 +20,7 @@ from trak_core.artifacts import (
     software,
 )
 from trak_core.attribution.fitted_checkpoint import ReadRows
-from trak_core.attribution.scores import powered
+from trak_core.attribution.score_formulas import powered
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.evaluation.intervals import CONFIDENCE
 from trak_core.lists.groups import (

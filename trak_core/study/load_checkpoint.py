@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
-from trak_core.study.fit_weights import fit_weights, in_words, misfits_of
 from trak_core.study.hugging_face_weights import Adapter
-from trak_core.study.unset_weights import built_without_draws
+from trak_core.study.match_state_dict import in_words, match_state_dict, misfits_of
+from trak_core.study.skip_init import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
     is_state_dict,
@@ -145,9 +145,9 @@ def load_state_dict(
     ``state`` must contain all parameters and buffers of the model and nothing else, with the same
     shapes and finite values. Tied parameters must be equal, and all except one may be missing.
     ``num_batches_tracked`` of norms may be missing, because evaluation mode does not use it.
-    ``fit_weights`` documents which names fit, and the other arguments.
+    ``match_state_dict`` documents which names fit, and the other arguments.
     """
-    fitting, _, notices = fit_weights(model, state, source, within)
+    fitting, _, notices = match_state_dict(model, state, source, within)
     _copy_weights(model, [fitting], fitting, source, notices)
 
 
@@ -240,7 +240,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     if weights.notice:
         print(f"Notice: {checkpoint}: {weights.notice}")
     if not (checkpoint / ADAPTER_CONFIG).is_file():
-        fitting, names, notices = fit_weights(model, weights.state, source, weights.within)
+        fitting, names, notices = match_state_dict(model, weights.state, source, weights.within)
         pieces = [fitting]
         if names is not None and _loads_plainly(model):
             pieces = _pieces(checkpoint, part, names, weights.state, before)
@@ -321,7 +321,7 @@ def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None
         _fitting_adapter(model, weights.state, checkpoint)
         return Checked()
     without_numbers = {key: value.to("meta") for key, value in weights.state.items()}
-    fit = fit_weights(model, without_numbers, str(checkpoint), weights.within)
+    fit = match_state_dict(model, without_numbers, str(checkpoint), weights.within)
     return Checked(fit.names is None, weights.notice)
 
 

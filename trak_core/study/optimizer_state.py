@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
 from trak_core.settings import OPTIMIZER_FILE
-from trak_core.study.fit_weights import shared_prefixes
+from trak_core.study.match_state_dict import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
 _KEYS = ("optimizer_state_dict", "optimizer")  # Keys of the optimizer next to those of a model.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from trak_core.study.load_checkpoint import load_checkpoint, model_to_load
-from trak_core.study.unset_weights import built_without_draws
+from trak_core.study.skip_init import built_without_draws
 
 
 class Layers(nn.Module):
@@ -220,7 +220,7 @@ def test_no_compiler_is_imported():
     """Torch's would take each job a second, and leave a folder among temporary files."""
     code = (
         "import sys; from torch import nn\n"
-        "from trak_core.study.unset_weights import built_without_draws\n"
+        "from trak_core.study.skip_init import built_without_draws\n"
         "assert built_without_draws(lambda: nn.Linear(3, 2)) is not None\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )

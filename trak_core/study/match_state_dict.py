@@ -102,7 +102,7 @@ class Fit(NamedTuple):
     notices: Sequence[str]  # Sentences to print.
 
 
-def fit_weights(
+def match_state_dict(
     model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
 ) -> Fit:
     """Return a checkpoint's weights under the names of a model.

@@ -1,0 +1,226 @@
+"""Compute scores from features and solved targets in NumPy, one block of rows at a time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from trak_core.settings import Combine, ScoresSpec
+
+# For 1,000 targets, this number of rows of scores and copies of them fit into a processor's cache.
+_CACHED_ROWS = 256
+
+
+def unit_rows(rows: np.ndarray) -> np.ndarray:
+    """Return rows of any float dtype divided by their lengths, float64. Rows of zeros stay zero.
+
+    Equivalent to ``sklearn.preprocessing.normalize(rows)``.
+    """
+    rows = rows.astype(np.float64)
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    rows /= np.where(lengths > 0, lengths, 1)
+    return rows
+
+
+def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
+    """Return sign(Q) |Q|^power of the loss weights Q, shape (n,), float64."""
+    weights = loss_weights.astype(np.float64)
+    return np.sign(weights) * np.abs(weights) ** power
+
+
+def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
+    """Return rows of A_c = Phi_c X, shape (rows, m), float64, with X = (N + ridge I)^-1 T_c^T.
+
+    ``features`` are rows of Phi_c, shape (rows, k). ``solved_targets`` is X, shape (k, m), float64.
+
+    Source: Park et al., "TRAK", ICML 2023, equation 16; docs/explanation/scores.md, "The formula".
+    """
+    return features.astype(np.float64, copy=False) @ solved_targets
+
+
+def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
+    """Average a block of scores over checkpoints, with one checkpoint in memory at a time.
+
+    Args:
+        parts: For each of one or more checkpoints, rows of A_c, shape (rows, m); their Q_c^power,
+            shape (rows,); and ||B||, which is used for ``unit_average`` only.
+        combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), as in the paper;
+            ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
+            mean_c(A_c * Q_c^power / ||B||).
+
+    Returns:
+        Rows of the scores, shape (rows, m), float64.
+
+    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/explanation/scores.md, "The formula".
+    """
+    total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
+    for block, weights, norm in parts:
+        size = norm if combine is Combine.UNIT_AVERAGE else 1.0
+        is_plain = combine is Combine.PRODUCT_OF_AVERAGES
+        term = block if is_plain else block * (weights / size)[:, None]
+        total = total + term if n_checkpoints == 0 else np.add(total, term, out=total)
+        weight = weight + weights
+        n_checkpoints += 1
+    if combine is Combine.PRODUCT_OF_AVERAGES:
+        total *= (weight / n_checkpoints)[:, None]
+    if n_checkpoints > 1:
+        total /= n_checkpoints
+    return total
+
+
+def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) -> np.ndarray:
+    """Return weights v such that scores[i, j] = sum_c v[c, i] A_c[i, j], shape (C, n), float64.
+
+    The sum is the result of ``combined``. ``powers`` are Q_c^power, shape (C, n), and ``norms`` are
+    ||B||, shape (C,).
+    """
+    n_checkpoints = len(powers)
+    if combine is Combine.PRODUCT_OF_AVERAGES:
+        weights = np.broadcast_to(powers.mean(axis=0), powers.shape)
+    elif combine is Combine.UNIT_AVERAGE:
+        weights = powers / norms[:, None]
+    else:
+        weights = powers
+    return weights / n_checkpoints
+
+
+def unit_of(spec: ScoresSpec) -> str:
+    """Return the unit of scores, as text (docs/explanation/scores.md, "What a score says")."""
+    is_newton_step = spec.weighting == "curvature" and spec.loss_weight_power == 1
+    if is_newton_step and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
+        return f"that of the model output ({spec.features.model_output})"
+    return "relative: order and ratios within a target mean something, the absolute size does not"
+
+
+def most_frequent(classes: np.ndarray, labels: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+    """Return the class that most checkpoints predict for each row, shape (rows,).
+
+    In a tie, the row's label is returned if its mean log-odds ``outputs`` are above 0. Otherwise,
+    the smallest of the other most frequent classes is returned. Memory does not grow with the
+    number of classes.
+
+    Args:
+        classes: Predicted classes, integers, shape (checkpoints, rows).
+        labels: Labels, shape (rows,).
+        outputs: Model outputs, shape (checkpoints, rows).
+    """
+    ordered = np.sort(classes, axis=0)
+    # run[i] counts the rows up to i that are equal to row i, in a sorted column.
+    run = np.ones(ordered.shape, dtype=np.int32)
+    for i in range(1, len(ordered)):
+        run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
+    is_frequent, is_label = run == run.max(axis=0), ordered == labels
+    is_other = is_frequent & ~is_label
+    # argmax returns the first maximum, which is the smallest class. Below, the label replaces it
+    # if no other class is as frequent.
+    others = np.take_along_axis(ordered, is_other.argmax(axis=0)[None], axis=0)[0]
+    likely = outputs.mean(axis=0, dtype=np.float64) > 0
+    takes_label = (is_frequent & is_label).any(axis=0) & (likely | ~is_other.any(axis=0))
+    return np.where(takes_label, labels, others).astype(classes.dtype)
+
+
+def improving_signs(better: str, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    """Return the sign of -dl/df of each target, where l is its loss, shape (m,), int64.
+
+    The sign is 1 if a larger f improves the target. If ``better`` is ``larger``, the sign is always
+    1. If ``better`` is ``closer``, it is the sign of label - prediction, both of shape (m,).
+    """
+    if better == "larger":
+        return np.ones(len(labels), dtype=np.int64)
+    return np.sign(labels.astype(np.float64) - predictions).astype(np.int64)
+
+
+def help_and_harm(scores: np.ndarray, improves: np.ndarray) -> np.ndarray:
+    """Return how much each training sample improves targets and worsens them, on average.
+
+    The two columns are the means over targets of ``max(scores * improves, 0)`` and of
+    ``max(-scores * improves, 0)``. Scores have shape (rows, m), and the signs ``improves`` (m,).
+    The result has shape (rows, 2), float64, and does not depend on the size of blocks.
+    """
+    moved = scores * improves.astype(scores.dtype)
+    up = np.maximum(moved, 0).sum(axis=1, dtype=np.float64)
+    down = 0 - np.minimum(moved, 0).sum(axis=1, dtype=np.float64)
+    return np.stack([up, down], axis=1) / scores.shape[1]
+
+
+def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the class whose targets each training sample harms most, shape (rows,).
+
+    The harm of a class is the mean of ``max(-scores, 0)`` over its targets. A tie goes to the
+    smallest class. Scores have shape (rows, m), and the targets' labels, integers, have shape (m,).
+    """
+    order = np.argsort(labels, kind="stable")
+    classes, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
+    harmed = []
+    for i in range(0, len(scores), _CACHED_ROWS):
+        harm = np.maximum(-np.take(scores[i : i + _CACHED_ROWS], order, axis=1), 0)
+        means = np.add.reduceat(harm, starts, axis=1, dtype=np.float64) / sizes
+        harmed.append(classes[means.argmax(axis=1)])
+    return np.concatenate(harmed)
+
+
+@dataclass(frozen=True, slots=True)
+class Extremes:
+    """The largest scores of each target so far, and their rows.
+
+    Both have shape (kept, m). Scores are in descending order. Equal scores are in the order of
+    their rows.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+
+
+def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
+    """Return the ``keep`` largest entries of every column, after one more block of rows.
+
+    Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
+    blocks in the order of rows. Only entries above the smallest kept entry are sorted, usually a
+    small fraction.
+
+    Args:
+        seen: The result for the previous blocks. None for the first block.
+        start: The first row of the block.
+        block: Scores, shape (rows, m).
+        keep: The number of entries to keep. If there are fewer rows, all are kept.
+    """
+    # The first block is taken in parts of doubling size, so that later parts are filtered by the
+    # entries of earlier ones.
+    size = keep if seen is None else len(block)
+    if seen is None:
+        seen = Extremes(np.empty((0, block.shape[1]), np.int64), block[:0])
+    first = 0
+    while first < len(block):
+        part = block[first : first + size]
+        above = part > seen.scores[-1] if len(seen.rows) == keep else None
+        if above is None or 2 * np.count_nonzero(above) > above.size:
+            rows = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
+        else:
+            rows, part = _packed(above, part)
+        seen = merged(seen, Extremes(start + first + rows, part), keep)
+        first += size
+        size = first
+    return seen
+
+
+def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
+    """Return the ``keep`` largest entries of every column among earlier and later rows."""
+    rows = np.vstack([earlier.rows, later.rows])
+    scores = np.vstack([earlier.scores, later.scores])
+    # A stable sort keeps the earlier of equal scores.
+    order = np.argsort(-scores, axis=0, kind="stable")[:keep]
+    return Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
+
+
+def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and scores of each column's chosen entries, padded at the end with -inf."""
+    # This is ten times as fast as `np.nonzero` if few entries are chosen.
+    rows, columns = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
+    order = np.argsort(columns, kind="stable")
+    rows, columns = rows[order], columns[order]
+    counts = np.bincount(columns, minlength=scores.shape[1])
+    ranks = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = int(counts.max(initial=0)), scores.shape[1]
+    packed_rows, packed = np.zeros(shape, np.int64), np.full(shape, -np.inf, scores.dtype)
+    packed_rows[ranks, columns], packed[ranks, columns] = rows, scores[rows, columns]
+    return packed_rows, packed
