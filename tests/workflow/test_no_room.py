@@ -106,7 +106,7 @@ def test_whatever_library_writes_the_error_is_the_same(tmp_path, library):
     assert status == 1
     assert re.search(
         r"^Error: \S*/file: the disk needs space for the file\. Found: (File too large|the table "
-        r"train does not read as it was written), with \d+ MiB free\. The partial file was "
+        r"train differs from what was written), with \d+ MiB free\. The partial file was "
         r"deleted\. Free space, .* run snakemake again",
         log,
         flags=re.M,
