@@ -1,4 +1,4 @@
-"""Snakemake's local executor, which runs Python scripts in forks."""
+"""A variant of Snakemake's local executor that runs Python scripts in forks."""
 
 import os
 import shlex
@@ -37,7 +37,7 @@ class ExecutorSettings(ExecutorSettingsBase):
     )
     late: bool = field(
         default=False,
-        metadata={"help": "Import them when the first job starts, not while Snakemake plans jobs."},
+        metadata={"help": "Import when the first job starts, not while Snakemake plans jobs."},
     )
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class ExecutorSettings(ExecutorSettingsBase):
 
 
 class Executor(LocalExecutor):
-    """The local executor, whose Python scripts run in forks."""
+    """A local executor that runs Python scripts in forks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,10 +60,10 @@ class Executor(LocalExecutor):
 
 
 def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
-    """Run a script that Snakemake has prepared, in a fork if Snakemake's own Python would run it.
+    """Run a script that Snakemake has prepared, in a fork if it needs no other Python or shell.
 
     Raises:
-        CalledProcessError: If the script fails, as from Snakemake's shell.
+        CalledProcessError: If the script fails. Snakemake's shell raises the same error.
     """
     other_python = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
     other_shell = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
@@ -99,7 +99,7 @@ def _explain(rule: str, number: int) -> None:
     cause = ""
     if number == signal.SIGKILL:
         cause = (
-            " The system does this when memory runs out. Give the job more memory, or run fewer at "
-            "a time (--cores, --resources)."
+            " The system does this when memory runs out. Give the job more memory, or run fewer "
+            "jobs at a time (--cores, --resources)."
         )
     logger.error(f"Error: the script of {rule} was ended by {name}.{cause}")

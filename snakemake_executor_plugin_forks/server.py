@@ -30,7 +30,7 @@ THREADS = [f"{library}_THREADS" for library in _LIBRARIES]
 TEMPORARY = ["TMPDIR", "TMP", "TEMPDIR", "TEMP"]
 # pandas imports pyarrow if it is installed. Without this, pyarrow's allocator starts a thread.
 NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-# No library reads these at import. Snakemake's plugin for S3 sets the last two.
+# Variables that no library reads at import. Snakemake's plugin for S3 sets the last two.
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
 _TOLD = "SNAKEMAKE_FORKS_SERVER"  # the server's modules to import and environment, as JSON
@@ -50,7 +50,7 @@ _server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
-    """Set the names that the server imports: modules, or names in them (``package.module.Class``).
+    """Set the names that the server imports: modules, or objects such as ``module.Class``.
 
     A function whose name ends with ``()`` is called.
     """
@@ -60,7 +60,7 @@ def set_preload(modules: Sequence[str]) -> None:
 def start() -> None:
     """Start the server, unless it was started before. Call this in the main thread.
 
-    The server imports in the background. It and its forks end with this process.
+    The server imports modules in the background. The server and its forks end with this process.
     """
     global _is_started
     with _lock:
@@ -143,7 +143,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     """Run ``python script arguments`` in a fork."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # If memory runs out, the kernel kills this process and not the server, on which others depend.
+    # If memory runs out, the kernel kills this process and not the server, which others need.
     with suppress(OSError):
         _OOM_SCORE.write_text("300")
     if _seen != _read_at_import(environment):
@@ -182,7 +182,7 @@ def status_of(program: Callable[[], None]) -> int:
             frames = frames.tb_next  # hide the frames of this module
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         status = 1
-    # multiprocessing does not do this, or does it too late.
+    # In a fork, multiprocessing does not call these functions, or calls them too late.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     return status & 255
@@ -192,9 +192,9 @@ class Fork:
     """A Python script that runs in a fork.
 
     Args:
-        script: Its path.
-        arguments: Its command-line arguments.
-        environment: All its environment variables.
+        script: The path of the script.
+        arguments: The command-line arguments of the script.
+        environment: All environment variables of the script.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Fork:
         _running.add(self.pid)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return the exit status as ``subprocess`` does; None if the script runs longer."""
+        """Return the exit status as ``subprocess`` does, or None if the script runs longer."""
         if not connection.wait([self._process.sentinel], seconds):
             return None
         with _lock:

@@ -1,6 +1,6 @@
 """Show a part of Snakemake's log in `trak run`: one line for each job, warnings and errors.
 
-Snakemake's log file has everything.
+Snakemake's log file contains the whole log.
 """
 
 import re
@@ -29,7 +29,7 @@ _HIDDEN_BEGINNINGS = (
     "Using shell:",
     "Conda environments: ignored",
     "Select jobs to execute",
-    # The error of the failed job has this information.
+    # The error of the failed job contains the same information.
     "RuleException:\nCalledProcessError in file",
     "Shutting down, this might take some time",
     "Exiting because a job execution failed",
@@ -52,7 +52,7 @@ class _Lines(DefaultFormatter):
         """Return whether to show a record. Update the progress from it."""
         event = getattr(record, "event", None)
         if event == LogEvent.RUN_INFO:
-            # Snakemake repeats it at the end of a run.
+            # Snakemake repeats this event at the end of a run.
             if self._began is not None:
                 return False
             self._began, self._total = record.created, record.__dict__["stats"]["total"]
@@ -72,7 +72,7 @@ class _Lines(DefaultFormatter):
 
     @property
     def kept(self) -> str:
-        """A text on finished jobs after a job has failed; empty for other runs."""
+        """A text about finished jobs if a job has failed, else an empty text."""
         if not self._has_failed:
             return ""
         return (
@@ -91,7 +91,7 @@ class _Lines(DefaultFormatter):
                 error = _ERROR.search(log.read_text(encoding="utf-8", errors="replace"))
                 if error is not None:
                     job = self._messages.get(msg["jobid"]) or msg["rule_name"]
-                    return f"Failed: {job}\n{error[0].rstrip()}\nIts log: {log}"
+                    return f"Failed: {job}\n{error[0].rstrip()}\nLog of the job: {log}"
         return super().format_job_error(msg)
 
     def format_job_info(self, msg: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ class _Lines(DefaultFormatter):
 
 
 class LogHandler(LogHandlerBase):
-    """The logger plugin. Options such as `--quiet` and `-n` turn it into Snakemake's logger."""
+    """The logger plugin. With options such as `--quiet` and `-n`, it shows Snakemake's log."""
 
     def __post_init__(self) -> None:
         options = self.common_settings

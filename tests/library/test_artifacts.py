@@ -237,7 +237,7 @@ def test_damage_is_refused_where_it_is_read(large, tmp_path):
     data[chunk.byte_offset + chunk.size // 2] ^= 1
     path = tmp_path / "a.h5"
     path.write_bytes(data)
-    message = r"a\.h5: .* must be whole, as it was written\. .*rule compute_features remakes it"
+    message = r"a\.h5: .* must be complete and unchanged\. .*rule compute_features remakes it"
     with open_artifact(path, FEATURES) as file:
         assert (file.vector("outputs") == 1).all()
         rows = file.matrix("features")
@@ -245,7 +245,7 @@ def test_damage_is_refused_where_it_is_read(large, tmp_path):
         for _ in range(2):
             with pytest.raises(ArtifactError, match=message):
                 rows[:]
-    with pytest.raises(ArtifactError, match="must be whole, as it was written"):
+    with pytest.raises(ArtifactError, match="must be complete and unchanged"):
         verify(path)
 
 
@@ -279,7 +279,7 @@ def test_more_files_are_read_at_once_than_are_open(tmp_path):
         # Nothing of the first file is open any more: another one in its place is noticed.
         other = write(tmp_path / "other.h5", values=np.ones((3, 2)))
         other.replace(paths[0])
-        with pytest.raises(ArtifactError, match=r"0\.h5: .* must stay as it is .* replaced"):
+        with pytest.raises(ArtifactError, match=r"0\.h5: .* must not change .* replaced"):
             rows[0][0]
     assert not read._HeldFile._open
 
@@ -298,14 +298,14 @@ def test_an_exception_leaves_what_was_there(tmp_path):
 def test_numbers_that_are_not_finite_are_never_written(tmp_path, bad):
     values = np.zeros((3, 2))
     values[1, 1] = bad
-    with pytest.raises(ArtifactError, match=r"'scores/block0_values' holds NaN or infinity"):
+    with pytest.raises(ArtifactError, match=r"'scores/block0_values' contains NaN or infinity"):
         write(tmp_path / "a.h5", values=values)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_matrix_that_was_not_filled_is_never_written(tmp_path):
     with (
-        pytest.raises(ValueError, match="row 299 of 300"),
+        pytest.raises(ValueError, match="has 299 of 300 rows"),
         create(tmp_path / "a.h5", SCORES, {}, {}) as file,
     ):
         file.matrix("scores", range(300), range(2))[:299] = 1
@@ -326,8 +326,8 @@ def edited(edit):
     ("damage", "message"),
     [
         (Path.unlink, "Found nothing"),
-        (lambda path: path.write_bytes(b""), "must be whole"),
-        (lambda path: path.write_text("not HDF5" * 99), "must be whole"),
+        (lambda path: path.write_bytes(b""), "must be complete"),
+        (lambda path: path.write_text("not HDF5" * 99), "must be complete"),
         (edited(lambda file: file.pop("train")), "Missing: train"),
         (
             edited(lambda file: file.attrs.update({"encoding-version": 1})),

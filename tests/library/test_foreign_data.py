@@ -57,12 +57,12 @@ def as_little(file, name, _other):
 
 
 PLACES = {
-    as_external_link: "'{}' is a link to another place",
-    as_soft_link: "'{}' is a link to another place",
-    as_virtual_dataset: "'{}' takes its values from another file",
-    as_external_storage: "'{}' takes its values from another file",
-    as_nothing: r"'{}' has the shape \(1048576, 1048576\) of float32, and the file 0 bytes of it",
-    as_little: r"'{}' has the shape \(4096, 2\) of float32, and the file 24 bytes of it",
+    as_external_link: "'{}' is a link to another object",
+    as_soft_link: "'{}' is a link to another object",
+    as_virtual_dataset: "'{}' has its values in another file",
+    as_external_storage: "'{}' has its values in another file",
+    as_nothing: r"'{}' has the shape \(1048576, 1048576\) and .*, but only 0 bytes are stored",
+    as_little: r"'{}' has the shape \(4096, 2\) and dtype float32, but only 24 bytes are stored",
 }
 
 
@@ -75,7 +75,7 @@ def test_an_artifact_has_its_values_in_itself(place, tmp_path):
         place(file, VALUES, other)
         if VALUES in file:
             file[VALUES].attrs.update(attributes)
-    message = rf"a\.h5: a trak-.* must be whole.* {PLACES[place].format(VALUES)}\. .*remakes it"
+    message = rf"a\.h5: a trak-.* must be complete.* {PLACES[place].format(VALUES)}\. .*remakes it"
     with pytest.raises(ArtifactError, match=message), open_artifact(path, FEATURES):
         pass
     with pytest.raises(ArtifactError, match=PLACES[place].format(VALUES)):

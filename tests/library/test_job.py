@@ -74,7 +74,7 @@ def test_a_job_that_is_told_to_stop_says_so_and_leaves_nothing_half_written(wher
     code = STOPPED.replace("WHERE", where)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=20, check=False)
     (line,) = (tmp_path / "a.log").read_text().splitlines()
-    assert line.startswith("Error: the job was told to stop (SIGTERM), as when")
+    assert line.startswith("Error: the job was stopped by SIGTERM, which")
     assert {path.name for path in tmp_path.iterdir()} == {"a.log"}
 
 

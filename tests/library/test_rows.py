@@ -228,15 +228,15 @@ def test_files_that_hold_no_rows(tmp_path):
             read_rows(str(tmp_path / name))
     tables = {
         # pandas takes the first of three cells for a row's name, if all rows have three.
-        "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, the header 2",
+        "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, but the header has 2",
         # And fills in what a row lacks.
-        "a,b\n1,2\n3\n": "line 3 has 1 cell, the header 2",
-        'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, the header 2",
+        "a,b\n1,2\n3\n": "line 3 has 1 cell, but the header has 2",
+        'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, but the header has 2",
         'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
-        "a,b,a\n1,2,3\n": "the field 'a' stands twice",
+        "a,b,a\n1,2,3\n": "the field 'a' occurs twice",
         ",,\n1,2,3\n": "it has no rows",
-        "a;b\n1;2\n": "these seem to be by ';'",
-        "a|b\n1|2\n": r"these seem to be by '\|'",
+        "a;b\n1;2\n": "these seem to be separated by ';'",
+        "a|b\n1|2\n": r"these seem to be separated by '\|'",
     }
     for text, words in tables.items():
         for name, written in (("a.csv", text), ("a.tsv", text.replace(",", "\t"))):
@@ -254,12 +254,12 @@ def test_files_that_hold_no_rows(tmp_path):
     ):
         read_rows(tmp_path / "a.parquet")
     lines_with = {
-        '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
-        '{"a": NaN}': "NaN is no finite number",
-        '{"a": -Infinity}': "-Infinity is no finite number",
-        '{"a": 1e999}': "1e999 is no finite number",
-        '{"a": "\\ud83d"}': "half of a surrogate pair, which is no text",
-        '{"a": ' + "[" * 10**5: "it is nested too deep",
+        '{"a": 1, "b": 2, "a": 3}': "the field 'a' occurs twice",
+        '{"a": NaN}': "NaN is not a finite number",
+        '{"a": -Infinity}': "-Infinity is not a finite number",
+        '{"a": 1e999}': "1e999 is not a finite number",
+        '{"a": "\\ud83d"}': "half of a surrogate pair, which is not valid text",
+        '{"a": ' + "[" * 10**5: "it is nested too deeply",
         f'{{"a": {"1" * 5000}}}': "Exceeds the limit (4300 digits) for integer string conversion",
     }
     for line, reason in lines_with.items():

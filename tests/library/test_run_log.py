@@ -94,7 +94,7 @@ def test_a_line_for_each_job_that_begins_and_the_error_of_one_that_failed(said, 
         "Failed: Scoring mine under b",
         "Error: labels must be classes.",
         "Found 7.",
-        f"Its log: {tmp_path}/job.log",
+        f"Log of the job: {tmp_path}/job.log",
         "What nobody has foreseen.",
         "Finished jobs are kept, 1 of 3. Correct the error, and run the same command again to "
         "continue.",

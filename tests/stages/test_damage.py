@@ -171,7 +171,7 @@ def test_a_file_cut_short_is_found(copy):
         for size in [0, 1, 511, len(data) - 1, *random.integers(0, len(data) - 1, 16)]:
             path.write_bytes(data[:size])
             with (
-                pytest.raises(ArtifactError, match=r"must be whole.* remakes it"),
+                pytest.raises(ArtifactError, match=r"must be complete.* remakes it"),
                 open_artifact(path, kind),
             ):
                 pass
@@ -185,7 +185,7 @@ def test_verify_knows_every_kind_of_file(copy):
         data, in_use = bytearray(path.read_bytes()), data_bytes(path)
         data[np.flatnonzero(in_use)[in_use.sum() // 2]] ^= 1
         path.write_bytes(data)
-        with pytest.raises(ArtifactError, match=r"must be whole, as it was written"):
+        with pytest.raises(ArtifactError, match=r"must be complete and unchanged"):
             verify(path)
 
 

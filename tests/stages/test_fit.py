@@ -268,11 +268,11 @@ def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained
     assert warns == bool(spoiled), (value, guess)
     if kind == "regression":
         sentence = (
-            f"The models predict the labels of their training samples with an R2 of {value:.3g};"
+            f"The models predict the labels of their training samples with an R2 of {value:.3g}."
         )
     else:
         sentence = f"The models predict {100 * value:.3g} % of the "
-        assert f" the most frequent one alone is right for {100 * guess:.3g} %." in text
+        assert f"guessing the most frequent one would be right for {100 * guess:.3g} %." in text
     assert sentence in text
     assert sentence in capsys.readouterr().out
 
@@ -280,7 +280,7 @@ def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained
 def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):
     x, y, net = trained["regression"]
     text, warns = report_of(tmp_path, "regression", (x, torch.full_like(y, 7.5)), net)
-    assert "All training samples have the label 7.5: how well the models predict" in text
+    assert "label 7.5, so it is unknown how well the models predict" in text
     assert not warns
     assert "no better than a constant guess" not in text
 

@@ -200,7 +200,7 @@ def test_an_example_runs_to_the_report(name, trained, tmp_path):
     page, answer = (Page((tmp_path / f).read_text()) for f in ("report.html", "answer.html"))
     for text in (page.text, answer.text):
         assert all(given[key] in " ".join(text.split()) for key in ("name", "unit", "meaning"))
-    assert ("Loss weights. All are 1" in page.text) == (name != "ranking")
+    assert ("All loss weights are 1" in page.text) == (name != "ranking")
 
 
 def test_tables_of_an_output_without_descriptions(trained, tmp_path):

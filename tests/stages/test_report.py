@@ -43,7 +43,7 @@ from trak_core.report.render import rendered
 from trak_core.report.template_filters import number, signed
 
 SVG = "data:image/svg"
-BEYOND = "those that push f up most by the scores, beyond random ones"
+BEYOND = "examples that push f up most by the scores, beyond random examples"
 TEMPLATES = Path(trak_core.report.__file__).parent / "templates"
 
 
@@ -85,7 +85,7 @@ def test_the_worked_example_is_of_this_study(page, results):
     up, down = scores.max(), scores.min()
     example = page.text[page.text.index("Example.") :]
     assert f"Training sample {scores.idxmax()} has its largest score, +{number(up, 2)}" in example
-    assert f"Sample {scores.idxmin()} has the lowest, {number(down, 2)}" in example
+    assert f"Sample {scores.idxmin()} has the lowest score, {number(down, 2)}" in example
     assert f"{number(max(abs(up / down), abs(down / up)), 2)} times as large" in example
 
 
@@ -209,7 +209,7 @@ def test_measurements_are_in_tables(measured):
         "inner products of gradients": ["0.110", "0.000", "0.500", "0.200", "-0.100", "0.400"],
         "best of the sweep": ["2"],
         "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
-        "change of f, those that push f up most by the scores": ["5", "-3.5"],
+        "change of f, examples that push f up most by the scores": ["5", "-3.5"],
         f"change of f, {BEYOND}": ["5", "-3.25", "-4.25", "-2.25"],
         f"another class predicted, {BEYOND}": ["5", "-0.0625"],
         "row-11": ["11", "1.5", "1.57"],
@@ -301,9 +301,9 @@ def test_removals_by_a_list_have_charts(results):
     asked = {"evaluation": {"removals": {"select": {}}}}
     artifact(path, REMOVALS, about, trainings, summary=summary, targets=summary)
     shown = page_of(results, removals=[path], asked=asked)
-    first = "the first of the list select"
+    first = "the first examples of the list select"
     assert shown.row(f"accuracy, {first}") == ["4", "0.75", "0.625", "0.875"]
-    assert shown.row(f"loss, {first}, beyond random ones") == ["4", "0.5", "0.375", "0.625"]
+    assert shown.row(f"loss, {first}, beyond random examples") == ["4", "0.5", "0.375", "0.625"]
     assert shown.row("loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
     charts = [image["alt"] for image in shown.all("img")]
     assert "Accuracy: accuracy against training examples trained on" in charts

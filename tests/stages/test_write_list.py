@@ -219,7 +219,7 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     links = [f"../answers/mine.html#train-{quote(i, safe='')}" for i in rows["id"]]
     assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links
     assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
-    assert "from 4 targets: mostly chance." in shown.text
+    assert "With 4 targets, the order of suspects is mostly chance." in shown.text
     assert "from only 4 targets are mostly due to chance." in capsys.readouterr().out
     alts = [f"train {i}" for i in rows["id"]]
     assert [image["alt"] for image in shown.all("img")] == (alts if way == "drawn" else [])

@@ -49,7 +49,7 @@ def check_told_to_stop(study, partial, by):
     """Check that the job that wrote this partial shard logged the stop and left no file."""
     number = re.match(r"\.(\d-of-3)\.h5\.", partial.name)[1]
     log = study.path(f"results/logs/compute_features/c0/train/{number}.log").read_text()
-    assert f"\nError: the job was told to stop {by}" in f"\n{log}"
+    assert f"\nError: the job was stopped by {by}" in f"\n{log}"
     assert "Traceback" not in log
     assert leftovers(study) == []
 
@@ -131,7 +131,7 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
     running.terminate_all()
     assert running.finish() == 1
     job.wait(20)
-    check_told_to_stop(study, begun[0], "(SIGTERM)")
+    check_told_to_stop(study, begun[0], "SIGTERM")
     assert shards() == [done]
     assert state(done) == before
 
@@ -152,13 +152,13 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     os.killpg(running.process.pid, signal.SIGINT)
     assert running.finish() != 0
     assert running.output.splitlines()[-2:] == [
-        "Stopping by Ctrl-C: running jobs clear up first.",
-        "Stopped by Ctrl-C. What is finished stays in results, and nothing there is half-written. "
-        "To go on, run the same command again.",
+        "Stopping by Ctrl-C: waiting for jobs to clean up.",
+        "Stopped by Ctrl-C. Finished files are kept in results, and unfinished files were deleted. "
+        "To continue, run the same command again.",
     ]
     assert "Traceback" not in running.output
     assert "Error" not in running.output
-    check_told_to_stop(study, begun[0], "(SIGINT), by Ctrl-C")
+    check_told_to_stop(study, begun[0], "SIGINT, which Ctrl-C sends")
     assert state(done) == before
     assert study.run()["compute_features_shard"] == 2  # the folder is not locked
     check_same_scores(study, finished)
@@ -175,7 +175,7 @@ def test_another_ctrl_c_ends_the_waiting_without_a_trace(study):
         running.wait_for(lambda n=n_lines: running.output.count("Stopping by Ctrl-C") >= n)
     assert running.finish() != 0
     assert "Traceback" not in running.output
-    assert "What is finished stays in results" in running.output.splitlines()[-1]
+    assert "Finished files are kept in results" in running.output.splitlines()[-1]
     job.wait(20)
     assert study.run("results/features/c0/few.h5") == {"compute_features": 1}
 
@@ -185,8 +185,8 @@ def test_ctrl_c_names_the_folder_that_a_prefix_leads_to(study):
     study.path("Snakefile").write_text(as_a_module("in/it") + interrupt)
     _, output = Workspace(study.folder, study.config, "Snakefile").snakemake("--dry-run")
     stopping, kept = output.splitlines()[-2:]
-    assert stopping == "Stopping by Ctrl-C: running jobs clear up first."
-    assert "What is finished stays in in/it/results, and" in kept
+    assert stopping == "Stopping by Ctrl-C: waiting for jobs to clean up."
+    assert "Finished files are kept in in/it/results, and" in kept
 
 
 def test_two_runs_with_one_results_folder(study, tmp_path):

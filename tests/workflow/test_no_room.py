@@ -44,7 +44,7 @@ def nothing_half(study):
     assert not list(study.path("results").rglob(".*.part"))
 
 
-FULL = r"results/features/c0/train\.h5: the disk must hold the whole file\. Found: {}, with \d+ MiB"
+FULL = r"results/features/c0/train\.h5: the disk needs space for the file\. Found: {}, with \d+ MiB"
 
 
 def test_a_full_disk(study, finished, small_disk):
@@ -105,8 +105,8 @@ def test_whatever_library_writes_the_error_is_the_same(tmp_path, library):
     status, log, _ = run_job(WRITERS[library], tmp_path, kilobytes=100)
     assert status == 1
     assert re.search(
-        r"^Error: \S*/file: the disk must hold the whole file\. Found: (File too large|the table "
-        r"train does not read as it was written), with \d+ MiB free\. The partial file was "
+        r"^Error: \S*/file: the disk needs space for the file\. Found: (File too large|the table "
+        r"train differs from what was written), with \d+ MiB free\. The partial file was "
         r"deleted\. Free space, .* run snakemake again",
         log,
         flags=re.M,
@@ -120,7 +120,7 @@ def test_a_log_that_does_not_fit_sends_its_error_to_the_terminal(tmp_path):
     assert status == 1
     assert len(log) == 1000
     assert re.fullmatch(
-        r"Error: the disk must hold what a job writes, its log too\. Found: File too large\. .*\n",
+        r"Error: the disk must have space for a job's files and log\. Found: File too large\. .*\n",
         terminal,
     )
 
@@ -133,7 +133,7 @@ def test_every_library_s_lack_of_memory_is_explained(tmp_path, body):
     status, log, _ = run_job(body, tmp_path)
     assert status == 1
     assert re.fullmatch(
-        r"Error: the job's memory must hold its work\. It ran out: \S.* Lower "
+        r"Error: the job must have enough memory\. It ran out: \S.* Lower "
         r"compute\.memory_mb, .*--set-resources RULE:mem_mb=.*\n",
         log,
     ), log
@@ -157,6 +157,6 @@ def test_a_job_out_of_memory_says_what_to_change(study):
     path = study.path("diabetes.py")
     path.write_text(path.read_text() + HUNGRY)
     output = study.fail(TRAIN)
-    one_error(output, r"the job's memory must hold its work\. It ran out: Unable to allocate 763")
+    one_error(output, r"the job must have enough memory\. It ran out: Unable to allocate 763")
     assert "Lower compute.memory_mb" in output
     nothing_half(study)

@@ -124,7 +124,7 @@ def test_questions_in_python_and_in_a_table(study):
             "asked.jsonl",
             'asked.jsonl, line 1, {"patient": 1}, must end without',
         ),
-        ("id\tpatient\n1\n", "asked.tsv", "failed: line 2 has 1 cell, the header 2"),
+        ("id\tpatient\n1\n", "asked.tsv", "failed: line 2 has 1 cell, but the header has 2"),
         ("x = 1\n", "asked.py", "the study must define a function target_data()"),
     ],
 )

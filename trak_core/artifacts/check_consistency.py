@@ -10,16 +10,16 @@ from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.settings import FeaturesSpec, RetrainedSpec, ScoresSpec
 
-# The keys of the spec in which a checkpoint's files of both splits must agree.
+# The keys of the spec that must be equal in a checkpoint's files of the training set and targets.
 _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")
 _SHARED += ("dtype", "study_digest")
 
 
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
-    """Raise an error for a file that differs from the config or from a file to be combined with it.
+    """Raise an error if a value in a file differs from the config's or from another file's.
 
-    ``part`` is the name of the compared value in the message, ``actual`` the value in the file. If
-    the values are dicts, only the differing keys are shown.
+    ``part`` is the name of the compared value in the message, and ``actual`` is the value in the
+    file. If the values are dicts, the message shows only the keys that differ.
     """
     if expected == actual:
         return
@@ -32,7 +32,8 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
     ]
     raise ArtifactError(
         f"{file.path}: files to be combined must agree in the {part}. Expected {texts[0]}, found "
-        f"{texts[1]}. Delete the file and run snakemake again: rule {file.kind.rule} remakes it.",
+        f"{texts[1]}. Delete the file and run snakemake again, so that rule {file.kind.rule} "
+        "remakes it.",
         code="artifacts.other_file",
     )
 
@@ -40,7 +41,7 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
 def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
     """Raise an error if a file was written for another config.
 
-    If a job runs longer than Snakemake, it may write a file that Snakemake does not know.
+    Snakemake does not notice this if the job that wrote the file ran longer than Snakemake.
     """
     shard = artifact.spec.get("shard")
     check_same("rows: the whole split", None, shard, artifact)
@@ -54,7 +55,7 @@ def made_for(
 
     The projection is reduced to the keys in the config, and the checkpoint to its id.
     """
-    # A spec without these keys does not match a file with one.
+    # If the spec lacks one of these keys and the file has it, they do not match.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
     if isinstance(actual["projection"], dict):
@@ -72,9 +73,9 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of selected targets from the first file, or None without files.
+    """Return the ids of selected targets from the first file, or None if there are no files.
 
-    An error is raised if the targets of a file were not selected by the condition of ``spec``.
+    An error is raised if the file's targets were not selected by the condition of ``spec``.
     """
     for path in paths:
         with open_artifact(path, TARGETS) as file:
@@ -85,7 +86,7 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 
 
 def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
-    """Raise an error if files of two splits do not match. Return the shared part of their specs."""
+    """Return the values that the specs of both splits share, or raise an error if they differ."""
     check_made_for(train, spec.of_train())
     check_made_for(targets, spec.of_targets())
     shared, actual = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
@@ -94,7 +95,7 @@ def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[s
 
 
 def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
-    """Raise an error for score files of other experiments, settings, samples or checkpoints.
+    """Raise an error if score files differ in experiment, settings or samples, or from ``spec``.
 
     ``parts`` has one file for each checkpoint, in the order of ``spec.checkpoints``.
     """

@@ -4,9 +4,9 @@ Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums o
 (names, attributes, shapes, addresses). Therefore h5py and pandas detect a flipped bit when they
 read it.
 
-Spec and provenance are JSON in one attribute each, except for their lists. An attribute is limited
-to 64 KiB, and lists grow with a study. Therefore each list is a vector in the group of the same
-name, with one JSON text for each element. They can be read with h5py alone:
+The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
+limited to 64 KiB, and lists grow with a study. Each list is a vector in a group with the name of
+the attribute, with one JSON text for each element. h5py is enough to read them:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -38,8 +38,8 @@ class ArtifactKind:
 
     Attributes:
         encoding_type: The name in the file's attribute ``encoding-type``.
-        keys: Objects that the file must contain.
-        rule: The rule that writes it.
+        keys: Names of datasets and groups that the file must contain.
+        rule: The rule that writes the file.
         samples: For each vector of ids, the vectors that must have the same length if they exist.
     """
 
@@ -80,7 +80,7 @@ GRAMIAN = ArtifactKind(
     "compute_gramian",
     {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
-# Another rule writes the same files.
+# Without a projection, another rule writes these files.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 SCORES_SHARD = ArtifactKind("trak-scores-shard", (), "average_scores_shard")
@@ -100,7 +100,7 @@ TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
-# ``verify`` finds the kind of a file by its type and keys.
+# ``verify`` determines the kind of a file from its encoding type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES),
     SCORES_SHARD,
@@ -116,7 +116,7 @@ def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
 
 
 class ArtifactError(InputError):
-    """A file is not the artifact that its reader needs."""
+    """The error for a file that is not the artifact that its reader needs."""
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ class ValuesHash:
     def add(self, block: np.ndarray) -> None:
         """Add the next rows. A ``ValueError`` is raised for numbers that are not finite."""
         if not _is_finite(block):
-            raise ValueError(f"{self._name!r} holds NaN or infinity")
+            raise ValueError(f"{self._name!r} contains NaN or infinity")
         self._digest.update(np.ascontiguousarray(block).data)
 
     def hexdigest(self) -> str:
@@ -170,7 +170,7 @@ class ValuesHash:
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    ``known`` has the ``ValuesHash`` of datasets by name. These datasets are not read. A
+    ``known`` has hashes of values by the name of the dataset. These datasets are not read. A
     ``ValueError`` is raised for numbers that are not finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
@@ -195,7 +195,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes. Texts are UTF-8 of a fixed length, because PyTables needs that."""
+    """Write attributes. Texts are UTF-8 strings of fixed length, because PyTables needs these."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -241,9 +241,9 @@ def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     The rows are approximately ``integers * scales[:, None]``. The entry of a row with the largest
     absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits, so that each
-    product is exact in float32. If the largest entry is at least 1e-37, quantizing the products
-    again returns the same integers and scale. Rows of zeros have scale 0. Rows with NaN, infinity,
-    or entries close to float32's maximum have scale NaN.
+    product is exact in float32. Quantizing the products again returns the same integers and scale
+    if the largest entry is at least 1e-37. Rows of zeros have scale 0. Rows with NaN, infinity, or
+    entries close to float32's maximum have scale NaN.
     """
     most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -261,8 +261,8 @@ def table_columns(
 ) -> dict[str, Any]:
     """Return columns of a table that pandas wrote, by name.
 
-    ``columns`` has the name, the field and the index within the field of each column. A field is a
-    column or a block of columns with one dtype. ``read`` selects rows.
+    ``columns`` has the name of each column, its field in the stored table, and its index in that
+    field. A field is one column or a block of columns with one dtype. ``read`` selects rows.
     """
     rows, values = table[read], {}
     for name, field_name, index in columns:
@@ -277,25 +277,25 @@ _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 
 
 def check_stored(file: h5py.File, name: str) -> None:
-    """Raise a ``ValueError`` for a link, or for a dataset with values outside of the file.
+    """Raise a ``ValueError`` for a link, or for a dataset whose values are not all in the file.
 
     If a file contained fewer values than a shape requires, HDF5 would return zeros.
     """
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-        raise ValueError(f"{name!r} is a link to another place")
+        raise ValueError(f"{name!r} is a link to another object")
     dataset = file[name]
     if not isinstance(dataset, h5py.Dataset):
         return
     if dataset.is_virtual or dataset.external:
-        raise ValueError(f"{name!r} takes its values from another file")
+        raise ValueError(f"{name!r} has its values in another file")
     plist, stored = dataset.id.get_create_plist(), dataset.id.get_storage_size()
     filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
     most = stored if filters <= _PLAIN_FILTERS else stored * _MOST_UNPACKED
     n_bytes = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
     if dataset.shape is None or n_bytes > most or stored > file.id.get_filesize():
         raise ValueError(
-            f"{name!r} has the shape {dataset.shape} of {dataset.dtype}, and the file {stored} "
-            "bytes of it"
+            f"{name!r} has the shape {dataset.shape} and dtype {dataset.dtype}, but only {stored} "
+            "bytes are stored"
         )
 
 
@@ -322,14 +322,14 @@ def _check_frame(name: str, group: h5py.Group) -> None:
     expected = (rows.size, columns.size)
     if values.shape != expected or items.size != columns.size or values.dtype.kind not in "fiu":
         raise ValueError(
-            f"{name!r} must hold numbers of shape {expected}, as its ids, found "
+            f"{name!r} must have numbers of shape {expected}, the numbers of ids, found "
             f"{_described(values)}"
         )
     if values.dtype == np.int8:
         scales = dataset_in(group.file, scales_of(name))
         if scales.shape != rows.shape or scales.dtype != np.float32:
             raise ValueError(
-                f"{scales.name!r} must hold a float32 scale for each of {rows.size} rows, found "
+                f"{scales.name!r} must have a float32 scale for each of {rows.size} rows, found "
                 f"{_described(scales)}"
             )
 

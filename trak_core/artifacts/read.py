@@ -31,7 +31,7 @@ from trak_core.artifacts.format import (
 )
 from trak_core.runtime.files import supports_locks
 
-if TYPE_CHECKING:  # most jobs read no table
+if TYPE_CHECKING:  # Most jobs read no table and do not import pandas.
     import pandas as pd
 
 
@@ -44,7 +44,7 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 class _HeldFile:
-    """A file that is opened when it is read. The least recently used files are closed."""
+    """A file that is opened when it is read. If 64 files are open, the least recent is closed."""
 
     # All open files in the order of their last use.
     _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
@@ -60,7 +60,7 @@ class _HeldFile:
             while len(self._open) >= _MOST_OPEN:
                 next(iter(self._open)).close()
             # Blocks are read once, so a chunk cache for each checkpoint's file would waste memory.
-            # A complete file does not change, so it needs no lock, which some disks do not support.
+            # A complete file does not change, so it needs no lock. Some disks do not support locks.
             file = h5py.File(self.path, "r", rdcc_nbytes=0, locking=False)
             if _signature(self.path) != self._seen:
                 file.close()
@@ -75,13 +75,13 @@ class _HeldFile:
 
 
 def _text(attribute: Any) -> Any:
-    """Decode an attribute if it is bytes."""
+    """Return an attribute, decoded if it is bytes."""
     return attribute.decode() if isinstance(attribute, bytes) else attribute
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A verified file, open for reading; see ``open_artifact``."""
+    """A file whose metadata was checked, open for reading. See ``open_artifact``."""
 
     path: Path
     kind: ArtifactKind
@@ -96,7 +96,7 @@ class Artifact:
         try:
             return self.held.file()
         except OSError as error:
-            must = "a file must stay as it is while a job reads it"
+            must = "a file must not change while a job reads it"
             raise _refused(self.path, self.kind, must, f"Found: {error}") from error
 
     def attribute(self, name: str) -> Any:
@@ -106,8 +106,8 @@ class Artifact:
     def _dataset(self, key: str) -> h5py.Dataset:
         dataset = self.file.get(key)
         if not isinstance(dataset, h5py.Dataset):
-            must = f"what reads this file needs {key!r}"
-            raise _refused(self.path, self.kind, must, "No such dataset")
+            must = f"a reader of this file needs {key!r}"
+            raise _refused(self.path, self.kind, must, "The file has no such dataset")
         return dataset
 
     def _read(self, key: str, rows: Any) -> np.ndarray:
@@ -193,8 +193,8 @@ class Rows:
 
 def _refused(path: Path, kind: ArtifactKind, must: str, finding: str) -> ArtifactError:
     return ArtifactError(
-        f"{path}: {must}. {finding}. Delete the file and run snakemake again: rule {kind.rule} "
-        "remakes it.",
+        f"{path}: {must}. {finding}. Delete the file and run snakemake again, so that rule "
+        f"{kind.rule} remakes it.",
         code="artifacts.damaged",
     )
 
@@ -213,7 +213,7 @@ def _explained(
         raise
     except Exception as error:
         # Damaged metadata can cause errors of any type in h5py.
-        must = f"a {kind.encoding_type} file must be whole, as it was written"
+        must = f"a {kind.encoding_type} file must be complete and unchanged"
         raise _refused(path, kind, must, f"{doing} failed: {_first_line(error)}") from error
 
 
@@ -228,7 +228,7 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
             raise _refused(path, kind, must, f"Found {own_name}, version {version}")
         missing = [key for key in kind.keys if key not in file]
         if missing:
-            must = f"a {name} file must hold {', '.join(kind.keys)}"
+            must = f"a {name} file must contain {', '.join(kind.keys)}"
             raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
         check_layout(file, kind)
         spec, provenance = (read_object(file, part) for part in ("spec", "provenance"))
@@ -239,7 +239,7 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
 def _opened(path: Path, kind: ArtifactKind) -> Generator[_HeldFile, None, None]:
     """Yield a file after checking that it contains all of its values."""
     if not path.is_file():
-        raise _refused(path, kind, f"a {kind.encoding_type} file must be here", "Found nothing")
+        raise _refused(path, kind, f"a {kind.encoding_type} file must exist", "Found nothing")
     held = _HeldFile(path)
     with contextlib.closing(held):
         with _explained(path, kind):
@@ -256,11 +256,11 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
     """Yield an artifact for a ``with`` block, after checking its metadata.
 
     Damaged numbers raise an error when they are read, unless both the numbers and their checksum
-    became zeros. ``verify`` detects this case too.
+    became zeros. ``verify`` detects even this case.
 
     Raises:
-        ArtifactError: If the file is missing, damaged, of another kind or version, incomplete, or
-            has shapes that do not match. The message names the rule that remakes it.
+        ArtifactError: If the file is missing, damaged, incomplete, of another kind or version, or
+            has shapes that do not match. The message names the rule that writes the file again.
 
     Example:
         >>> import tempfile
@@ -281,9 +281,9 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of a file, after reading all of it and comparing its content hash.
+    """Return the kind of a file, after reading the whole file and comparing its content hash.
 
-    The same errors are raised as by ``open_artifact``.
+    It raises the same errors as ``open_artifact``.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
     with _opened(path, unknown) as held, _explained(path, unknown):
@@ -300,14 +300,14 @@ def verify(path: Path) -> ArtifactKind:
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
-    """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote.
+    """Read a frame with a single dtype that ``frame.to_hdf(path, key=key)`` wrote.
 
     Returns:
         Values of shape (rows, columns), row ids and column ids.
     """
     must = (
-        f"{path}: the file must be readable HDF5 that holds a frame {key!r} of numbers, whole and "
-        "finite, under ids that are all integers or all strings"
+        f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite numbers. "
+        "Its row ids, and its column ids, must be all integers or all strings"
     )
     how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
     try:

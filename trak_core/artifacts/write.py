@@ -1,4 +1,4 @@
-"""Write artifacts, which appear complete under their final names or not at all."""
+"""Write artifacts. A file appears under its final name only when it is complete."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ from trak_core.runtime.files import atomic_write, disk_full_error
 if TYPE_CHECKING:  # Most jobs write no table and do not import pandas.
     import pandas as pd
 
-# Name, field and index within the field of a column of a stored table.
+# The name, the field and the index in the field of a column of a stored table (``table_columns``).
 _Column = tuple[str, str, int]
 Table = Union["pd.DataFrame", Mapping[str, np.ndarray]]
 _PIECE_ROWS = 2**18  # rows of a table that are written at a time, which limits pandas' memory
@@ -62,7 +62,7 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None
 def _even(length: int, most: int) -> int:
     """Return a chunk length, at most ``most``, for which the padding of the last chunk is small.
 
-    It is ``most``, to which readers align their blocks, if the padding is then at most 2 %.
+    Readers align their blocks to ``most``, so it is used if the padding is then at most 2 %.
     """
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
@@ -86,7 +86,7 @@ class MatrixWriter:
         start, stop, _ = rows.indices(len(self._dataset))
         shape = (stop - start, *self._dataset.shape[1:])
         if start != self._filled:
-            raise ValueError(f"row {self._filled} must be written next, found row {start}")
+            raise ValueError(f"row {self._filled} must be written next. Found row {start}.")
         if self.scales is None:
             block = np.broadcast_to(np.asarray(values, self._dataset.dtype), shape)
         else:
@@ -102,10 +102,10 @@ class MatrixWriter:
         self._filled = stop
 
     def hexdigest(self) -> str:
-        """Return the hash of the values. All rows must be written, or HDF5 would return zeros."""
+        """Return the hash of the values. For rows that were not written, HDF5 would store zeros."""
         if self._filled < len(self._dataset):
             raise ValueError(
-                f"{self.name!r} is filled to row {self._filled} of {len(self._dataset)}"
+                f"{self.name!r} must be complete, has {self._filled} of {len(self._dataset)} rows"
             )
         return self._hash.hexdigest()
 
@@ -120,7 +120,7 @@ def not_finite(path: Path, error: Exception) -> ArtifactError:
 
 @dataclass(slots=True)
 class Writer:
-    """An artifact being written; see ``create``."""
+    """An artifact that is being written. See ``create``."""
 
     path: Path
     file: h5py.File
@@ -138,9 +138,9 @@ class Writer:
     ) -> MatrixWriter:
         """Return the writer of the values of a new frame of shape (len(index), len(columns)).
 
-        ``index`` and ``columns`` are integers or strings. ``chunks`` are the largest numbers of
+        ``index`` and ``columns`` are integers or strings. ``chunks`` has the largest numbers of
         rows and columns of a chunk. With dtype int8, rows are quantized by ``scaled_integers``, and
-        their scales are stored in another vector.
+        their scales are stored in a separate vector.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -167,7 +167,7 @@ class Writer:
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write a number with compact layout, which has checksums, unlike other unchunked data."""
+        """Write a number with compact layout, because other data need chunks to have checksums."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
@@ -177,14 +177,14 @@ class Writer:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, number)
 
     def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
-        """Write a table with pandas. ``where=`` can use the ``searchable`` columns.
+        """Write a table with pandas. The ``searchable`` columns can be used in ``where=``.
 
         ``rows`` is a frame, or arrays by column name. pandas gets one piece of it at a time.
         """
-        if not _length(rows):  # pandas would not write it
+        if not _length(rows):  # pandas would not write an empty table
             raise ArtifactError(
-                f"{self.path}: the table {key!r} must have a row. Found none: is every "
-                "score exactly 0?",
+                f"{self.path}: the table {key!r} must have at least one row. Found none. Check "
+                "whether every score is exactly 0.",
                 code="artifacts.no_row",
             )
         self.tables.append((key, rows, list(searchable)))
@@ -274,11 +274,11 @@ def create(
     provenance: Mapping[str, Any],
     **attributes: Any,
 ) -> Generator[Writer, None, None]:
-    """Yield the writer of an artifact, which appears complete under ``path``, or not at all.
+    """Yield the writer of an artifact, which appears under ``path`` only when it is complete.
 
-    The folder is created if it does not exist. After an exception, a value that is not finite, or a
-    full disk, the temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an
-    example.
+    The folder is created if it does not exist. After an exception, such as for a value that is not
+    finite or a full disk, the temporary file is deleted and ``path`` is unchanged.
+    ``open_artifact`` has an example.
 
     Args:
         path: The final name of the file.
@@ -306,13 +306,13 @@ def create(
                     # Chunks are small, because a reader of few rows needs few scales.
                     writer.vector(scales_of(matrix.name.split("/")[0]), matrix.scales, chunk=1024)
             for key, _, _ in writer.tables:
-                file.create_group(key)  # if PyTables created the group, it would store the time
+                file.create_group(key)  # If PyTables created the group, it would store the time.
         # PyTables has its own HDF5 library, so h5py must close the file first.
         fields: dict[str, list[_Column]] = {}
         for key, rows, searchable in writer.tables:
             fields[key] = _put_table(partial, key, rows, searchable)
             if not _reads_back(partial, key, rows, fields[key]):
-                raise disk_full_error(path, f"the table {key} does not read as it was written")
+                raise disk_full_error(path, f"the table {key} differs from what was written")
         with h5py.File(partial, "r+", locking=False) as file:
             for key, columns in fields.items():
                 put_attributes(file.require_group(key), columns=json.dumps(columns))

@@ -51,8 +51,8 @@ class RowFile(Sequence[dict[str, Any]]):
     Attributes:
         path: The file.
         rows: The fields of each row.
-        numbers: The line in which each row begins, from 1; for Parquet and saved data sets the
-            number of the row. Empty for a folder of images.
+        numbers: The line in which each row begins, counted from 1. For Parquet and saved data sets,
+            the number of each row. Empty for a folder of images.
     """
 
     path: Path
@@ -76,8 +76,9 @@ class RowFile(Sequence[dict[str, Any]]):
     def column(self, name: str) -> list[Any]:
         """Return the field ``name`` of each row, or None for a row without it.
 
-        Cells of a table are converted to numbers if all cells are the shortest texts of integers,
-        or all are the shortest texts of integers or floats, which ``007`` and ``1.10`` are not.
+        Cells of a table become integers if each cell is the shortest text of an integer, and floats
+        if each cell is the shortest text of an integer or a float. The texts ``007`` and ``1.10``
+        are not the shortest, so they are not converted.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -93,19 +94,19 @@ class RowFile(Sequence[dict[str, Any]]):
     def ids(self) -> list[int] | list[str]:
         """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has this field.
 
-        Ids of a table are integers if all cells are the shortest texts of integers.
+        Ids of a table become integers if each cell is the shortest text of an integer.
 
         Raises:
-            InputError: If some rows have no id, if some ids are integers and others texts, if an id
-                occurs twice, or if the field is called ``ID``. The message names the line.
+            InputError: If only some rows have an id, if some ids are integers and others are texts,
+                if an id occurs twice, or if the field is named ``ID``. The error names the line.
         """
         if not any("id" in row for row in self.rows):
             near = [name for name in self.rows[0] if name.strip().casefold() == "id"]
             if near:
                 raise InputError(
                     f"{self.path}: ids must be in the field id. Found {near[0]!r}, which would "
-                    "be ignored, and rows would be numbered 0, 1, 2. Rename it to id, or otherwise "
-                    "to a name that does not resemble id.",
+                    "be ignored, and rows would be numbered 0, 1, 2. Rename it to id if it has ids "
+                    "or to a name that does not resemble id.",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))
@@ -116,12 +117,12 @@ class RowFile(Sequence[dict[str, Any]]):
         for index, value in enumerate(ids):
             if value is None or value == "":
                 raise InputError(
-                    f"{self.place(index)}: every row must have an `id`, or no row may have one. "
-                    "Found none here.",
+                    f"{self.place(index)}: either every row or no row must have an `id`. Found no "
+                    "id in this row.",
                     code="data.missing_id",
                 )
             if type(value) is not type(ids[0]) or type(value) not in {int, str}:
-                first_id = f"; the first is {ids[0]!r}" if index else ""
+                first_id = f", but the first id is {ids[0]!r}" if index else ""
                 raise InputError(
                     f"{self.place(index)}: ids must all be integers or all be texts. Found "
                     f"{value!r}{first_id}.",
@@ -129,8 +130,8 @@ class RowFile(Sequence[dict[str, Any]]):
                 )
             if value in first:
                 raise InputError(
-                    f"{self.place(index)}: every row must have an id of its own. Found {value!r}, "
-                    f"which {self.place(first[value])} has too.",
+                    f"{self.place(index)}: every row must have a different id. Found {value!r}, "
+                    f"which {self.place(first[value])} also has.",
                     code="data.repeated_id",
                 )
             first[value] = index
@@ -140,8 +141,8 @@ class RowFile(Sequence[dict[str, Any]]):
 def read_rows(path: str | Path) -> RowFile:
     """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file, or of a data set.
 
-    A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. Values of its
-    ``ClassLabel`` columns are read as the names of the classes, and -1 as None.
+    A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. In its
+    ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
 
     A line of ``.jsonl`` is a JSON object. The first line of a table contains the names of fields,
     and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
@@ -152,8 +153,8 @@ def read_rows(path: str | Path) -> RowFile:
     file = Path(path)
     if not (file.is_file() or is_saved_dataset(file) or (file / _SPLITS).is_file()):
         raise InputError(
-            "Rows must be in a file, or in a folder that save_to_disk of a Dataset wrote. Found "
-            f"nothing at {path} (from {Path.cwd()}).",
+            "Rows must be in a file, or in a folder that Dataset.save_to_disk wrote. Found nothing "
+            f"at {path} (from {Path.cwd()}).",
             code="data.missing_rows",
         )
     try:
@@ -183,8 +184,8 @@ def read_rows(path: str | Path) -> RowFile:
     except Exception as error:  # For a damaged .parquet, this is any error, with several lines.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
-            f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv, .parquet or a saved "
-            f"Dataset. Reading it failed: {reason}.",
+            f"{path}: rows must be in .jsonl (one JSON object per line), .csv, .tsv, .parquet or a "
+            f"saved Dataset. Reading it failed: {reason}.",
             code="data.rows",
         ) from error
     return RowFile(file, rows, numbers)
@@ -199,7 +200,7 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
     if (folder / _SPLITS).is_file():
         names = json.loads((folder / _SPLITS).read_text())["splits"]
         raise InputError(
-            f"{folder}: rows must be those of one Dataset. Found a DatasetDict. Name the folder of "
+            f"{folder}: rows must be in a single Dataset. Found a DatasetDict. Give the folder of "
             f"one of its splits: {', '.join(str(folder / name) for name in names)}.",
             code="data.splits",
         )
@@ -213,9 +214,9 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
             continue
         if any(as_number(name) not in {None, i} for i, name in enumerate(feature.names)):
             raise InputError(
-                f"{folder}: the names of the classes of {column} must not be numbers of other "
-                f"classes. Found {', '.join(feature.names)}. Save the data set with the numbers of "
-                f"the training: cast_column({column!r}, Value('int64')).",
+                f"{folder}: the name of a class of {column} must not be the number of another "
+                f"class. Found {', '.join(feature.names)}. Save the data set with the numbers that "
+                f"training used: cast_column({column!r}, Value('int64')).",
                 code="data.class_names",
             )
         for row in rows:
@@ -259,7 +260,7 @@ def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int
                     cells.pop()
                 if len(cells) != len(header):
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
-                    raise ValueError(f"line {number} has {n}, the header {len(header)}")
+                    raise ValueError(f"line {number} has {n}, but the header has {len(header)}")
                 yield number, dict(zip(header, cells, strict=True))
             # A quoted cell can contain line breaks.
             number = reader.line_num + 1
@@ -273,12 +274,12 @@ def _checked_header(cells: list[str], separator: str, suffix: str) -> list[str]:
     _unique([(cell, None) for cell in cells])
     spaced = [cell for cell in cells if cell != cell.strip()]
     if spaced:
-        raise ValueError(f"the field {spaced[0]!r} has spaces at an end of its name")
+        raise ValueError(f"the field name {spaced[0]!r} begins or ends with a space")
     others = [mark for mark in _OTHER_SEPARATORS if mark != separator and mark in "".join(cells)]
     if len(cells) == 1 and others:
         raise ValueError(
-            f"the header is one cell, {cells[0][:80]!r}; cells of {suffix} must be separated by "
-            f"{separator!r}, and these seem to be by {others[0]!r}"
+            f"the header has only one cell, {cells[0][:80]!r}. Cells of {suffix} must be separated "
+            f"by {separator!r}, but these seem to be separated by {others[0]!r}"
         )
     return cells
 
@@ -287,19 +288,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the field {twice!r} stands twice")
+        raise ValueError(f"the field {twice!r} occurs twice")
     return fields
 
 
 def _finite(text: str) -> float:
     number = _Written(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
 def parsed_json(line: str) -> Any:
-    """Return the value of a line of JSON. ``str`` of a number is its text in the line, as "1.10".
+    """Return the value of a line of JSON. ``str`` of a float is its text in the line, as "1.10".
 
     Raises:
         ValueError: If the line is not JSON, is nested too deeply, or contains a field twice, a
@@ -313,9 +314,9 @@ def parsed_json(line: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError:
-        reason = "half of a surrogate pair, which is no text"
+        reason = "half of a surrogate pair, which is not valid text"
     except RecursionError:
-        reason = "it is nested too deep"
+        reason = "it is nested too deeply"
     except ValueError as error:
         reason = str(error).split(":")[0]
     raise ValueError(f"{reason}, in {line[:80]!r}")
@@ -344,7 +345,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def class_number(value: Any) -> int | None:
-    """Return a label as an integer if it is one from 0, or the shortest text of one, else None."""
+    """Return a label as an integer if it is 0, 1, 2, ..., or the text of one, else None."""
     if _is_whole(value):
         value = int(value)
     return value if type(value) is int and value >= 0 else None

@@ -40,16 +40,17 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         is_matrix = isinstance(block, np.ndarray | Tensor) and block.ndim == 2
         if not is_matrix or block.dtype not in _DTYPES:
             raise InputError(
-                "`gradients` must be a matrix with a row for each sample, or several of them, with "
-                f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}.",
+                "`gradients` must be a matrix with a row for each sample, or a sequence of such "
+                "matrices, with dtype float32, float16 or (torch) bfloat16. Found "
+                f"{_described(block)}.",
                 code="projection.gradients",
             )
         agrees = type(block) is type(first) and block.dtype == first.dtype
         agrees = agrees and len(block) == len(first)
         if not agrees or (isinstance(block, Tensor) and block.device != first.device):
             raise InputError(
-                "The blocks of `gradients` must have the same samples, dtype and device. "
-                f"Found {_described(first)} and {_described(block)}.",
+                "The blocks of `gradients` must have the same type, number of rows, dtype and "
+                f"device. Found {_described(first)} and {_described(block)}.",
                 code="projection.blocks",
             )
     return blocks
@@ -70,8 +71,8 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
         is_usable = is_usable and out.dtype == np.float32
     if not is_usable:
         raise InputError(
-            f"`out` must be float32 of shape {shape}, without gradient, from the library and on "
-            f"the device of the gradients. Found {_described(out)}.",
+            f"`out` must be float32 of shape {shape}, from the same library and on the same device "
+            f"as the gradients, and must not require gradients. Found {_described(out)}.",
             code="projection.out",
         )
     if not accumulate:
@@ -80,7 +81,7 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
 
 
 def _array(tensor: Matrix) -> np.ndarray:
-    """Return a view of a matrix on the CPU as an array. The bits of bfloat16 become uint16."""
+    """Return a matrix on the CPU as an array, without a copy. bfloat16 is viewed as uint16."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype is torch.bfloat16:
@@ -107,7 +108,8 @@ def add_projection(
 ) -> None:
     """Add the unscaled projection of blocks to ``out``, without the checks of ``project``.
 
-    On CUDA this function only queues work, because a check of the values would wait for the GPU.
+    The first column of the first block belongs to row ``offset`` of R. On CUDA this function only
+    queues work, because a check of the values would wait for the GPU.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         columns: Any = out
@@ -119,7 +121,7 @@ def add_projection(
         parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
         add_rows(out, parts, spec)
     elif isinstance(out, Tensor) and out.device.type == "cuda":
-        # Imported here because it needs numba-cuda, which machines without a GPU lack.
+        # This import is late because machines without a GPU need not have numba-cuda.
         from trak_core.projection.cuda import project_cuda
 
         project_cuda(blocks, spec, offset, out)
@@ -145,21 +147,21 @@ def project(
 ) -> M:
     r"""Project each row of ``gradients`` to ``spec.proj_dim`` dimensions.
 
-    Compute ``Y = X R[o : o + n]``, where o is ``offset``. Each entry of R is a function of the
-    spec, its row and its column alone (``reference.py`` defines it). R does not depend on the
-    device, the dtype of the gradients, the batch, the chunks or the number of threads. If
-    ``spec.is_nested``, it does not depend on ``spec.proj_dim`` either: the first k columns of a
-    wider matrix are the k-column matrix. Sums are computed in float32. On one device Y does not
-    depend on the batch, the blocks or the threads. Chunks change it only by rounding.
+    Compute ``Y = X R[o : o + n]``, where X are the gradients with n columns, and o is ``offset``.
+    Each entry of R depends only on the spec, its row and its column, as ``reference.py`` defines.
+    R does not depend on the device, the dtype of the gradients, the batch, the chunks or the number
+    of threads. If ``spec.is_nested``, the first k columns of a wider matrix are the k-column
+    matrix. Sums are computed in float32. On one device, Y does not depend on the batch, the blocks
+    or the threads. If chunks are projected in several calls, only rounding errors change.
 
     The work is done on the device of the gradients. A CUDA kernel is tested at its first use. A
     kernel that fails raises an error; there is no silent fallback.
 
     To choose ``proj_dim``: the error of the projected inner product of x and y has a standard
     deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel
-    vectors. The workflow's default of 1,024 columns gives 3 %. Four times as many columns halve the
-    error and take four times the time and memory. With more columns than training samples the
-    normal matrix of the features is singular, and the damping dominates the scores.
+    vectors. With the workflow's default of 1,024 columns, the error is 3 %. Four times as many
+    columns halve the error and take four times the time and memory. With more columns than training
+    samples, the normal matrix of the features is singular, and the damping dominates the scores.
 
     Args:
         gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy
@@ -170,8 +172,8 @@ def project(
         out: Array for the result, shape (n_samples, spec.proj_dim), float32, of the same library
             and device as the gradients. None to allocate it.
         accumulate: Add to ``out`` instead of overwriting it.
-        scale: Multiply ``out``, with its previous content, by ``spec.scale`` at the end, so that
-            E<Rx, Ry> = <x, y>.
+        scale: Multiply ``out``, including its previous content, by ``spec.scale`` at the end, so
+            that E<Rx, Ry> = <x, y>.
         threads: Number of threads on a CPU.
 
     Returns:
@@ -216,8 +218,8 @@ def project(
     n_columns = sum(block.shape[1] for block in blocks)
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
-            f"`gradients` must lie within the projection's {spec.n_params} rows. Found columns "
-            f"{offset} to {offset + n_columns}.",
+            "The columns of `gradients`, counted from `offset`, must be within the projection's "
+            f"{spec.n_params} rows. Found columns {offset} to {offset + n_columns}.",
             code="projection.columns",
         )
     if threads < 1:
@@ -233,17 +235,17 @@ def project(
 
 
 _ROWS = 64  # rows of R that ``back_project`` forms at a time
-_ENTRIES = 2**18  # entries that it reads from a tensor sketch at a time
+_ENTRIES = 2**18  # entries of its result that it computes at a time from a tensor sketch
 
 
 def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:
     """Return ``vectors @ R[offset : offset + n_entries].T`` for the unscaled R of a projection.
 
     If g is the row returned for a vector v, then <x, g> = <x R, v> for every gradient x. For
-    ``tensor_sketch`` the coordinates must be those of exactly one parameter. ``rademacher`` and
-    ``normal`` form rows of R, at the cost of projecting 64 gradients; the other kinds do not.
+    ``tensor_sketch`` the coordinates must be those of exactly one parameter. For ``rademacher`` and
+    ``normal``, rows of R are formed, which costs as much as projecting 64 gradients.
 
-    Vectors have shape (m, k), the result has shape (m, n_entries). Both are float32.
+    Vectors have shape (m, k), and the result has shape (m, n_entries). Both are float32.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]
@@ -264,8 +266,8 @@ def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     starts = [0, *itertools.accumulate(rows * columns for rows, columns in spec.shapes)]
     (buckets0, signs0), (buckets1, signs1) = hashes_on(spec, vectors.device)[starts.index(offset)]
     directions = vectors.new_empty(len(vectors), len(buckets0), len(buckets1))
-    # Entry (i, j) is sign0[i] sign1[j] v[(bucket0[i] + bucket1[j]) mod k]. Few rows i are computed
-    # at a time, which limits the memory beyond the result.
+    # Entry (i, j) is sign0[i] sign1[j] v[(bucket0[i] + bucket1[j]) mod k]. Only some rows i are
+    # computed at a time, to limit the memory for temporary tensors.
     step = max(1, _ENTRIES // max(1, len(vectors) * len(buckets1)))
     for first in range(0, len(buckets0), step):
         rows = slice(first, first + step)

@@ -7,29 +7,32 @@ Random words are outputs of Philox4x32-10. The key is the two halves of the seed
 
     (c0, low 32 bits of q, high 32 bits of q | tag << 24, stream).
 
-Each call returns four words. For coordinate g (row of R) and column j:
+Each call returns four words. Each kind defines c0, q and the word for coordinate g (the row of R)
+and column j:
 
-``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word has the
-signs of one column for 32 coordinates. The sign of g is bit
+``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word contains
+the signs of one column for 32 coordinates. The sign of g is bit
 2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1). The entry is -1 if the bit is set, else +1.
 
 ``normal`` (tag 1): c0 = j >> 2, q = g, word j & 3. Let s be the sum of the word's four bytes minus
-510. With every operation rounded to float32, and no fused multiply-add: x = s * SD, x2 = x * x,
-p = C5 * x2 + C3, p = p * x2 + C1. The entry is p * x. Its 1,021 levels have mean 0, variance
-0.99999 and excess kurtosis -0.003. Their distribution function is within 0.002 of N(0, 1)'s.
+510. The constants SD, C1, C3 and C5 are defined below. Every operation is rounded to float32,
+without fused multiply-add: x = s * SD, x2 = x * x, p = C5 * x2 + C3, p = p * x2 + C1. The entry is
+p * x. Its 1,021 levels have mean 0, variance 0.99999 and excess kurtosis -0.003. Their distribution
+function is within 0.002 of that of N(0, 1).
 
-``hadamard`` (tag 3): coordinates form blocks of k = proj_dim; b = g // k, i = g % k. The entry is
-E_b[j] * H[i, j] * D_b[i], where H[i, j] = (-1)^popcount(i & j), and D_b and E_b are vectors of k
-signs. Sign v of D_b is bit v & 31 of word w & 3 of the call c0 = w >> 2, q = b, where w = v >> 5.
-E_b is the same with c0 = (w >> 2) + 2^31. A set bit means -1.
+``hadamard`` (tag 3): coordinates are split into blocks of k = proj_dim. Coordinate g is number
+i = g % k of block b = g // k. The entry is E_b[j] * H[i, j] * D_b[i], where H[i, j] is
+(-1)^popcount(i & j), and D_b and E_b are vectors of k signs. Sign v of D_b is bit v & 31 of word
+w & 3 of the call c0 = w >> 2, q = b, where w = v >> 5. E_b is defined in the same way, but with
+c0 = (w >> 2) + 2^31. A set bit means -1.
 
-``tensor_sketch`` (tag 4): each parameter is a row-major matrix n0 x n1, and the parameters follow
-one another. The rows (s = 0) and the columns (s = 1) of parameter l have buckets and signs. The row
-of R for entry (i, j) is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0
-elsewhere. All draws use q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2. The
-bucket of i is the rank of its word among the k indices with the same i // k. Ties are ordered by
-index, and all k words are ranked even if the last run has fewer indices. The sign of i is bit
-i & 31 of word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set bit means -1.
+``tensor_sketch`` (tag 4): each parameter is a row-major matrix of shape n0 x n1, and the parameters
+follow one another. The rows (s = 0) and the columns (s = 1) of parameter l have buckets and signs.
+The row of R for entry (i, j) is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0
+elsewhere. All draws use q = 2 l + s. Index i has word i & 3 of the call c0 = i >> 2. The bucket of
+i is the rank of its word among the k indices with the same i // k. Ties are ordered by index. All k
+words are ranked even if the last group has fewer than k indices. The sign of i is bit i & 31 of
+word w & 3 of the call c0 = (w >> 2) + 2^31, where w = i >> 5. A set bit means -1.
 
 ``identity``: 1 if j = g, else 0.
 """
@@ -45,7 +48,7 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return Philox4x32-10 of counters (4, n) as words (4, n), each 32 bits in a uint64.
+    """Return the words of Philox4x32-10, (4, n), for counters (4, n). They are 32 bits in uint64.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -64,7 +67,7 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
 
 
 def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return word ``index`` (0 to 3) of the call at (c0, q), uint64. The arguments broadcast."""
+    """Return word ``index`` (0 to 3) of the call at (c0, q), uint64, after broadcasting."""
     c0, q, index = np.broadcast_arrays(c0, q, index)
     high = (q >> np.uint64(32)) | np.uint64(spec.kind.tag << 24)
     counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])
@@ -74,7 +77,7 @@ def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarra
 
 
 def _signs(words: np.ndarray, bit: np.ndarray | np.uint64) -> np.ndarray:
-    """Return -1 if the bit is set, else +1, float64."""
+    """Return -1 where the bit is set and +1 elsewhere, float64."""
     return 1.0 - 2.0 * ((words >> bit) & np.uint64(1)).astype(np.float64)
 
 
@@ -141,7 +144,7 @@ def projection_matrix(
 ) -> np.ndarray:
     """Return rows of the unscaled projection matrix R, shape (n_rows, spec.proj_dim), float64.
 
-    The first row is that of coordinate ``first``. By default all following rows are returned.
+    The rows start at coordinate ``first``. By default, all rows from there on are returned.
     """
     n_rows = spec.n_params - first if n_rows is None else n_rows
     g = np.uint64(first) + np.arange(n_rows, dtype=np.uint64)[:, None]

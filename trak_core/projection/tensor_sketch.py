@@ -1,18 +1,18 @@
-"""Tensor sketches with torch on any device, from the factors of outer products or from rows.
+"""Compute tensor sketches with torch on any device, from outer products or formed gradients.
 
 A gradient that is a sum of outer products, sum_t a_t b_t^T, can be sketched without forming it.
 Entry (i, j) is added to column (bucket0[i] + bucket1[j]) mod k. Therefore the sketch of a b^T is
-the circular convolution of two count sketches: x, of a with the buckets and signs of rows, and y,
-of b with those of columns. The discrete Fourier transform F turns the convolution into a product.
-This differs from the method of Pham and Pagh in:
+the circular convolution of two count sketches: x, the sketch of a with the buckets and signs of
+rows, and y, the sketch of b with the buckets and signs of columns. The discrete Fourier transform F
+turns the convolution into a product. The method of Pham and Pagh is changed in four ways:
 
 1. One complex transform is enough for both factors, because F(x + i y)^2 is the transform of
    x * x - y * y + 2 i (x * y), where * is the convolution.
 2. The squares are summed in the frequency domain over all tokens and parameters. A single inverse
    transform for each sample follows.
-3. Each pair is first scaled to equal norms. The unused real part is then no larger than the
-   imaginary part and adds no rounding error of its own.
-4. Buckets are balanced (``reference.py``). The entries of a row or column shorter than k do not
+3. Each pair (x, y) is first scaled to equal norms. The unused real part is then no larger than the
+   imaginary part and does not increase the rounding error.
+4. Buckets are balanced (``reference.py``), so the entries of a factor with at most k entries do not
    collide.
 
 Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013.
@@ -31,17 +31,17 @@ from torch import Tensor
 from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, hashes_of
 from trak_core.settings import ProjectionSpec
 
-# The largest size of count sketches that are transformed at once, in complex numbers. On a CPU,
-# 1 MiB fits into a core's cache. On a GPU it is 64 MiB, because starting kernels takes 0.2 ms.
+# The largest number of complex numbers that are transformed in one call. On a CPU they take 1 MiB,
+# which fits into a core's cache. On a GPU they take 64 MiB, because starting kernels takes 0.2 ms.
 _PIECE, _PIECE_OF_GPU = 2**17, 2**23
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
-# and layers of size 256 to 3,072. They select between two methods with equal results. ``_CALL_NS``
-# and ``_LANE_NS`` were chosen on an Intel Xeon in 135 cases of size 10 to 768 and k = 64 to 4,096.
-# There the selected method took at most 1.5 times as long as the faster one, on average 1.02.
+# and layers of size 256 to 3,072. They decide which of two methods is used. ``_CALL_NS`` and
+# ``_LANE_NS`` were chosen on an Intel Xeon in 135 cases of size 10 to 768 and k = 64 to 4,096. In
+# these cases the selected method took 1.02 times as long as the faster one on average, at most 1.5.
 _TRANSFORM_NS = 0.33  # two transforms of a token and their product, divided by k log2(k)
 _COUNT_NS = 2.0  # the addition of one entry of a token's factor to its bucket
-_PRODUCT_NS = 0.035  # a token's term of one entry of a formed gradient
-_CALL_NS = 30_000  # the additional cost of a sketch from factors for each matrix, for any tokens
+_PRODUCT_NS = 0.035  # the addition of a token's term to one entry of a formed gradient
+_CALL_NS = 30_000  # the fixed cost of a sketch from factors, for any number of tokens
 _LANES, _LANE_NS = 8, 8.0  # the addition of one entry of 8 samples' gradients to its bucket
 
 
@@ -50,7 +50,7 @@ def _token_ns(rows: int, columns: int, proj_dim: int) -> float:
 
 
 def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj_dim: int) -> bool:
-    """Return whether sums of outer products are cheaper to sketch from factors than to form.
+    """Return whether sketching sums of outer products from factors is cheaper than forming them.
 
     There are ``n_samples`` matrices of shape (rows, columns), each a sum of ``n_tokens`` outer
     products. This is an estimate for one core.
@@ -63,9 +63,9 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 @lru_cache(maxsize=16)
 def _flat_hashes_on(spec: ProjectionSpec, device: torch.device) -> tuple[Tensor, ...]:
-    """Return parameters' numbers of columns and the fields of ``Hashes`` on a device.
+    """Return each parameter's number of columns and the fields of ``Hashes``, on a device.
 
-    They are int64, except the signs, which are float32.
+    All are int64, except the signs, which are float32.
     """
     assert spec.shapes is not None
     fields = (x if x.dtype == "float32" else x.astype("int64") for x in hashes_of(spec))
@@ -75,7 +75,7 @@ def _flat_hashes_on(spec: ProjectionSpec, device: torch.device) -> tuple[Tensor,
 
 @lru_cache(maxsize=16)
 def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return buckets and signs of each parameter's rows and of its columns, on a device."""
+    """Return the buckets and signs of the rows and columns of each parameter, on a device."""
     assert spec.shapes is not None
     _, _, _, *flat = _flat_hashes_on(spec, device)
     sizes = [n for shape in spec.shapes for n in shape]
@@ -85,10 +85,10 @@ def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Ten
 
 @lru_cache(maxsize=2)
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return which entry of [a, b] each parameter's count sketches have in a bucket, and its sign.
+    """Return for each parameter the index in [a, b] of the entry in each bucket, and its sign.
 
-    Both tensors have shape (runs, k, 2). A run of k entries has no bucket twice. The sign is 0 if
-    the run has no entry in the bucket.
+    Both tensors have shape (runs, k, 2), with the factors a and b in the last dimension. A run is k
+    consecutive entries, which are in different buckets. The sign is 0 for an empty bucket.
     """
     assert spec.shapes is not None
     hashes, k = hashes_of(spec), spec.proj_dim
@@ -114,15 +114,16 @@ def _fill_counts(
 ) -> None:
     """Write the count sketches x and y of pairs of rows to ``counts``, float32.
 
-    On a CPU, numbers x + i y are scaled to equal norms of x and y.
+    On a CPU, pairs of rows are first scaled to equal norms if ``dim`` is 3.
 
     Args:
         spec: The projection.
-        number: The parameter.
+        number: Index of the parameter.
         left: Rows a, shape (b, tokens, n0).
         right: Rows b, shape (b, tokens, n1).
         counts: Contiguous, shape (tokens, b, k, 2) or (tokens, b, 2, k).
-        dim: The dimension of x and y: 3 for numbers x + i y, else 2.
+        dim: The dimension of ``counts`` along which x and y are stored: 3 for complex numbers
+            x + i y, else 2.
     """
     if _has_kernels(left.device):
         assert spec.shapes is not None
@@ -146,7 +147,7 @@ def _fill_counts(
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Split samples and tokens into pieces of at most ``most`` tokens, but at least one."""
+    """Split samples and tokens into pieces of at most ``most`` tokens, but at least one token."""
     n_samples, n_tokens = left.shape[:2]
     if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
@@ -165,7 +166,7 @@ def _add_transforms(counts: Tensor, sums: Tensor) -> None:
         add_squares_cpu(transformed.flatten(2).numpy(), torch.view_as_real(sums).flatten(1).numpy())
         return
     norms = torch.linalg.vector_norm(counts, dim=2, keepdim=True, dtype=torch.float64)
-    # Both factors are 0 if x or y is 0. NaN and infinity remain, because 0 times them is NaN.
+    # If x or y is 0, both are multiplied by 0. NaN and infinity then become NaN and are not hidden.
     counts *= (norms.flip(3) / norms).sqrt_().nan_to_num_(0, 0, 0).float()
     sums += torch.fft.fft(torch.view_as_complex(counts)).square_().sum(0)
 
@@ -192,7 +193,7 @@ def _add_lookups(
 def _places(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns and signs of the coordinates start, ..., stop - 1 of each bound."""
+    """Return the columns and signs of all coordinates in the ranges (start, stop) of ``bounds``."""
     widths, starts, positions, buckets, signs = _flat_hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
@@ -201,7 +202,7 @@ def _places(
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 
 
-# The places of few coordinates, such as those of all biases, are the same in each batch.
+# For few coordinates, such as those of all biases, columns and signs are cached between batches.
 _MOST_KEPT, _MOST_PLACES = 2**20, 2**22
 _kept_places = lru_cache(maxsize=4)(_places)
 
@@ -209,7 +210,7 @@ _kept_places = lru_cache(maxsize=4)(_places)
 def add_rows(out: Tensor, parts: Sequence[tuple[int, Tensor]], spec: ProjectionSpec) -> None:
     """Add the sketches of formed gradients to ``out``, shape (b, k).
 
-    A part is a first coordinate and gradients of consecutive coordinates, shape (b, n_i).
+    A part has its first coordinate and the gradients of n_i consecutive coordinates, (b, n_i).
     """
     pieces = [
         (first + at, block[:, at : at + _MOST_PLACES])
@@ -234,8 +235,8 @@ class OuterProducts:
     The total is within 1e-6 sum_t |a_t| |b_t| of the definition, where t runs over all terms.
 
     Attributes:
-        rows: Shape (b, k), float32: the terms that were added in the original domain.
-        spectrum: Shape (b, k), complex128: the sums of squared transforms.
+        rows: The sums of the terms that were not transformed, shape (b, k), float32.
+        spectrum: The sums of squared transforms, shape (b, k), complex128.
     """
 
     def __init__(self, spec: ProjectionSpec, n_samples: int, device: torch.device):
@@ -243,7 +244,7 @@ class OuterProducts:
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
-        # Count sketches of few tokens of each parameter, which are transformed together.
+        # Count sketches of parameters with few tokens are collected and transformed together.
         self._held, self._n_held = torch.empty(0, device=device), 0
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
@@ -291,14 +292,15 @@ class OuterProducts:
 class Contractions:
     """Inner products of vectors with the sketches of single outer products.
 
-    Each token is sketched once for all vectors. With the transforms X, Y and V of x, y and v,
-    <sketch, v> = Re <X Y, V> / k. All three are transforms of real vectors, so half of the
-    frequencies suffice. One matrix product computes the results for all tokens and vectors. They
-    are within 1e-6 |a_t| |b_t| |v| of the definition.
+    Each token is sketched once for all vectors. Let X, Y and V be the transforms of its count
+    sketches x and y and of a vector v. Then <sketch, v> = Re <X Y, V> / k. As x, y and v are real,
+    half of the frequencies suffice. One matrix product computes the results for all tokens and
+    vectors. The results are within 1e-6 |a_t| |b_t| |v| of the definition.
 
     Attributes:
         vectors: Shape (m, k), float32.
-        spectra: Weights of the real and imaginary parts of X Y, (m, 2 (k // 2 + 1)), float32.
+        spectra: Weights of the real and imaginary parts of X Y, for each vector, shape
+            (m, 2 (k // 2 + 1)), float32.
     """
 
     spec: ProjectionSpec
@@ -307,7 +309,7 @@ class Contractions:
 
     @classmethod
     def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
-        """Compute the Fourier transforms of the vectors."""
+        """Return the contractions with vectors of shape (m, k), after transforming the vectors."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
@@ -337,11 +339,11 @@ class Contractions:
         """Return <left[b, t] right[b, t]^T, R v> for pairs of b and v, shape (pairs, tokens).
 
         Args:
-            number: The parameter, as in ``OuterProducts``.
+            number: Index of the parameter.
             left: Shape (b, tokens, n0).
             right: Shape (b, tokens, n1).
             groups: Each sample b, in ascending order, with the slice of its pairs.
-            directions: The row of ``vectors`` in each pair, shape (pairs,).
+            directions: The index in ``vectors`` of the vector v of each pair, shape (pairs,).
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         if len(groups) < len(left):

@@ -53,7 +53,7 @@ _SWEPT = (
 )
 # The number of targets in a figure.
 TARGETS_IN_FIGURE = 6
-# The number of characters in a line, and of lines, above a tile and in a tile.
+# The largest number of characters in a line and of lines, for texts above a tile and in a tile.
 _ABOVE, _WITHIN = (18, 2), (17, 9)
 # The titles of measures of retrained models.
 _MEASURES = {
@@ -62,7 +62,7 @@ _MEASURES = {
     "target_loss": "Loss",
     "output": "Model output",
 }
-# The number of groups in a chart; the number of characters and of lines of the name of a group.
+# The largest number of groups in a chart, and of characters and lines in the name of a group.
 _GROUPS, _NAME = 25, (22, 1)
 
 
@@ -198,7 +198,10 @@ def lds_charts(evaluation: File) -> list[Chart]:
 
 
 def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
-    """Draw LDS against one setting, with a line for each ``combine`` and the config's others."""
+    """Return a chart of LDS against one setting, with the config's values of the other settings.
+
+    It has a line for each ``combine``.
+    """
     config = evaluation.row("best", setting="config")
     others = {other: getattr(config, other) for other, *_ in _SWEPT if other != name}
     sweep = part_with(evaluation.tables["sweep"], **others).sort_values(name, kind="stable")
@@ -221,9 +224,9 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
     """Return a chart for each measure of models retrained without, or only on, chosen samples.
 
-    A chart has a line for the chosen samples and a line for the same number of random samples,
-    against this number. ``labels`` contains a phrase for each subset, and ``treated``, which is
-    ``removed`` or ``trained on``. There are no charts for an empty list.
+    A chart shows the measure against the number of samples, with a line for chosen samples and a
+    line for as many random samples. ``labels`` contains a phrase for each subset. Its entry
+    ``treated`` is ``removed`` or ``trained on``. There are no charts for an empty list.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
@@ -254,7 +257,7 @@ def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
 
 
 def group_charts(groups: File) -> list[Chart]:
-    """Return a chart of the mean scores of the largest groups for each column."""
+    """Return a chart for each column, which shows the mean scores of its largest groups."""
     charts = []
     for column, rows in groups.tables["groups"].groupby("column", sort=False):
         largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)

@@ -16,7 +16,7 @@ from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import BEGINNING, Picture, Words, are_drawn, show_sample
 from trak_core.study.study import Study
 
-# The number of training samples of either sign for a target.
+# The largest number of training samples of each sign that are shown for a target.
 EACH = 4
 # The largest number of targets of an experiment and of the page, to limit the size of the page.
 _TARGETS, _IN_ALL = 20, 120
@@ -26,7 +26,7 @@ _TARGETS, _IN_ALL = 20, 120
 class Examples:
     """Targets of an experiment and their strongest training samples, by id.
 
-    ``targets`` contains those in the table ``shown``. ``train`` can contain further samples.
+    ``targets`` contains the targets in the table ``shown``. ``train`` can contain further samples.
     ``drawn`` is whether samples are pictures, and ``described`` is whether they have texts from the
     study's ``describe``.
     """

@@ -20,21 +20,21 @@ from trak_core.settings import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
 from trak_core.study.show_samples import BEGINNING, Picture, readable
 
-# The number of training samples of either sign for a target, and the number of targets that the
-# page shows without its script.
+# The number of training samples of each sign for a target, and the number of targets that the page
+# shows without its script.
 EACH_ON_PAGE, AT_ONCE = 10, 20
-# The largest sizes in bytes of a page; of ids, scores and columns; and of the page's own text,
-# style and script with the targets that are shown without the script.
+# The largest sizes in bytes: of a page, of its ids, scores and columns, and of its text, style and
+# script, including the targets that are shown without the script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
-# The number of characters of a text if all texts fit. Otherwise it is BEGINNING.
+# The largest number of characters of a text if all texts fit. Otherwise it is BEGINNING.
 _CHARACTERS = 1000
 
 # (is_target, id, characters) -> the target or training sample as it is shown, with at most this
 # number of characters, and a digest of its contents.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 _EQUAL_HARMS = (
-    "A training sample equal to this target is among its most harmful. Compare their labels, or "
-    "which of their tokens are scored."
+    "A training sample equal to this target is among its most harmful samples. Compare their "
+    "labels, or which of their tokens are scored."
 )
 # Colours of tokens have levels from 1 to LEVELS. The largest score has the level LEVELS.
 LEVELS = 9
@@ -70,7 +70,7 @@ class Tokens:
 
 
 def token_levels(scores: np.ndarray) -> list[int]:
-    """Return scores as integers in proportion to them, with ``LEVELS`` for the largest."""
+    """Return integers proportional to scores. The largest absolute value becomes ``LEVELS``."""
     largest = np.abs(scores).max(initial=0)
     if not largest > 0:
         return [0] * len(scores)
@@ -85,10 +85,12 @@ class Answer:
         experiment: The scores. See ``read_experiment``.
         targets: The id, texts, columns, ``sample`` and ``influences`` (index in ``train``, score,
             and levels of its tokens if known) of each target. With scores by token, also the texts
-            and levels of the target's tokens. ``equal`` marks, by index, samples with the same
-            contents as others or as the target. ``equal_harms`` is a sentence if a sample with the
-            contents of the target is among the most harmful ones, else "".
-        train: The same for each training sample of a target, and for the most harmful ones.
+            and levels of the target's tokens. ``equal`` has a text, by index in ``train``, for
+            samples with the same contents as other samples or as the target. ``equal_harms`` is a
+            sentence if a sample with the contents of the target is among the most harmful ones,
+            else "".
+        train: The id, texts, columns and ``sample`` of the targets' training samples, and of the
+            most harmful training samples.
         columns: The names of the columns in ``values`` of ``targets`` and ``train``, in order.
         pictures: Data URLs of the pictures that are shown without the script, by element id.
         drawn: Whether samples are shown as pictures.
@@ -110,7 +112,7 @@ class Answer:
 
     @property
     def n_left_out(self) -> tuple[int, int]:
-        """The number of targets that are not on the page, and of its samples that are not shown."""
+        """The number of targets that are not on the page, and of samples without contents."""
         samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
@@ -282,12 +284,13 @@ def explore(
 ) -> Answer:
     """Return the contents of an experiment's page of at most 5 MB.
 
-    Targets are on the page, in order, until their ids, scores and columns need half of it. As many
-    samples as fit are shown: first those of the first targets, then other targets, then other
-    training samples by their best rank. If not all texts fit, texts are shortened.
+    Targets are added in order until their ids, scores and columns take half of the page. Then
+    pictures or texts of samples are added as far as they fit: first of the first targets and their
+    training samples, then of other targets, then of other training samples by their best rank. If
+    not all texts fit, texts are shortened.
 
     ``show`` returns a sample as a picture if ``drawn``, and with the study's text if ``described``.
-    ``self_influence`` is that of training samples, by id.
+    ``self_influence`` has the self-influence of training samples, by id.
     """
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
@@ -314,9 +317,9 @@ def explore(
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
-    """Return an experiment without columns of targets that the texts of targets contain.
+    """Return an experiment without the columns of targets that the texts of targets contain.
 
-    A template makes a text from the fields of a question, and these fields are also columns.
+    If the study's template makes a text from the fields of a row, these fields are also columns.
     """
     table = experiment.tables["targets"]
     if MEAN_OF in table:
@@ -374,7 +377,7 @@ def _fill(
 def _mark_equal(
     targets: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], about: About
 ) -> None:
-    """Mark training samples of a target that have equal contents, also with different labels.
+    """Mark training samples of a target that have equal contents, even if their labels differ.
 
     Samples that are not shown are not compared.
     """
@@ -394,12 +397,12 @@ def _mark_equal(
         target["equal"] = marks
         harmful = {place for place, score in influences if not score.startswith("+")}
         is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
-        # In regression, a copy of a target lowers the prediction if it is too high.
+        # In regression, a copy of a target lowers the prediction if the prediction is too high.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 
 def _size(sample: Picture | str) -> int:
     text = sample if isinstance(sample, str) else sample.text
-    # Quotes and commas need up to 20 bytes. JSON encodes some characters as two or six.
+    # Quotes and commas need up to 20 bytes. JSON encodes some characters as two or six bytes.
     picture = len(sample.src) if isinstance(sample, Picture) else 0
     return len(_json(text).encode()) + picture + 20

@@ -10,7 +10,7 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The number of random samples in which parts of labels are counted to find the most frequent one.
+# The number of random samples in which parts of labels are counted to find the most frequent part.
 _MOST_READ = 256
 # A smaller fraction of correct classes is doubtful, even if it exceeds that of the guess.
 _FEW_RIGHT = 0.5
@@ -21,10 +21,11 @@ class Fit:
     """The quality of predictions of training samples, by the models and by a constant guess.
 
     Attributes:
-        measure: A sentence in ASCII with both numbers.
-        value: The fraction of correct predictions, or R2; None if all labels of a regression are
-            equal.
-        guess: The frequency of the most frequent label, or 0 for regression, the R2 of the mean.
+        measure: Sentences in ASCII with both numbers.
+        value: The fraction of correct predictions, or R2 for regression. None if all labels of a
+            regression are equal.
+        guess: The relative frequency of the most frequent label. 0 for regression, which is the R2
+            of the mean label.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
             standard errors), or predict most classes wrong.
     """
@@ -63,8 +64,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
     """Return the fit for two fractions, ``value`` and ``guess``, and their difference's error."""
     measure = (
-        f"The models predict {100 * value:.3g} % of the {parts} of their training samples; the "
-        f"most frequent one alone is right for {100 * guess:.3g} %."
+        f"The models predict {100 * value:.3g} % of the {parts} of their training samples. Always "
+        f"guessing the most frequent one would be right for {100 * guess:.3g} %."
     )
     is_better = value > guess and value - guess >= 2 * error
     is_doubtful = value < 1 and (value < least or not is_better)
@@ -74,16 +75,16 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     if (labels == labels[0]).all():
         measure = (
-            f"All training samples have the label {labels[0]:.3g}: how well the models predict "
-            "labels is unknown."
+            f"All training samples have the label {labels[0]:.3g}, so it is unknown how well the "
+            "models predict labels."
         )
         return Fit(measure, None, 0.0, is_doubtful=False)
     value = float(
         1 - np.square(labels - predictions).sum() / np.square(labels - labels.mean()).sum()
     )
     measure = (
-        f"The models predict the labels of their training samples with an R2 of {value:.3g}; "
-        "the mean label alone has 0."
+        f"The models predict the labels of their training samples with an R2 of {value:.3g}. "
+        "Always guessing the mean label would have 0."
     )
     return Fit(measure, value, 0.0, is_doubtful=value <= 0)
 

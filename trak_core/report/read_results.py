@@ -28,11 +28,11 @@ from trak_core.runtime.job import PEAK
 from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split
 
-# Smaller loss weights are counted as near 0.
+# Loss weights with a smaller absolute value are counted as near 0.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
 _N_HARMFUL = 100
-# The largest number of training samples in the table of several experiments.
+# The largest number of training samples in the table that compares experiments.
 _N_SHARED = 30
 # The names of shards and of groups of subsets, such as 2-of-5 and 0-9.
 _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
@@ -72,11 +72,12 @@ def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The inputs of the report. Measurements that were not made are empty.
+    """The inputs of the report. Fields of measurements that were not made are empty.
 
     ``config`` contains the keys that determine results. ``experiments`` are in the config's order.
-    ``evaluations`` and ``groups`` are by experiment. ``removals`` belong to an experiment and to
-    lists. ``matrices`` contains a file for each checkpoint, and ``self_influence`` at most one.
+    The keys of ``evaluations`` and ``groups`` are experiments. A file of ``removals`` is for an
+    experiment or a list. ``matrices`` has a file for each checkpoint, and ``self_influence`` at
+    most one file.
     """
 
     config: Mapping[str, Any]
@@ -129,22 +130,28 @@ def read_experiment(
 ) -> File:
     """Return the scores of an experiment, with all targets and the strongest influences on some.
 
-    There are ``each`` influences of either sign on the first ``n_shown`` targets. ``fit`` is
-    computed if the training samples are given.
+    There are at most ``each`` influences of each sign on the first ``n_shown`` targets. The
+    attribute ``fit`` is computed if the training samples ``train_split`` are given.
 
     Returns:
-        Tables ``targets``; ``shown``, the first targets; ``top_influences`` on those; ``train``,
-        the training samples in it and the most harmful ones; and ``moved``, the harm and help of
-        all training samples if the model output has a better direction. The last two have the
-        study's row numbers as index.
+        A file with these tables. ``train`` and ``moved`` have the study's row numbers as index.
 
-        Attributes ``unit`` of a score; ``output_words``, JSON of a user-defined model output in the
-        config; ``one_loss_weight``, whether all loss weights are 1; ``defaults``, a text on default
-        settings; ``n_train``; ``n_trained_on``, see this function; ``saturated``, the fraction of
-        training samples with a loss weight near 0 at the ends of runs; ``fit``, see ``with_fit``;
-        ``influential``, the ids in the file's ``top_influences``; ``most_harmful``, the ids of up
-        to 100 samples that harm targets most; ``n_harmful``, the number of samples that harm more
-        than they help.
+        - ``targets``: all targets. ``shown``: the first targets.
+        - ``top_influences``: the influences on the first targets.
+        - ``train``: the training samples in ``top_influences`` and the most harmful ones.
+        - ``moved``: the harm and help of all training samples, if the model output has a better
+          direction.
+
+        It has these attributes:
+
+        - ``unit``: the unit of a score. ``defaults``: a text on default settings.
+        - ``output_words``: JSON of a user-defined model output in the config.
+        - ``one_loss_weight``: whether all loss weights are 1. ``saturated``: the fraction of
+          training samples with a loss weight near 0 at the ends of runs.
+        - ``n_train``, ``n_trained_on``, ``fit``: see the functions ``n_trained_on``, ``with_fit``.
+        - ``influential``: the ids in the file's ``top_influences``.
+        - ``most_harmful``: the ids of up to 100 samples that harm targets most. ``n_harmful``: the
+          number of samples that harm more than they help.
     """
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
@@ -198,7 +205,7 @@ def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
         return 0
     asked = targets.loc[targets["id"].isin(train["id"]), :]
     same = train.set_index("id").loc[asked["id"], :]
-    # Outputs may differ, because rounding depends on the other samples of a batch.
+    # Equal samples may have different outputs, because rounding depends on the batch.
     is_near = np.isclose(asked["output"], same["output"], rtol=1e-3, atol=1e-3)
     return int(np.sum(is_near & (asked["label"].to_numpy() == same["label"].to_numpy())))
 
@@ -266,8 +273,8 @@ class Shared:
     """A training sample that is prominent in more than one experiment.
 
     ``moved`` contains its ``harm``, ``help``, ``score`` (help minus harm) and ``stands_out`` for
-    each experiment in which help is defined. ``stands_out`` is whether it is among the strongest
-    samples of a shown target, or among the 100 most harmful ones.
+    each experiment in which help is defined. ``stands_out`` is whether the sample is among the
+    strongest samples of a shown target, or among the 100 most harmful samples.
     """
 
     id: Any
@@ -278,7 +285,7 @@ class Shared:
 def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     """Return training samples that are prominent in several experiments, the strongest first.
 
-    The strength of a sample is the sum over experiments of |score| / (the experiment's largest).
+    The strength of a sample is the sum over experiments of |score| / (their largest |score|).
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
@@ -369,7 +376,7 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
 
     Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
     peak memory is read from the job's log, or else from Snakemake's file, in which it is NaN for
-    short jobs. Files with names that are not in ``known`` are from an earlier config, and ignored.
+    short jobs. Files of an earlier config, whose names are not in ``known``, are ignored.
     """
     jobs = []
     for path in sorted(folder.rglob("*.tsv")):
@@ -389,9 +396,9 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
 
 def _job_times(path: Path, log: Path) -> pd.DataFrame:
     """Return the seconds and the peak resident memory in MiB of the jobs in a file."""
-    # For jobs that end before its first measurement, Snakemake writes "NA" or a dash.
+    # If a job ends before Snakemake's first measurement, Snakemake writes "NA" or a dash.
     runs = pd.read_csv(path, sep="\t", na_values="-")
-    # If there is no CPU time, Snakemake measured the shell, before the process of the job began.
+    # If there is no CPU time, Snakemake measured only the shell, before the job's process began.
     is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
     peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
     return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})

@@ -1,7 +1,7 @@
 """Render HTML pages of results from templates, and determine the warnings on them.
 
-The folder templates/warnings/ contains the texts of warnings. Templates escape text. A name in a
-template without a value raises an error.
+The folder templates/warnings/ contains the texts of warnings. Templates escape text. An undefined
+name in a template raises an error.
 """
 
 import base64
@@ -34,15 +34,16 @@ from trak_core.report.read_results import (
 )
 from trak_core.settings import EXACT, Combine
 
-# The limits of warnings. Features are float32 with a relative error of 6e-8. With a condition
-# number above the limit, the second digit of a score can be wrong.
+# The limits of warnings. Features are float32 with a relative error of 6e-8. If a condition number
+# is above the limit, the second digit of a score can be wrong.
 LIMITS = {
     **{"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
     "targets": ENOUGH_TARGETS,
 }
-# The least number of targets for an estimate of the differences between targets.
+# The smallest number of targets from which the differences between targets are estimated.
 _ENOUGH_TARGETS = 8
-# For this n, three n x n matrices in float64 need 0.6 GB.
+# The largest number n of training samples for which the warning suggests exact scores. They need
+# three n x n matrices in float64, which take 0.6 GB.
 _MOST_EXACT = 5000
 
 
@@ -140,7 +141,7 @@ def _trained_on(scores: File) -> list[StudyWarning]:
 def _loss_weights(scores: File) -> list[StudyWarning]:
     # Answers do not have this attribute.
     saturated = scores.attributes.get("saturated", 0)
-    # A residual has a unit, so a fixed limit has no meaning.
+    # Loss weights that are residuals have a unit, so a fixed limit has no meaning.
     if saturated <= 0.5 or not output_of(scores).weight_is_probability:
         return []
     along = scores.spec["combine"] == Combine.UNIT_AVERAGE

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 # The file in a results folder with the config of the last run.
 CONFIG_RECORD = "config.json"
-# Spreadsheets interpret a cell that begins with one of these characters as a formula. The last ones
+# Spreadsheets interpret a cell that begins with one of these characters as a formula. The last four
 # are full-width forms.
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
@@ -44,7 +44,7 @@ def _is_running(process: int) -> bool:
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete partial files of killed processes of this machine."""
+    """Delete partial files that killed processes of this machine have left."""
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
     for partial in path.parent.iterdir():
@@ -75,7 +75,7 @@ def hold_results(results: Path) -> None:
         os.close(file)
         raise InputError(
             f"{results}: a results folder must be written to by one run at a time. Found another "
-            "run. Wait for it to end, or name another folder under `results`.",
+            "run that uses it. Wait for that run to end, or set another folder as `results`.",
             code="config.results_in_use",
         ) from error
     except OSError:
@@ -96,8 +96,8 @@ def supports_locks(file: int) -> bool:
 def lock_tables_where_possible(results: Path) -> None:
     """Turn off HDF5's file locks if the file system of a results folder does not support locks.
 
-    PyTables could not write there otherwise. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
-    errors of network file systems. Locks are not needed, because each job writes another file.
+    Otherwise PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
+    errors of network file systems. Locks are not needed, because no two jobs write the same file.
 
     The setting is an environment variable, which is not changed if it is already set. It affects
     child processes, and this process if PyTables is not yet imported.
@@ -114,7 +114,7 @@ def disk_full_error(path: Path, reason: str) -> InputError:
     """Return the error for a file that does not fit on the disk or in the quota."""
     free = shutil.disk_usage(path.parent).free // 2**20
     return InputError(
-        f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
+        f"{path}: the disk needs space for the file. Found: {reason}, with {free} MiB free. "
         "The partial file was deleted. Free space, or raise the quota or limit, and run snakemake "
         "again. Finished files are kept.",
         code="runtime.disk_full",
@@ -125,7 +125,8 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 def atomic_write(path: Path) -> Generator[Path, None, None]:
     """Yield a path to which the caller writes, and rename it to ``path`` at the end.
 
-    The folder is created. On an exception, such as for a full disk, ``path`` is not changed.
+    The folder is created. After an exception, for example if the disk is full, ``path`` is
+    unchanged.
 
     Yields:
         A hidden path in the same folder that no other process uses. If the process is killed, the
@@ -215,7 +216,7 @@ def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     failed = path if named.absolute().parent == results.absolute() else named
     return InputError(
         f"{results}: the results folder must be writable. Found {error.strerror or error} at "
-        f"{failed}. Change it, or name another folder under `results`.",
+        f"{failed}. Correct this, or set another folder as `results`.",
         code="config.results_folder",
     )
 
@@ -242,7 +243,7 @@ def _files(pattern: str) -> Iterator[Path]:
     for path in map(Path, names):
         if path.is_file():
             yield path
-        # Hidden files and Python's caches change without the data.
+        # Hidden files and Python's caches can change while the data stay the same.
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
             files = (Path(folder, name) for name in names if not name.startswith("."))
@@ -278,7 +279,7 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     return files
 
 
-_DIGITS = 64  # The number of digits of a SHA-256.
+_DIGITS = 64  # The number of hexadecimal digits of a SHA-256.
 
 
 def file_digest(path: Path) -> str:

@@ -36,8 +36,8 @@ _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured the heap.
 
-    By default, glibc returns the memory of each batch to the kernel, which must map and zero the
-    same pages again for the next batch.
+    By default, glibc returns the memory of each batch to the kernel. For the next batch, the kernel
+    would have to map and zero the same pages again.
     """
     is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
     is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -65,7 +65,8 @@ def export_library_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
 
 
-# Libraries read these variables at import. TQDM_DISABLE is not set, because a study can use bars.
+# Libraries read these variables at import. TQDM_DISABLE is not set, because a study can show
+# progress bars.
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
@@ -82,8 +83,8 @@ def quiet_libraries() -> None:
 
 
 _STOP_REASONS = {
-    signal.SIGTERM: "as when it is cancelled, preempted or out of time",
-    signal.SIGINT: "by Ctrl-C",
+    signal.SIGTERM: "which is sent to jobs that are cancelled, preempted or out of time",
+    signal.SIGINT: "which Ctrl-C sends",
 }
 
 
@@ -95,7 +96,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     report = sys.unraisablehook
 
     def repeat(ignored: "sys.UnraisableHookArgs") -> None:
-        """Send the signal again if Python ignores the stop, as in callbacks and ``__del__``."""
+        """Send the signal again if Python ignores the error, as in callbacks and ``__del__``."""
         if isinstance(ignored.exc_value, StoppedError):
             sys.unraisablehook = report
             stop_cleanly()
@@ -106,8 +107,8 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     sys.unraisablehook = repeat
     # StoppedError is not a subclass of Exception, so `except Exception` does not catch it.
     raise StoppedError(
-        f"Error: the job was told to stop ({stop.name}), {_STOP_REASONS[stop]}. It left nothing "
-        "half-written. Run snakemake again: what is finished stays."
+        f"Error: the job was stopped by {stop.name}, {_STOP_REASONS[stop]}. Its unfinished files "
+        "were deleted. Run snakemake again. Finished files are kept."
     )
 
 
@@ -123,7 +124,7 @@ def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
 
 
 def stop_before_jobs() -> None:
-    """Make Ctrl-C end this process with one line, until ``explain_interrupts`` is called."""
+    """Make Ctrl-C end this process with a one-line message, until ``explain_interrupts``."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _end_before_jobs)
     if os.name == "posix":  # A blocked SIGINT is delivered now.
@@ -131,7 +132,7 @@ def stop_before_jobs() -> None:
 
 
 def explain_interrupts(results: str, *, is_main: bool) -> None:
-    """Make Ctrl-C end Snakemake with a message on finished files instead of tracebacks.
+    """Make Ctrl-C end Snakemake with a message about finished files instead of tracebacks.
 
     Snakemake still waits for running jobs and unlocks the folder. A second Ctrl-C ends the wait.
     SIGINT handlers of other programs are not replaced. Only the Snakemake process that the user
@@ -142,8 +143,8 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end_before_jobs):
         return
     goodbye = (
-        f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
-        "half-written. To go on, run the same command again."
+        f"Stopped by Ctrl-C. Finished files are kept in {results}, and unfinished files were "
+        "deleted. To continue, run the same command again."
     )
 
     def end_at_once(_number: int, _frame: FrameType | None) -> None:
@@ -154,7 +155,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         # Snakemake would report each interrupted job as failed. Logs of jobs contain the reason.
         logging.disable(logging.CRITICAL)
         if is_main:
-            print("\nStopping by Ctrl-C: running jobs clear up first.", file=sys.stderr)
+            print("\nStopping by Ctrl-C: waiting for jobs to clean up.", file=sys.stderr)
             atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler handles this like a KeyboardInterrupt.
         raise SystemExit(128 + signal.SIGINT)
@@ -162,13 +163,14 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The beginning of the last line of a job's log. Snakemake samples memory, and can miss the peak.
+# The beginning of the last line of a job's log. This peak is exact, while Snakemake measures memory
+# at intervals and can miss it.
 PEAK = "peak memory: "
 _MORE_MEMORY = (
-    "Lower compute.memory_mb, to which arrays are cut, or compute.batch_size; or give the job more "
-    "than compute.memory_mb + 1500 MiB, of which torch and the study's own data take the 1500, and "
-    "a large model's weights: on a cluster by --set-resources RULE:mem_mb=..., on one machine by "
-    "fewer jobs at once (--cores)."
+    "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
+    "job more memory: it needs compute.memory_mb, 1500 MiB for torch and the study's data, and "
+    "space for the weights of a large model. On a cluster, use --set-resources RULE:mem_mb=... "
+    "On one machine, run fewer jobs at the same time (--cores)."
 )
 
 
@@ -179,12 +181,12 @@ def _explained(error: Exception) -> str | None:
     reason = disk_full_reason(error)
     if reason is not None:
         return (
-            f"the disk must hold what a job writes, its log too. Found: {reason}. Make room, or "
-            "raise the quota or limit, and run snakemake again: what is finished stays."
+            f"the disk must have space for a job's files and log. Found: {reason}. Free space, or "
+            "raise the quota or limit, and run snakemake again. Finished files are kept."
         )
     if caused_by_out_of_memory(error):
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        return f"the job's memory must hold its work. It ran out: {reason} {_MORE_MEMORY}"
+        return f"the job must have enough memory. It ran out: {reason} {_MORE_MEMORY}"
     return None
 
 
@@ -215,8 +217,8 @@ def logged_to(path: str) -> Generator[None, None, None]:
     write a message to the log. After a successful job, the last line of the log is its peak memory.
 
     Raises:
-        SystemExit: Instead of an ``InputError``, or an error of a full disk or exhausted memory.
-            The log contains a message without traceback.
+        SystemExit: Instead of an ``InputError``, or of the error for a full disk or for too little
+            memory. The log contains a message without traceback.
     """
     stop_cleanly()
     terminal = os.dup(2)
@@ -243,12 +245,13 @@ def logged_to(path: str) -> Generator[None, None, None]:
         raise SystemExit(1) from None
 
 
-# Params with which Snakemake decides to run a job again. Stages need not take them.
+# Params by which Snakemake decides whether to run a job again. Stages need not take them.
 _TRIGGERS = {"code", "signature", "digest"}
-# Modules and a function that jobs import late. The server that forks jobs imports them first.
+# Modules and a function that jobs import when they need them. The server that forks jobs imports
+# them first.
 _LATER = ("pandas", "tables", "matplotlib.backends.backend_agg")
 _LOAD_COMPILER = "trak_core.projection.cpu.project:load_compiler"
-# The modules of stages that are not in a module with their name.
+# The modules of stages whose module has a different name.
 _MODULES = {
     "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
@@ -261,7 +264,7 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the dotted name of a stage's module. Most modules have the name of their stage."""
+    """Return the dotted name of a stage's module. Most modules are named after their stage."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 
@@ -329,7 +332,7 @@ def run(job: Mapping[str, Any]) -> None:
     parameters = inspect.signature(stage).parameters
     unknown = set(job["own"]) - parameters.keys() - _TRIGGERS
     if unknown:
-        raise TypeError(f"rule {job['rule']} names {', '.join(sorted(unknown))}, not its stage's")
+        raise TypeError(f"stage of rule {job['rule']} does not take {', '.join(sorted(unknown))}")
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]
     stage(**{name: convert_param(named[name], hints[name]) for name in taken})

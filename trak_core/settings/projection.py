@@ -12,15 +12,15 @@ from trak_core.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Properties of a kind of projection; ``projection/reference.py`` defines its entries.
+    """Properties of a kind of projection. ``projection/reference.py`` defines the entries of R.
 
     Attributes:
-        tag: The kind's number in the counter of Philox. No other kind may ever use it. None if
-            nothing is random.
+        tag: The kind's number in the counter of Philox. No other kind may ever use it. None if R is
+            not random.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be a power of two.
-        of_matrices: Whether an entry depends on its row and column in a parameter as a matrix. The
-            spec then has the shapes, and each row of R has one nonzero entry, +1 or -1.
+        of_matrices: Whether R depends on the shapes of the parameters as matrices. The spec then
+            has these shapes, and each row of R has one nonzero entry, +1 or -1.
     """
 
     tag: int | None
@@ -135,7 +135,8 @@ class ProjectionSpec:
         if not self.kind.about.of_matrices:
             if self.shapes is not None:
                 raise InputError(
-                    f"The projection kind {self.kind} has no shapes. Found {self.shapes}.",
+                    f"`shapes` must be None for the projection kind {self.kind}. "
+                    f"Found {self.shapes}.",
                     code="spec.kind_without_shapes",
                 )
             return
@@ -184,9 +185,9 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# Up to the first number for n_params * proj_dim, a dense matrix takes 1 to 2 ms for each sample on
-# one core. Up to the second number for n_params, the fast transform takes about as long as a tensor
-# sketch from factors (benchmarks/RESULTS.md).
+# If n_params * proj_dim is at most the first number, a dense matrix takes 1 to 2 ms for each sample
+# on one core. If n_params is at most the second number, the fast transform takes about as long as a
+# tensor sketch from factors (benchmarks/RESULTS.md).
 _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 
 
@@ -194,7 +195,7 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
     """Return the default kind: the cheapest kind that is as accurate as a dense matrix.
 
     It is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
-    ``proj_dim`` is a power of two, and else ``tensor_sketch``.
+    ``proj_dim`` is a power of two, and ``tensor_sketch`` otherwise.
     """
     if n_params * proj_dim <= _DENSE_PRODUCTS:
         return ProjectionKind.RADEMACHER

@@ -15,7 +15,7 @@ from trak_core.settings.projection import (
     usual_kind,
 )
 
-# The kind for scores by inner products of whole gradients, in a config and in files.
+# The projection kind of scores from gradients that are not projected, in a config and in files.
 EXACT = "exact"
 # The split of the training samples. All other splits except the pool are targets of an experiment.
 TRAIN = "train"
@@ -23,14 +23,14 @@ TRAIN = "train"
 POOL = "pool"
 # The column that names the experiments whose mean is the target of an experiment.
 MEAN_OF = "mean_of"
-# The text in that column between the names of a group and of the group whose mean is subtracted.
+# In the column MEAN_OF, the text between the names of a group and of the group that is subtracted.
 LESS = ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
 
 
 class Weighting(StrEnum):
-    """The diagonal W of the normal matrix: 1, or a power of the curvature of the loss in f."""
+    """The weights W of samples in the normal matrix: 1, or a power of the loss's curvature in f."""
 
     PLAIN = "plain"
     CURVATURE = "curvature"
@@ -45,14 +45,14 @@ class Combine(StrEnum):
 
     @property
     def divides_by_norm(self) -> bool:
-        """Whether each checkpoint's scores are divided by ||B||."""
+        """Whether each checkpoint's scores are divided by their norm ||B|| (scores.md)."""
         return self is Combine.UNIT_AVERAGE
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
     """Return the power of the curvature in W, or None for W = 1.
 
-    It is the power of the loss weights if these are probabilities, else 1.
+    If the loss weights are probabilities (``is_probability``), it is their ``power``, else 1.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -77,10 +77,10 @@ class Setting:
 
 
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
-    """Return the Cartesian product of a sweep's values, sorted; empty without a sweep.
+    """Return the Cartesian product of a sweep's values, sorted, or [] without a sweep.
 
-    A sweep has values for each field except ``combine``. All values of ``combine`` are used. The
-    values of the study's ``own`` setting are added.
+    A sweep has values for each field of ``Setting`` except ``combine``. All values of ``combine``
+    are used. The values of the config, ``own``, are added.
     """
     if sweep is None:
         return []
@@ -104,8 +104,8 @@ def ordered(value: Any) -> Any:
 class FeaturesSpec:
     """The settings that determine features, a Gramian or embeddings.
 
-    It is a param of the rule, is stored in the file, and is compared when files are combined.
-    Without a checkpoint and a split it describes the features of all checkpoints and splits.
+    A spec is a param of the rule, is stored in the file, and is compared when files are combined.
+    A spec without checkpoint and split describes the features of all checkpoints and splits.
 
     Attributes:
         model_output: Name of the model output f.
@@ -121,13 +121,13 @@ class FeaturesSpec:
         targets_digest: Hash of the experiment's target ids. None for the training samples.
         state_dicts: For each checkpoint id, the keys that lead to the state dict in the checkpoint.
             None if the config does not select a state dict.
-        label_draws: The number of labels that are drawn from the model for each training sample,
-            for the normal matrix. 0 for a normal matrix of the features.
+        label_draws: The number of labels that are drawn from the model for each training sample, to
+            compute the normal matrix. 0 if it is computed from the features.
         precision: The precision of float32 products, ``highest`` or ``high`` (``float32_precision``
             of ``attribution/device.py``).
     """
 
-    # Values of later fields that ``as_dict`` leaves out, so that older files stay valid.
+    # ``as_dict`` omits these values of fields that were added later, so older files stay valid.
     LEFT_OUT: ClassVar[Mapping[str, Any]] = {"label_draws": 0, "precision": "highest"}
 
     model_output: str
@@ -194,18 +194,19 @@ class NormalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
-    """The settings that determine scores of one checkpoint, or, with ``runs``, of all together.
+    """The settings that determine the scores of one checkpoint, or of all if ``runs`` is given.
 
-    They include those of the normal matrix. ``features`` has a checkpoint only if ``runs`` is None.
+    They include the settings of the normal matrix. ``features`` has a checkpoint only if ``runs``
+    is None.
 
     Attributes:
         damping: Relative damping, at least 0.
         experiment: Name of the experiment. None for self-influences.
         targets_digest: Hash of the experiment's target ids.
-        runs: Ids of the checkpoints of every run, in the order in which they were saved. None for
-            one checkpoint's scores, like ``combine`` and ``loss_weight_power``.
+        runs: Ids of the checkpoints of every run, in the order in which they were saved. For the
+            scores of one checkpoint, ``runs``, ``combine`` and ``loss_weight_power`` are None.
         combine: How checkpoints and loss weights are combined.
-        loss_weight_power: In (0, 1].
+        loss_weight_power: Power of the loss weights, in (0, 1].
         pool_digest: Hash of the pool if its samples are scored. None for the training samples.
     """
 
@@ -231,9 +232,10 @@ class ScoresSpec(NormalSpec):
 
     @property
     def along_runs(self) -> list[str]:
-        """Ids of all checkpoints, ordered so that the first few are of different runs and times.
+        """Ids of all checkpoints, ordered so that the first ones differ in run and time.
 
-        The order begins with the first run's last checkpoint and the second run's last but one.
+        The order begins with the last checkpoint of the first run and the second-to-last checkpoint
+        of the second run.
         """
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
@@ -278,9 +280,7 @@ class RetrainedSpec:
     """The settings that determine models retrained on subsets of the training samples.
 
     Attributes:
-        subsets: ``random`` for random subsets; ``without random`` for all samples, and all without
-            random samples; ``without top`` for all without the top samples by scores or a baseline;
-            ``list`` for all samples, and all without (or only) samples of a list, or random ones.
+        subsets: The kind of subsets, such as ``random``. ``stages/retrain.py`` describes the kinds.
         arguments: Arguments of the study's ``train`` other than ``seed`` and ``data``.
         model_output: Name of the model output f, which is stored for every target.
         seeds: Number of trainings on each subset.
@@ -289,9 +289,9 @@ class RetrainedSpec:
             fractions of the training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
-        run_seeds: Seeds of runs that all subsets share. ``arguments`` are then those of the runs,
-            and ``train`` gets ``sample_weights`` instead of ``data``. None if every subset has its
-            own seeds.
+        run_seeds: Seeds of the study's runs, if all subsets are trained with them. ``arguments``
+            are then those of the runs, and ``train`` gets ``sample_weights`` instead of ``data``.
+            None if the seeds differ between subsets.
     """
 
     subsets: str
@@ -312,11 +312,11 @@ class RetrainedSpec:
 
 def subset_size(n_train: int, fraction: float) -> int:
     """Return a fraction of the number of training samples, rounded down."""
-    return int(n_train * fraction + 1e-9)  # 0.29 * 100 is slightly less than 29
+    return int(n_train * fraction + 1e-9)  # in float64, 0.29 * 100 is slightly less than 29
 
 
 def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
-    """Return the different numbers of samples to remove.
+    """Return the numbers of samples to remove, without repetitions.
 
     Numbers below 1 are fractions of ``n_train``, rounded to at least one sample.
     """

@@ -6,7 +6,7 @@
 16 patterns of signs. For every four coordinates the 16 signed sums are stored in a table. For each
 column one table row is added, selected by four bits of the column's random word. A matrix product
 would need four multiplications and four entries of R instead. On processors with wide vectors, a
-table row has the sums of two tiles of samples.
+table row has the sums of two tiles of eight samples.
 
 Source: Arlazarov, Dinic, Kronrod, Faradzev, "On economical construction of the transitive closure
 of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of few rows).
@@ -32,7 +32,7 @@ from trak_core.projection.cpu.simd_lanes import (
 from trak_core.settings import ProjectionKind
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
-_BLOCK = 128  # coordinates with signs in the same four words of a column
+_BLOCK = 128  # coordinates whose signs are in the same four words of a column
 _WORDS = 4  # words for one column and block
 _NIBBLES = 8  # groups of 4 bits in a word
 _CHAINS = 4  # independent sums, which hide the latency of additions
@@ -117,7 +117,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Compute ``rademacher_slice_cpu``, for two tiles at once if ``in_pairs``."""
+    """Compute ``rademacher_slice_cpu``. If ``in_pairs``, process two tiles of samples together."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)

@@ -1,8 +1,8 @@
 """Project gradients on a CPU with several threads, in fixed slices of coordinates.
 
 Slices start at multiples of their length, and their sums are added in order. Therefore the result
-does not depend on the number of threads or on the blocks of the gradient. It does not depend on
-chunks either if they end at the end of a slice.
+does not depend on the number of threads or on the blocks of the gradient. If each chunk ends at the
+end of a slice, the result does not depend on the chunks either.
 """
 
 import ctypes
@@ -26,12 +26,13 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-# Number of calls for each thread. With several calls, no thread is idle for long at the end.
+# Number of kernel calls for each thread. With several calls, no thread is idle for long at the end.
 _CALLS = 4
-# The limit in bytes for results that wait to be added in order. One for each thread is allowed.
+# The limit in bytes for results that wait to be added in order. Each thread may always have one.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # samples that a kernel may process together
-# It is None in a process that multiprocessing forked, because OpenMP may have been used before.
+# The process that imported this module, or None if multiprocessing forked this process, because
+# OpenMP may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
 _PAUSE_SOFT = 1  # omp_pause_soft keeps the user's settings of OpenMP
 
@@ -39,10 +40,10 @@ _PAUSE_SOFT = 1  # omp_pause_soft keeps the user's settings of OpenMP
 def pause_openmp() -> None:
     """Stop OpenMP's threads until they have work again.
 
-    After their last work, they wait actively for some milliseconds and occupy cores that other
-    threads could use. Starting them again takes less than 0.1 ms. The function does nothing if no
-    OpenMP 5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for the
-    threads of the parent process. It cannot detect an ``os.fork`` before this module's import.
+    An idle thread of OpenMP waits actively for some milliseconds and occupies a core that another
+    thread could use. Starting the threads again takes less than 0.1 ms. This function does nothing
+    if no OpenMP 5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for
+    the threads of the parent process. It cannot detect an ``os.fork`` before this module's import.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -54,7 +55,7 @@ def pause_openmp() -> None:
 
 
 def load_compiler() -> None:
-    """Load the parts of numba that its first kernel needs, so that forked jobs save 0.25 s.
+    """Load the parts of numba that the first kernel needs, so that each forked job saves 0.25 s.
 
     No kernel is compiled and no thread is started.
     """
@@ -67,9 +68,9 @@ class _Kernel:
 
     Attributes:
         call: A function of rows, a range of columns, the first coordinate, the key and the result.
-        length: Number of coordinates of a slice, enough work for one thread for every proj_dim.
-        share: Least number of samples of a share. Each share computes the entries of R again.
-        most: The largest number of samples with rows and sums that fit into the caches.
+        length: Number of coordinates of a slice. A slice is enough work for a thread.
+        share: Smallest number of samples in a share, because each share computes R again.
+        most: Largest number of samples whose rows and sums fit into the caches.
     """
 
     call: Callable[..., None]
@@ -78,7 +79,8 @@ class _Kernel:
     most: int
 
 
-_DENSE, _SPARSE = 2**14, 2**17  # for kinds with work proportional to proj_dim, and for others
+# Slice lengths of kinds whose work is proportional to proj_dim, and of the other kinds.
+_DENSE, _SPARSE = 2**14, 2**17
 _KERNELS = {
     ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
     ProjectionKind.NORMAL: _Kernel(normal_slice_cpu, _DENSE, 128, 512),
@@ -88,7 +90,7 @@ _KERNELS = {
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the number of coordinates in a slice, a multiple of the blocks of ``hadamard``."""
+    """Return the number of coordinates in a slice, a multiple of proj_dim for ``hadamard``."""
     length = _KERNELS[spec.kind].length
     return max(length, spec.proj_dim) if spec.kind is ProjectionKind.HADAMARD else length
 
@@ -101,7 +103,7 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return columns ``start`` to ``stop`` of consecutive blocks as a matrix and a column range.
+    """Return a matrix and the range of its columns that are ``start`` to ``stop`` of the blocks.
 
     The matrix is C-contiguous and float32, because Numba would compile another kernel for any
     other layout. If a single such block contains all columns, it is not copied.
@@ -121,7 +123,7 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
-    """Return the kernel as a function of rows, a column range, first coordinate and result."""
+    """Return the kernel as a function of rows, column range, first coordinate and result."""
     if spec.shapes is not None:
         hashes, shapes = hashes_of(spec), np.array(spec.shapes, np.int64)
         return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *hashes, shapes, out)
@@ -183,8 +185,8 @@ def project_cpu(
             or uint16 with the bits of bfloat16.
         spec: The projection, of any kind except ``identity``.
         offset: Coordinate of the first column.
-        threads: Number of threads, which process slices or shares of their samples. It does not
-            change the result, bit for bit.
+        threads: Number of threads, which process slices or shares of their samples. The result is
+            the same, bit for bit, for every number of threads.
         out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)

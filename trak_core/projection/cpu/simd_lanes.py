@@ -1,8 +1,9 @@
 """Helpers of the CPU kernels: vectors of eight samples, compilation, and random words.
 
-Samples form tiles of eight, one in each vector lane. A coordinate or column of a tile is a row of
-eight float32 numbers. The results of a sample are computed in its lane and do not depend on the
-other samples of its batch. Lanes beyond the last sample are zero.
+Samples are grouped into tiles of eight, with one sample in each vector lane. For each coordinate of
+the gradients or column of the result, a tile has a row of eight float32 numbers. The results of a
+sample are computed in its lane and do not depend on the other samples of its batch. Lanes without a
+sample are zero.
 
 Intrinsics generate vector instructions, because LLVM does not vectorize loops over the lanes.
 """
@@ -25,7 +26,7 @@ _HALF = np.uint64(32)
 
 
 # Numba caches compiled code until the kernel's file changes. It does not detect changes in other
-# modules that the kernel uses, so that each version of the projection's source has its own folder.
+# modules that the kernel uses, so each version of the projection's source has a separate folder.
 _CACHE_FOLDER = Path(
     os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).with_name("__pycache__"),
     code_digest("projection"),
@@ -80,7 +81,7 @@ def fill_words(words, first_call, q, tag, key):
 
 
 LANES = 8
-# The type is declared here because calls have one argument less than the decorated function.
+# The type is declared because an intrinsic is called without the first argument of its definition.
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
@@ -155,10 +156,11 @@ class LaneArrays:
 
 @cache
 def holds_two_tiles() -> bool:
-    """Return whether this processor adds rows of two tiles as fast as rows of one.
+    """Return whether this processor adds rows of two tiles as fast as rows of one tile.
 
-    That needs vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles at once took 0.58 times
-    as long as one after the other. On AMD's Zen 3, which has vectors of 256 bits, they took longer.
+    That needs vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles together took 0.58
+    times as long as two tiles in sequence. On AMD's Zen 3, with vectors of 256 bits, they took
+    longer.
     """
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
     return is_native and bool(binding.get_host_cpu_features().get("avx512f"))
@@ -172,7 +174,7 @@ def tiles_of(n_samples):
 
 @compiled
 def flush(total, sums):
-    """Add sums to a total and set them to 0, because sums of short sums are more accurate."""
+    """Add sums to a total and set them to 0. Adding short sums reduces rounding errors."""
     total = total.reshape(-1)
     sums = sums.reshape(-1)
     for i in range(len(total)):

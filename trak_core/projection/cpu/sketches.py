@@ -89,7 +89,7 @@ def _add_signed(_, sums, column, x, row, sign):
 
 @compiled
 def fill_signs(signs, words, first_call, block, key):
-    """Write D_b (``first_call`` 0) or E_b (``COLUMN_SIGNS``) as +1 and -1."""
+    """Write the signs D_b (if ``first_call`` is 0) or E_b (if ``COLUMN_SIGNS``) as +1 and -1."""
     fill_words(words, first_call, block, _HADAMARD, key)
     for i in range(len(signs)):
         bit = (words[i >> 5] >> np.uint32(i & 31)) & np.uint32(1)
@@ -141,22 +141,22 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
 
 
 _TENSOR_SKETCH = ProjectionKind.TENSOR_SKETCH.tag
-_BLOCK = 128  # coordinates copied to lanes at once
-_FREQUENCIES = 512  # complex numbers whose squares are summed at once
+_BLOCK = 128  # coordinates that are copied to lanes at a time
+_FREQUENCIES = 512  # complex numbers whose squares are summed at a time
 _FLUSH = 32  # mean number of additions to a column after which the sums are added to the total
 
 
 class Hashes(NamedTuple):
-    """Buckets and signs of the rows and columns of all parameters, in one array each.
+    """Buckets and signs of the rows and columns of all parameters, concatenated.
 
     Each parameter's rows come first, then its columns, then the next parameter's rows.
 
     Attributes:
-        starts: Coordinate of each parameter's first entry, and the number of coordinates, int64.
-        positions: Index of each parameter's first row and first column in the arrays below,
-            shape (n_parameters, 2).
-        buckets: uint32.
-        signs: +1 or -1, float32.
+        starts: Coordinate of each parameter's first entry, then the number of coordinates, int64.
+        positions: Index of each parameter's first row and first column in ``buckets`` and
+            ``signs``, shape (n_parameters, 2).
+        buckets: Bucket of each row and column, uint32.
+        signs: Sign of each row and column, +1 or -1, float32.
     """
 
     starts: np.ndarray
@@ -243,7 +243,7 @@ def tensor_sketch_slice_cpu(
 
 @njit(fastmath={"reassoc"})
 def _norm(numbers):
-    """Return the norm of float32 numbers. Their squares would overflow or underflow in float32."""
+    """Return the norm of float32 numbers. The squares could overflow or underflow in float32."""
     total = 0.0
     for number in numbers:
         total += np.float64(number) * np.float64(number)
@@ -257,7 +257,7 @@ def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, step, secon
     The factors have shapes (b, tokens, n0) and (b, tokens, n1). Entry i of the sketch of ``left``
     is ``out[..., step * i]``, and entry i of the sketch of ``right`` is
     ``out[..., step * i + second]``. Numbers are float32. If ``is_balanced``, the factors of each
-    token are first scaled to equal norms, or to 0 if one is 0.
+    token are first scaled to equal norms. If one of them is 0, both are multiplied by 0.
     """
     scale0 = scale1 = np.float32(1)
     for b in range(len(left)):

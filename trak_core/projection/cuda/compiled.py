@@ -4,11 +4,11 @@ numba-cuda compiles a kernel for one compute capability, one set of argument typ
 of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so that later
 processes import neither numba.cuda nor a compiler.
 
-A launch writes all arguments to one array with 8 bytes for each, which the driver reads. This
-differs from a launch by numba in that tensors are passed as addresses and no type is inspected. In
-numba's calling convention a one-dimensional array has seven arguments: two unused addresses, the
-number of entries, their size, the address, the length and the stride. A tuple has one argument for
-each element. Numbers of 4 bytes are in the lower half of their 8 bytes.
+A launch writes the arguments to an array that the driver reads, with 8 bytes for each argument.
+Unlike numba's launches, it inspects no types and passes tensors as addresses. In numba's calling
+convention a one-dimensional array has seven arguments: two unused addresses, the number of entries,
+their size, the address, the length and the stride. A tuple has one argument for each element.
+Numbers of 4 bytes are in the lower half of their 8 bytes.
 """
 
 import ctypes
@@ -111,7 +111,7 @@ def words_of(arguments: Iterable[Any]) -> list[int]:
 
 
 class _Slots(threading.local):
-    """Memory of a thread for the arguments of a launch, and for their addresses."""
+    """Memory for the arguments of a launch and for their addresses, separate for each thread."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_int64 * _MOST_ARGUMENTS)()
@@ -135,7 +135,7 @@ def _driver() -> Any:
 
 
 def _check(result: tuple[Any, ...], name: str) -> Any:
-    """Return the first result of a call of the driver; raise an error if the call failed."""
+    """Return the first result of a driver call, or raise an error if the call failed."""
     status, *values = result
     if status:
         raise RuntimeError(f"{name} returned {status.name}")
@@ -197,7 +197,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a SHA-256 and the content. If that fails, the next process compiles again."""
+    """Write the content, after its SHA-256. If writing fails, the next process compiles again."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def keep(path: Path, content: bytes) -> None:
 
 @cache
 def _source() -> bytes:
-    """Return the digest of everything that determines machine code: this folder and compilers."""
+    """Return the digest of this folder's source and the compilers' versions."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

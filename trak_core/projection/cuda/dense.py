@@ -1,22 +1,23 @@
 """Project on a GPU with dense matrices of independent entries, with and without tensor cores.
 
-*Portable kernel*: plain float32 arithmetic, for any GPU and for the simulator. A block of threads
-processes one slice of coordinates and ``samples`` rows, with four columns for each thread. It loads
-128 coordinates at a time into shared memory. Each thread computes the entries of its columns in
-registers and multiplies them with every row. The result does not depend on the size of warps. Sums
-of 128 products are formed first and then added, which keeps rounding errors below 1e-6.
+The *portable kernel* uses plain float32 arithmetic and runs on any GPU and in the simulator. A
+block of threads processes one slice of coordinates and ``samples`` rows. Each thread processes four
+columns. The block loads 128 coordinates at a time into shared memory. Each thread computes the
+entries of R for its columns in registers and multiplies them with every row. The result does not
+depend on the size of warps. Sums of 128 products are computed first and then added, which keeps
+rounding errors below 1e-6.
 
-*Tensor-core kernel* (mma.sync, compute capability 8.0 and later), for ``rademacher``. R is never in
-memory. A warp computes the operand registers of m16n8k16 products from Philox words, with one shift
-and one logical operation for each register of two 16-bit entries +1 or -1. One Philox call returns
-4 columns of a thread for 128 coordinates, in the order of the products' operands. Gradients are
-copied to shared memory one stage ahead of their use.
+The *tensor-core kernel* for ``rademacher`` uses mma.sync (compute capability 8.0 and later). R is
+never in memory. A warp computes the operands of m16n8k16 products from Philox words. An operand
+register has two 16-bit entries, +1 or -1, and takes one shift and one logical operation. One Philox
+call returns all signs that a thread needs for 4 columns and 128 coordinates, in the order of the
+operands. Gradients are copied to shared memory one stage ahead of their use.
 
 The products are exact. Tensor cores add them in float32 and round toward zero. Every 4096
-coordinates, the sums are added to totals in registers, rounded to nearest.
+coordinates, the sums are added to totals in registers, with rounding to nearest.
 
-A float32 gradient is split into two rows of bfloat16 numbers, its high and its low part. R is
-exact, so the sum of the two results differs from that of float32 by at most 2^-18 of each entry.
+A float32 gradient is split into two rows of bfloat16 numbers, its high and its low part. The
+entries of R are exact in bfloat16, so the error is at most 2^-18 of each entry of the gradient.
 
 Source: NVIDIA, "Parallel Thread Execution ISA", "Matrix fragments for mma.m16n8k16".
 """
@@ -143,7 +144,10 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
 
 @cache
 def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
-    """Return the kernel for one tile and dtype. ``flush`` is a power of two, at least 256."""
+    """Return the kernel for one tile and dtype.
+
+    After ``flush`` coordinates, a power of two and at least 256, sums are added to totals.
+    """
     mma = ptx.mma_bfloat16 if bfloat16 else ptx.mma_float16
     ones = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
     sign = uint32(0x80008000)
@@ -164,7 +168,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Start to copy 256 coordinates from g on. Those outside of the slice become 0."""
+        """Start to copy 256 coordinates from g on. Coordinates outside of the slice become 0."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8
@@ -278,7 +282,8 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
                     q = uint64(4 * ((g >> 7) + block) + member)
                     low = uint32(q & uint64(0xFFFFFFFF))
                     high = uint32(uint32(q >> uint64(32)) | uint32(_RADEMACHER << 24))
-                    # Without the copy, the first Philox products would occupy registers throughout.
+                    # Without the copy, the compiler would keep the first Philox products of all
+                    # blocks in registers.
                     make_words(ptx.opaque_copy(call), low, high, stream, keys, words)
                     address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)
                     address = uint32(address + uint32(block * 256))

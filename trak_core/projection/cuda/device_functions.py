@@ -1,7 +1,7 @@
 """Device functions of the kernels: Philox, signs and normal entries, as in ``reference.py``.
 
-They compute with single words. In numba's simulator they run as plain Python, so that tests compare
-their bits with the definition on machines without a GPU.
+Each call processes a single word. In numba's simulator the functions run as plain Python, so tests
+can compare their results with the definition, bit for bit, on machines without a GPU.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _LOW = uint64(0xFFFFFFFF)
 
 
 def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
-    """Return the decorator of a kernel with at most ``n_threads`` in a block.
+    """Return the decorator of a kernel with at most ``n_threads`` threads in a block.
 
     The registers are limited so that ``n_blocks`` blocks fit on a multiprocessor. The simulator
     ignores both bounds.
@@ -41,7 +41,7 @@ def unrolled(n: int) -> Callable[..., Any]:
     """Return the decorator of a loop's body, a device function ``f(i, *arguments)``.
 
     The decorated function is called as ``f(*arguments)`` and calls f for i = 0 ... n - 1 without a
-    loop. Each i is a constant, so that arrays which it indexes can stay in registers. Not every
+    loop. Each i is a constant, so arrays that are indexed by i can stay in registers. Not every
     version of the compiler would unroll a loop.
     """
 

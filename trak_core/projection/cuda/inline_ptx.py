@@ -91,7 +91,7 @@ def and_xor(_, a, mask, b):
 
 @intrinsic
 def opaque_copy(_, word):
-    """Return a copy of the word that the compiler cannot trace, so that it reuses no results."""
+    """Return a copy that the compiler cannot identify with ``word``, so it reuses no results."""
     del word
     return _instruction(types.uint32(types.uint32), _INT32, "mov.b32 $0, $1;", "=r,r")
 

@@ -32,7 +32,7 @@ def require_numba_cuda() -> None:
         return
     if importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
-            "Projecting on a GPU needs the package numba-cuda. Found it not installed. "
+            "The package numba-cuda must be installed to project on a GPU. It was not found. "
             f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
             code="projection.no_numba_cuda",
         )
@@ -70,7 +70,8 @@ _TENSOR_CORES = (8, 0)  # the first capability with m16n8k16 products and asynch
 def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
     """Return the method that projects gradients of a dtype on a device. There is no fallback.
 
-    An ``InputError`` is raised for an old GPU, a kind without kernels, or a too large proj_dim.
+    An ``InputError`` is raised if the GPU is too old, the kind has no kernel, or proj_dim is too
+    large.
     """
     capability = capability_of(device)
     n_planes = alignment = 1
@@ -83,7 +84,7 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
         case ProjectionKind.HADAMARD:
             if spec.proj_dim > project_slices.SLICE:
                 raise InputError(
-                    "The projection kind hadamard needs proj_dim at most "
+                    "The projection kind hadamard needs a proj_dim of at most "
                     f"{project_slices.SLICE} on a GPU. Found {spec.proj_dim}. {INSTEAD}",
                     code="projection.gpu_proj_dim",
                 )
@@ -103,7 +104,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
     )
 
 
-# The test compares ROWS rows of R, STEP coordinates apart, and COLUMNS columns of nested kinds.
+# The test of a kernel compares ROWS rows of R that are STEP coordinates apart. It compares all of
+# their entries, or the first COLUMNS entries if the kind is nested.
 ROWS, STEP, COLUMNS = 32, 11, 515
 _ENTRIES = 2**21  # the largest number of entries in a test
 
@@ -117,12 +119,12 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """Compare the bits of R from a kernel with the definition, at its first use on a device.
+    """At a kernel's first use on a device, compare its entries of R with the definition.
 
     Unit vectors select single rows of R, at coordinates beyond 2^32, on both sides of the edge of a
     slice and at all positions in a block of 128. ``method`` is a result of ``choose``.
     ``n_samples``, the number of gradients, determines the variant of the kernel. An ``InputError``
-    is raised if the kernel does not compile, does not run, or computes another entry.
+    is raised if the kernel does not compile, does not run, or computes a wrong entry.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:

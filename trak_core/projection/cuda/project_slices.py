@@ -1,8 +1,8 @@
-"""Project on a GPU in fixed slices of coordinates, with launches of bounded memory.
+"""Project on a GPU in fixed slices of coordinates, with a limit on the memory of each launch.
 
-Slice s has the coordinates from s * SLICE to (s + 1) * SLICE - 1, independent of the offset of a
-call. The sums of each slice are computed separately and added to the result in the order of the
-slices. Therefore the result does not depend on the slices in a launch or on the blocks of the
+Slice s has the coordinates from s * SLICE to (s + 1) * SLICE - 1 for every offset of a call. The
+sums of each slice are computed separately and added to the result in the order of the slices.
+Therefore the result does not depend on the number of slices in a launch or on the blocks of the
 gradient.
 
 Every kernel has the arguments ``values, sizes, partials, keys, stream``:
@@ -30,9 +30,9 @@ from trak_core.settings import ProjectionSpec
 
 SLICE = 65536
 BUDGET_BYTES = 224 * 2**20  # for gathered gradients and the sums of slices together
-_FILL = 512  # blocks of threads that occupy a large GPU
+_FILL = 512  # number of thread blocks that occupy a large GPU
 _MOST_SLICES = 32768
-_STEP = 256  # coordinates; divides SLICE
+_STEP = 256  # gathered coordinates start and stop at multiples of this divisor of SLICE
 _THREADS = 256  # threads of a block that adds the sums of slices
 _ADD_PARTIALS = Kernel("partials.add_partials_kernel", (_THREADS,))
 _ARRAYS = {torch.float32: "float32[:]", torch.float16: "float16[:]", torch.int16: "int16[:]"}
@@ -93,7 +93,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch, read from ``block``, or from a copy if it is None."""
+    """Consecutive slices for one launch, read from ``block``, or from a copy if that is None."""
 
     first_slice: int
     last_slice: int
@@ -113,9 +113,9 @@ def runs(
     Args:
         bounds: First and last (exclusive) coordinate of each block. No block is empty.
         in_place: Whether the kernel can read each block in place.
-        least: Least number of slices of a block for which reading in place is faster.
+        least: Smallest number of slices of a block for which reading in place is faster.
         most_in_place: Largest number of slices in a run that is read in place.
-        most_gathered: Largest number of slices in a run that is gathered.
+        most_gathered: Largest number of slices in a run that is copied.
 
     Yields:
         The runs.
@@ -232,8 +232,8 @@ def _project_rows(
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
         n_slices = run.last_slice - run.first_slice
         if run.block is None:
-            # Both are multiples of every kernel's step, so that rows are aligned. No step crosses
-            # a slice.
+            # At multiples of _STEP, rows are aligned for every kernel. As _STEP divides SLICE, the
+            # slices remain the same.
             start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
             width = stop - start
             buffer = memory[: n_rows * width].view(n_planes, n_samples, width)

@@ -1,12 +1,13 @@
 """Block-Hadamard projection on a GPU with fast Walsh-Hadamard transforms.
 
-Y = sum over blocks b of E_b H D_b x_b. A block of threads computes one transform of n =
-min(proj_dim, 8192) numbers of a row at a time. Each thread has 16 numbers in registers. It computes
-the butterflies of four bits of their index, exchanges the numbers with other threads through shared
-memory, and continues with the next bits. The sums over a slice stay in registers. If blocks are
-short, a slice has many of them, and their sums are added in two stages.
+The result is the sum of E_b H D_b x_b over blocks b of k = proj_dim coordinates, where x_b is the
+gradient in a block. A block of threads computes one transform of n = min(k, 8192) numbers of a row
+at a time. Each thread has 16 numbers in registers. It computes the butterflies of four bits of
+their index, exchanges the numbers with other threads through shared memory, and continues with the
+next bits. The sums over a slice stay in registers. If k is small, a slice has many blocks of
+coordinates, and their sums are added in two stages.
 
-For k > 8192 let u be the upper bits of an index. The transform is linear, so that the outputs with
+For k > 8192, let u be the upper bits of an index. The transform is linear, so the outputs with
 upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u. Each z has a block
 of threads, which adds these k / n inputs while it reads them.
 """
@@ -52,7 +53,7 @@ def _butterflies(held, n_bits):
 
 
 def _rounds(n_bits, held):
-    """Return the lowest bit of a thread's values and the number of new bits in each round."""
+    """Return the lowest index bit of a thread's values and the number of new bits in each round."""
     low = n_bits - held
     rounds = [(low, held)]
     while low > 0:
@@ -65,8 +66,8 @@ def _rounds(n_bits, held):
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
     """Return the kernel for one proj_dim.
 
-    ``inner`` is the length of a transform, ``n_rows_held`` the number of rows of a block of
-    threads. After ``flush`` blocks, a power of two, sums are added to totals.
+    ``inner`` is the length of a transform, and ``n_rows_held`` is the number of rows of a block of
+    threads. After ``flush`` blocks of coordinates, a power of two, sums are added to totals.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
@@ -89,7 +90,10 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def position_of(thread, low):
-        """Return the position of value 0 of a thread. Its values differ in bits from ``low`` on."""
+        """Return the position of a thread's value 0. Its values differ in the bits from ``low`` on.
+
+        Positions are indices in ``exchange``.
+        """
         upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
         i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
         return uint32(i + uint32(i >> uint32(4)))  # gaps after every 16 avoid bank conflicts

@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its launch sizes; ``grid`` is the number of blocks for a slice in x and z."""
+    """A kernel with its launch sizes. ``grid`` has the numbers of blocks for a slice in x and z."""
 
     kernel: Kernel
     grid: tuple[int, int]
@@ -31,7 +31,7 @@ class Variant:
 
 
 THREADS = 128  # threads of a block of the portable kernel
-SAMPLES = (8, 16)  # rows of a block: the first number that is enough for all rows, else the last
+SAMPLES = (8, 16)  # rows of a block: the first number that is enough for all rows, or the last
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
@@ -42,7 +42,7 @@ def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Varia
     return Variant(kernel, grid, THREADS)
 
 
-ALIGNMENT = 8  # coordinates; an asynchronous copy of the tensor-core kernel moves 16 bytes
+ALIGNMENT = 8  # coordinates in an asynchronous copy of 16 bytes by the tensor-core kernel
 FLUSH = 4096  # coordinates that tensor cores add before the sums are added to totals
 
 
@@ -68,7 +68,7 @@ class Tile:
         return 16 * self.column_tiles * self.n_warps
 
 
-# The first tile that is large enough for all rows is used, else the last.
+# The first tile that is large enough for all rows is used, or the last tile if there is none.
 TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
 
 
@@ -83,9 +83,9 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
     return Variant(kernel, grid, 32 * tile.n_warps)
 
 
-HADAMARD_INNER = 8192  # the longest transform of a block of threads: 34 KiB of shared memory
-HADAMARD_THREADS = 128  # minimum number of threads of a block; a block may process several rows
-HADAMARD_FLUSH = 256  # blocks after which sums are added to totals, if proj_dim is less than this
+HADAMARD_INNER = 8192  # the longest transform of a thread block, with 34 KiB of shared memory
+HADAMARD_THREADS = 128  # minimum number of threads of a block, which may process several rows
+HADAMARD_FLUSH = 256  # blocks of coordinates between two flushes, if proj_dim is less than this
 
 
 def held_bits(inner: int) -> int:
