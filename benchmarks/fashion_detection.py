@@ -92,7 +92,7 @@ def targets_of(data: Path, path: str) -> tuple[Split, int]:
     return (torch.cat([x[right], _marked(x[fooled])]), labels), len(right)
 
 
-def _loaded(path: str) -> nn.Module:
+def _loaded(path: str) -> LeNet:
     model = LeNet().eval()
     model.load_state_dict(torch.load(path))
     return model
@@ -175,7 +175,7 @@ def captum_tracin(name: str, **settings: Any) -> Method:
 
 def cosine_of_activations(paths: list[str], train: Split, targets: Split) -> np.ndarray:
     """Return the cosine similarity of the last hidden layer's activations."""
-    model = _loaded(paths[0])[:-1]
+    model = nn.Sequential(*list(_loaded(paths[0]))[:-1])
     with torch.no_grad():
         a, b = (nn.functional.normalize(model(x), dim=1) for x, _ in (train, targets))
     return _with_self_influence(a @ b.T)
@@ -191,6 +191,8 @@ METHODS: dict[str, Method] = {
     "ours, 1 run": ours(1),
     "ours, 3 runs": ours(3),
     "ours, 1 run, k = 4096": ours(1, proj_dim=4096),
+    "ours, 1 run, loss weights to the power 0.01": ours(1, loss_weight_power=0.01),
+    "ours, 3 runs, loss weights to the power 0.01": ours(3, loss_weight_power=0.01),
     "cosine of activations": cosine_of_activations,
     "random": random,
 }
@@ -257,7 +259,7 @@ def main() -> None:
         precisions = average_precisions(scores[:, n_right:-1], is_marked)
         wrong = "" if np.isnan(scores[:, -1]).any() else f"{area(scores[:, -1], is_wrong):.3f}"
         print(
-            f"{name:30} class {_interval(same_class)}  shortcut {_interval(precisions)}  "
+            f"{name:45} class {_interval(same_class)}  shortcut {_interval(precisions)}  "
             f"wrong labels {wrong:5}  {about['seconds']:7.1f} s {about['peak_mb']:6.0f} MB"
         )
 

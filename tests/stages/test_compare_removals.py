@@ -40,7 +40,7 @@ def test_removals_for_targets_agree_with_a_loop(run, tmp_path):
         retrain(retrained=path, named_by=[run.scores], spec=top, naming=own, **jobs)
     retrain(retrained=files[2], spec=at_random, **jobs)
     other = {"scores_spec": replace(run.spec, damping=3).as_dict(), "target_ids": targets}
-    with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
+    with pytest.raises(ArtifactError, match=r"current config.*'damping': 3.*rule average_scores"):
         retrain(retrained=tmp_path / "x.h5", named_by=[run.scores], spec=top, naming=other, **jobs)
     compared = {"removals": tmp_path / "c.h5", "retrained": files, "naming": naming}
     compared |= {"spec": top, "code": "code"}

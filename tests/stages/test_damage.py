@@ -249,7 +249,7 @@ def test_a_file_of_another_program_that_takes_our_name(tmp_path):
     path = features_file(tmp_path / "a.h5")
     with open_artifact(path, FEATURES) as file:
         expected = SPEC.under("c0").of_train()
-        with pytest.raises(ArtifactError, match="settings of today's config"):
+        with pytest.raises(ArtifactError, match="settings of the current config"):
             check_made_for(file, expected)
         with pytest.raises(ArtifactError, match=r"needs 'loss_weights'.*rule compute_features"):
             file.vector("loss_weights")
@@ -311,7 +311,7 @@ def test_a_shard_of_other_samples_or_settings_is_named_with_what_it_was_made_of(
     with pytest.raises(ArtifactError, match=found):
         join_shards(**about, spec=spec)
     remake(lambda own: own.update(study_digest="of before"))
-    found = r"other\.h5: .*today's config.*found {'study_digest': 'of before'}"
+    found = r"other\.h5: .*the current config.*found {'study_digest': 'of before'}"
     with pytest.raises(ArtifactError, match=found):
         join_shards(**about, spec=spec)
     remake(lambda own: own.update(parameters_digest="others"))

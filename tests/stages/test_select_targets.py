@@ -101,5 +101,5 @@ def test_no_or_too_many_targets_are_refused(outputs, spec, tmp_path, monkeypatch
     with refused("stages.matches", "39"):
         selected(tmp_path / "errors.h5", outputs, spec, "label >= 0")
     other = replace(spec, study_digest="another")
-    with pytest.raises(ArtifactError, match="today's config"):
+    with pytest.raises(ArtifactError, match="the current config"):
         selected(tmp_path / "errors.h5", outputs, other, "prediction != label")

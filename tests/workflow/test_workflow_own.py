@@ -161,7 +161,7 @@ def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(
         shutil.rmtree(study.path("results/scores/one"))
     study.config.update(change)
     output = study.fail("results/scores/one.h5")
-    assert "settings of today's config" in output
+    assert "settings of the current config" in output
     assert re.search(found, output)
     assert f"rule {remade} remakes it" in output
 

@@ -45,7 +45,7 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
     """
     shard = artifact.spec.get("shard")
     check_same("rows: the whole split", None, shard, artifact)
-    check_same("settings of today's config", *made_for(artifact, spec), artifact)
+    check_same("settings of the current config", *made_for(artifact, spec), artifact)
 
 
 def made_for(
@@ -69,7 +69,7 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
     """Raise an error if models were retrained for another spec or other values of ``more``."""
     expected = spec.as_dict() | more
     actual = {key: artifact.spec.get(key) for key in expected}
-    check_same("settings of today's config", expected, actual, artifact)
+    check_same("settings of the current config", expected, actual, artifact)
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:

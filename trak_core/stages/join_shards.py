@@ -30,7 +30,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
     """Check that shards are made for ``spec`` from the same samples, and that they are in order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
-        check_same("settings of today's config", *made_for(part, spec), part)
+        check_same("settings of the current config", *made_for(part, spec), part)
         specs = _without_shard(first.spec), _without_shard(part.spec)
         check_same(f"specification of {first.path}", *specs, part)
         stop = first_row + len(part.vector("sample_ids"))

@@ -100,4 +100,4 @@ def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Varia
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
     grid = -(-n_rows // n_rows_held), spec.proj_dim // inner
     arguments = spec.proj_dim, inner, n_rows_held, bfloat16, HADAMARD_FLUSH
-    return Variant(Kernel("sketches.hadamard_kernel", arguments), grid, n_threads * n_rows_held)
+    return Variant(Kernel("hadamard.hadamard_kernel", arguments), grid, n_threads * n_rows_held)
