@@ -161,7 +161,9 @@ def captum_tracin(name: str, **settings: Any) -> Method:
         if name == "TracInCPFast":
             settings["final_fc_layer"] = model[-1]
         influence = getattr(import_module("captum.influence"), name)(
-            *(model, TensorDataset(*train), paths[:1]),
+            model=model,
+            train_dataset=TensorDataset(*train),
+            checkpoints=paths[:1],
             checkpoints_load_func=load,
             loss_fn=nn.CrossEntropyLoss(reduction="sum"),
             batch_size=_BATCH,
