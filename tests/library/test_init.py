@@ -169,6 +169,27 @@ def test_images_and_state_dicts(capsys):
         assert f"  {key}: {json.dumps(value)}  # {told}\n" in text
 
 
+@pytest.mark.parametrize(
+    "held_out", ["holdout", "hold_out", "hold-out", "HoldOut", "heldout", "held out", "unseen"]
+)
+@pytest.mark.parametrize("kind", ["images", "rows"])
+def test_data_whose_names_do_not_mark_training_data(held_out, kind, capsys):
+    """Data to explain is recognized by its name, and the largest of the rest is assumed."""
+
+    def files(name, n):
+        if kind == "rows":
+            return {f"d/{name}.csv": "a,label\n" + "0.5,1\n" * n}
+        return {f"d/{name}/{label}/{i}.png": "." for label in ("x", "y") for i in range(n)}
+
+    names = {held_out: 9, "a": 1, "pictures": 5, "z": 2}
+    every = {path: text for name, n in names.items() for path, text in files(name, n).items()}
+    arguments = written(every | {"d/m.pt": ""})["study_arguments"]
+    ending = ".csv" if kind == "rows" else ""
+    data = arguments["table" if kind == "rows" else "images"]
+    assert (data, arguments["targets"]) == (f"d/pictures{ending}", f"d/{held_out}{ending}")
+    assert f"check: {data} is assumed to be the training data" in capsys.readouterr().out
+
+
 def test_weights_of_timm_name_their_network(capsys):
     images = {f"train/{name}/1.png": "" for name in ("a", "b")}
     saved = {"out/config.json": '{"architecture": "resnet18"}', "out/model.safetensors": ""}
