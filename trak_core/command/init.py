@@ -13,7 +13,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trak_core.command.choose_weights import ENDING, loadable, of_one_network, times_of
+from trak_core.command.choose_weights import (
+    ENDING,
+    folder_names,
+    loadable,
+    of_one_network,
+    times_of,
+)
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
 from trak_core.errors import InputError, listed
@@ -349,7 +355,10 @@ def _text(
 ) -> str:
     """Return the text of a config with values in JSON. Report what the user must check."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", ENDING.sub("", p.name) or "run") for p in checkpoints]
-    ids = stems if len({*stems}) == len(stems) else [f"{stem}_{i}" for i, stem in enumerate(stems)]
+    folders = folder_names(path.parent for path in checkpoints)
+    longer = [f"{folders.get(p.parent)}_{s}" for p, s in zip(checkpoints, stems, strict=True)]
+    numbered = [f"{stem}_{i}" for i, stem in enumerate(stems)]
+    ids = next(ids for ids in (stems, longer, numbered) if len({*ids}) == len(ids))
     times = times_of(checkpoints)
     values = [{"path": str(p), **times[p]} if p in times else str(p) for p in checkpoints]
     runs: list[Line] = [(id_, value, "") for id_, value in zip(ids, values, strict=True)]
