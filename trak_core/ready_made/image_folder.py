@@ -61,12 +61,12 @@ def image_folder(
     target_rows = _rows(Path(targets)) if targets else rows
     numbers = class_numbers(classes or _class_names(rows))
     names = list(numbers)
-    found = ""
+    classes_found = ""
     if not classes:
         _notice_other_order(names)
         counts = Counter(str(row["label"]) for row in rows)
         sizes = [f"{name!r} ({counts[name]})" for name in sorted(names, key=counts.__getitem__)]
-        found = (
+        classes_found = (
             f"The model has {len(names)} classes, because these are the labels in {images}, with "
             f"their numbers of images: {listed(sizes)}. Correct wrong labels, or list the classes "
             "on which the model was trained in `classes` of study_arguments."
@@ -139,7 +139,7 @@ def image_folder(
         describe=lambda sample: names[int(sample[1])],
         as_read=as_read,
         class_names=lambda: names,
-        classes_found=found,
+        classes_found=classes_found,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
     )
@@ -256,7 +256,7 @@ def _rows(images: Path) -> RowFile:
         return RowFile(images, entries, ())
     rows = read_rows(images)
     entries = Rows(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
-    return replace(rows, rows=list(entries))
+    return replace(rows, rows=[*entries])
 
 
 def _is_linked_folder(path: Path) -> bool:
