@@ -169,6 +169,27 @@ def test_images_and_state_dicts(capsys):
         assert f"  {key}: {json.dumps(value)}  # {told}\n" in text
 
 
+@pytest.mark.parametrize(
+    "held_out", ["holdout", "hold_out", "hold-out", "HoldOut", "heldout", "held out", "unseen"]
+)
+@pytest.mark.parametrize("kind", ["images", "rows"])
+def test_data_whose_names_do_not_mark_training_data(held_out, kind, capsys):
+    """Data to explain is recognized by its name, and the largest of the rest is assumed."""
+
+    def files(name, n):
+        if kind == "rows":
+            return {f"d/{name}.csv": "a,label\n" + "0.5,1\n" * n}
+        return {f"d/{name}/{label}/{i}.png": "." for label in ("x", "y") for i in range(n)}
+
+    names = {held_out: 9, "a": 1, "pictures": 5, "z": 2}
+    every = {path: text for name, n in names.items() for path, text in files(name, n).items()}
+    arguments = written(every | {"d/m.pt": ""})["study_arguments"]
+    ending = ".csv" if kind == "rows" else ""
+    data = arguments["table" if kind == "rows" else "images"]
+    assert (data, arguments["targets"]) == (f"d/pictures{ending}", f"d/{held_out}{ending}")
+    assert f"check: {data} is assumed to be the training data" in capsys.readouterr().out
+
+
 def test_weights_of_timm_name_their_network(capsys):
     images = {f"train/{name}/1.png": "" for name in ("a", "b")}
     saved = {"out/config.json": '{"architecture": "resnet18"}', "out/model.safetensors": ""}
@@ -252,12 +273,35 @@ def test_a_cell_that_is_not_a_number_is_refused_when_the_table_is_read(rows, ref
 
 
 def test_files_with_epochs_in_each_folder_are_separate_runs():
-    names = [f"{seed}/checkpoints/epoch{at}.pt" for seed in ("a", "b") for at in (1, 2)]
-    write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
-    text, _ = config_for(Path())
-    times = {c["path"]: (c["run"], c["at"]) for c in yaml.safe_load(text)["checkpoints"].values()}
-    expected = [("run1", 1), ("run1", 2), ("run2", 1), ("run2", 2)]
+    names = [f"{seed}/checkpoints/epoch{at}.pt" for seed in ("run0", "b 1") for at in (1, 2)]
+    config = written({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
+    checkpoints = config["checkpoints"].items()
+    times = {c["path"]: (name, c["run"], c["at"]) for name, c in checkpoints}
+    expected = [(f"{run}_epoch{at}", run, at) for run in ("run0", "b_1") for at in (1, 2)]
     assert times == dict(zip(names, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("paths", "named"),
+    [
+        (["run0/m_ep1.pt", "run0/m_ep2.pt"], [("m_ep1", "run0"), ("m_ep2", "run0")]),
+        (["a/last.pt", "b/last.pt"], [("a_last", "a_last"), ("b_last", "b_last")]),
+        # These folders have no different names, or there are several runs in a folder.
+        (["a b/x.pt", "a-b/x.pt"], [("x_0", "x_0"), ("x_1", "x_1")]),
+        (
+            [f"d/{name}_ep{at}.pt" for name in "mn" for at in (1, 2)],
+            [
+                (f"{name}_ep{at}", run)
+                for name, run in (("m", "run1"), ("n", "run2"))
+                for at in "12"
+            ],
+        ),
+    ],
+)
+def test_runs_and_ids_are_named_after_folders_that_differ(paths, named):
+    config = written({"train.csv": "a,label\n1,0\n", **dict.fromkeys(paths, "")})
+    table = checkpoint_table(config["checkpoints"], None)
+    assert [(name, checkpoint.run) for name, checkpoint in table.items()] == named
 
 
 def test_each_checkpoint_has_a_different_key():

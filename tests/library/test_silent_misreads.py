@@ -2,20 +2,24 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from refusals import preflight
 from refused import refused
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
+from trak_core.config.bind_study_arguments import with_ready_study
 from trak_core.data.rows import read_rows
 from trak_core.ready_made.conversations import messages_in
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
 from trak_core.ready_made.text_classification import text_classification
+from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.sample_columns import short_columns
@@ -195,6 +199,41 @@ def test_images(tmp_path, capsys):
         path.unlink()
 
 
+@pytest.mark.parametrize("stray", ["b ", "B"])
+def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("a/1.png", "a/2.png", "b/1.png", "b/2.png", f"{stray}/3.png"):
+        (tmp_path / "images" / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (1, 1)).save(tmp_path / "images" / path)
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\ndef net(n):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3, n))\n"
+    )
+    weights = {"1.weight": torch.zeros(2, 3), "1.bias": torch.zeros(2)}
+    torch.save(weights, "m.pt")
+    torch.save({"other": torch.zeros(2)}, "other.pt")
+    given = {"images": "images", "model": "net.py:net"}
+
+    def start(checkpoint, **more):
+        config = {"study": "image_folder", "study_arguments": given | more}
+        study, about = with_ready_study(config)["study"], {"model_output": "image_classification"}
+        preflight(Path(study), {TRAIN: None}, checkpoints={checkpoint: [None]}, **about)
+
+    classes = f"3 classes, because these are the labels in images.*: {stray!r} .1., 'a' .2., 'b' "
+    with refused("study.checkpoint_keys", re.compile(classes), "(2, 3) for (3, 3)"):
+        start("m.pt")
+    with refused("study.checkpoint_keys", re.compile(r"(?s)^((?!3 classes).)*$")):
+        start("other.pt")
+    with refused("study.checkpoint_keys", re.compile(r"(?s)^((?!3 classes).)*$")):
+        start("m.pt", classes=["a", "b", stray])
+
+
+def test_a_table_of_images_without_paths_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("file,class\n1.png,a\n")
+    with refused("studies.field", "a.csv, line 2", "no path", "file, class"):
+        image_folder(str(tmp_path / "a.csv"), "net.py:net")
+
+
 @pytest.mark.parametrize("folders", [("9", "10"), ("a", "B")])
 def test_classes_that_timm_orders_otherwise(folders, tmp_path, capsys):
     for name in folders:
@@ -202,6 +241,8 @@ def test_classes_that_timm_orders_otherwise(folders, tmp_path, capsys):
         Image.new("RGB", (2, 2)).save(tmp_path / "images" / name / "1.png")
     study = image_folder(str(tmp_path / "images"), "net.py:net")
     assert study.class_names() == [folders[1], folders[0]]
-    assert f"class 0 is '{folders[1]}'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"class 0 is '{folders[1]}'" in told
+    assert "as by torchvision's ImageFolder. Only a model trained with timm's" in told
     image_folder(str(tmp_path / "images"), "net.py:net", classes=folders)
     assert not capsys.readouterr().err

@@ -74,10 +74,26 @@ def check_another_label(folder, capsys):
     assert re.search(
         rf"^the log-odds of the label: \S+; label dog, predicted (cat|dog){own}$", by_label, re.M
     )
-    assert "own_label cat" in Path("dog.html").read_text()
+    page = Path("dog.html").read_text()
+    assert "own_label cat" in page
+    for told in (
+        "certain the model is of the class asked about, dog.",
+        "own_label: the class of the sample",
+    ):
+        assert told in page
+    for told in ("own_label is a column", "f is that of the target's own label", "are suspects"):
+        assert told not in page
     write(folder / "dog.jsonl", [{"path": "new.png", "label": "dog", "id": "new"}])
     main(["ask", "images.yaml", "--file", "dog.jsonl"])
     assert capsys.readouterr().out == by_label.replace(own, "")
+    words = [*shlex.split(called)[2:], "--file", "images.jsonl", "--html", "both.html"]
+    write(folder / "images.jsonl", [{"path": "new.png", "label": "cat", "id": "line"}])
+    main([*words])
+    page = Path("both.html").read_text()
+    assert "of the class asked about, dog, or of the own label of a line." in page
+    assert "own_label None" not in page
+    assert "own_own_label" not in page
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["ask", "images.yaml", "--target", "new", "--label", "fox"])
     assert "A label must be one of cat, dog. Found fox." in capsys.readouterr().err

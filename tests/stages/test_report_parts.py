@@ -232,7 +232,7 @@ def test_a_study_without_warnings():
         ({"n_trained_on": 5}, "Targets that were trained on", True),
         (
             {"lists": ["suspects"], "n_targets": 99},
-            "Suspects from 99 targets: mostly chance",
+            "Suspects from 99 targets: the order is uncertain",
             False,
         ),
     ],

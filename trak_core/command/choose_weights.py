@@ -55,15 +55,36 @@ def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Pat
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
 
-    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
+    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
+    its folder if each run has its own.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
     def run_of(path: Path) -> tuple[Path, str, str]:
         return path.parent, _QUALITY.sub("", _TIME.sub("", path.name)), times[path][0].lower()
 
-    several = enumerate((run for run in _grouped(times, run_of) if len(run) > 1), 1)
-    return {p: {"run": f"run{n}", "at": int(times[p][1])} for n, run in several for p in run}
+    several = [run for run in _grouped(times, run_of) if len(run) > 1]
+    folders = folder_names(run[0].parent for run in several)
+    names = [*folders.values()]
+    if len(names) < len(several):
+        names = [f"run{n}" for n, _ in enumerate(several, 1)]
+    named = zip(names, several, strict=True)
+    return {p: {"run": name, "at": int(times[p][1])} for name, run in named for p in run}
+
+
+def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
+    """Return a different name for each folder, from a part of its path, or {} without such a part.
+
+    Example:
+        >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
+        ['a', 'b']
+    """
+    paths = [*dict.fromkeys(folders)]
+    for level in range(1, 1 + min((len(path.parts) for path in paths), default=0)):
+        names = {path: re.sub(r"[^A-Za-z0-9_]+", "_", path.parts[-level]) for path in paths}
+        if len({*names.values()}) == len(names):
+            return names
+    return {}
 
 
 def _grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:

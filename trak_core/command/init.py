@@ -13,14 +13,22 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trak_core.command.choose_weights import ENDING, loadable, of_one_network, times_of
+from trak_core.command.choose_weights import (
+    ENDING,
+    folder_names,
+    loadable,
+    of_one_network,
+    times_of,
+)
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
 from trak_core.errors import InputError, listed
 
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _ADAPTER, _MODEL = "adapter_config.json", "config.json"
-_EXPLAINED = re.compile(r"asked|dev|eval(uation)?|held(out)?|questions|targets|test|val(id\w*)?")
+_EXPLAINED = re.compile(
+    r"asked|dev|eval(uation)?|h[eo]ld(out)?|questions|targets|test|unseen|val(id\w*)?"
+)
 _LABELS = ("label", "labels", "target", "class", "y")
 # Names of the column in which pandas writes row numbers.
 _NUMBERED = ("", "Unnamed: 0")
@@ -179,7 +187,7 @@ def _refuse_here(paths: Sequence[Path], subject: str) -> None:
 
 
 def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
-    """Choose the training data and the data to explain by their names.
+    """Choose the training data and the data to explain by their names, then the largest.
 
     Returns:
         The path of the training data, and the path of the data to explain or None.
@@ -195,11 +203,19 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
             f"{listed(explained)}. Add the training data, such as train.jsonl.",
             code="command.no_training_data",
         )
-    train, target = others[0], explained[0] if explained else None
+    train, target = max(others, key=_n_bytes), explained[0] if explained else None
     report.append(f"chose: {train} as training data, {target or 'samples of it'} to explain")
+    if others[1:]:
+        largest = f"the largest of {listed(others)}"
+        report.append(f"check: {train} is assumed to be the training data, because it is {largest}")
     if unused := [path for path in paths if path not in {train, target}]:
         report.append(f"left out: {listed(unused)}: their names do not show a purpose")
     return train, target
+
+
+def _n_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
 def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
@@ -339,7 +355,10 @@ def _text(
 ) -> str:
     """Return the text of a config with values in JSON. Report what the user must check."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", ENDING.sub("", p.name) or "run") for p in checkpoints]
-    ids = stems if len({*stems}) == len(stems) else [f"{stem}_{i}" for i, stem in enumerate(stems)]
+    folders = folder_names(path.parent for path in checkpoints)
+    longer = [f"{folders.get(p.parent)}_{s}" for p, s in zip(checkpoints, stems, strict=True)]
+    numbered = [f"{stem}_{i}" for i, stem in enumerate(stems)]
+    ids = next(ids for ids in (stems, longer, numbered) if len({*ids}) == len(ids))
     times = times_of(checkpoints)
     values = [{"path": str(p), **times[p]} if p in times else str(p) for p in checkpoints]
     runs: list[Line] = [(id_, value, "") for id_, value in zip(ids, values, strict=True)]

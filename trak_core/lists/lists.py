@@ -13,7 +13,7 @@ _NEIGHBOURS, _CLOSE = 5, 0.9
 # Smaller cosine distances are rounding errors of float32 features.
 _SAME = 1e-5
 
-# With fewer targets, a sample can be harmful by chance.
+# With fewer targets, the order by harm can depend much on which targets were chosen.
 ENOUGH_TARGETS = 100
 
 ReadRows = Callable[[int, int], np.ndarray]

@@ -55,12 +55,20 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
     """Return answers with the same tables as an experiment's scores file."""
-    spec, words = run.settings, run.run.specs.output_words
+    spec, output_words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
-    own_labels = [answer.asked.own_label for answer in answers]
-    if own_labels != [None] * len(answers):
-        columns["own_label"] = own_labels
+    labels = [str(answer.named(answer.target["label"])) for answer in answers]
+    own = [answer.asked.own_label for answer in answers]
+    asked = [label for label, own_label in zip(labels, own, strict=True) if own_label is not None]
+    meaning = {}
+    if asked:
+        columns.pop("label", None)
+        pairs = zip(labels, own, strict=True)
+        columns["own_label"] = [label if o is None else str(o) for label, o in pairs]
+        of_lines = ", or of the own label of a line" if len(asked) < len(answers) else ""
+        words = f"the more certain the model is of the class asked about, {asked[0]}{of_lines}"
+        meaning = {"meaning": words}
     targets = pd.DataFrame([{**answer.target, "id": str(answer.asked.id)} for answer in answers])
     targets = targets.join(short_columns(columns))
     influences = pd.concat([answer.influences for answer in answers], ignore_index=True)
@@ -79,10 +87,11 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
         },
         attributes={
             "unit": unit_of(spec),
-            "output_words": None if words is None else json.dumps(words),
+            "output_words": None if output_words is None else json.dumps(output_words),
             "n_train": len(known),
             "most_harmful": [],
             "n_harmful": 0,
+            **meaning,
         },
     )
     return with_fit(file, known, run.train)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.data.rows import RowFile, as_number, class_number, read_rows
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -60,8 +61,16 @@ def image_folder(
     target_rows = _rows(Path(targets)) if targets else rows
     numbers = class_numbers(classes or _class_names(rows))
     names = list(numbers)
+    classes_found = ""
     if not classes:
         _notice_other_order(names)
+        counts = Counter(str(row["label"]) for row in rows)
+        sizes = [f"{name!r} ({counts[name]})" for name in sorted(names, key=counts.__getitem__)]
+        classes_found = (
+            f"The model has {len(names)} classes, because these are the labels in {images}, with "
+            f"their numbers of images: {listed(sizes)}. Correct wrong labels, or list the classes "
+            "on which the model was trained in `classes` of study_arguments."
+        )
     prepared = function_at(transform, "transform") if transform else _as_is
 
     def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -130,6 +139,7 @@ def image_folder(
         describe=lambda sample: names[int(sample[1])],
         as_read=as_read,
         class_names=lambda: names,
+        classes_found=classes_found,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
     )
@@ -199,9 +209,9 @@ def _notice_other_order(names: list[str]) -> None:
     if timm != names:
         first = next(i for i, pair in enumerate(zip(names, timm, strict=True)) if len({*pair}) > 1)
         print(
-            f"Notice: class {first} is {names[first]!r}, because classes are sorted as texts. In "
-            f"timm's ImageDataset, this class is {timm[first]!r}. Give `classes` in "
-            "study_arguments, in the order of training.",
+            f"Notice: class {first} is {names[first]!r}, because classes are sorted as texts, as "
+            "by torchvision's ImageFolder. Only a model trained with timm's ImageDataset, where "
+            f"this class is {timm[first]!r}, needs `classes` in study_arguments, in timm's order.",
             file=sys.stderr,
             flush=True,
         )
@@ -245,8 +255,8 @@ def _rows(images: Path) -> RowFile:
         ]
         return RowFile(images, entries, ())
     rows = read_rows(images)
-    entries = [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
-    return replace(rows, rows=entries)
+    entries = Rows(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
+    return replace(rows, rows=[*entries])
 
 
 def _is_linked_folder(path: Path) -> bool:

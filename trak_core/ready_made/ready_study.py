@@ -24,6 +24,7 @@ class ReadyStudy:
 
     ``to_change_samples`` is a text that names the arguments on which samples depend. ``as_read``
     describes the model's input, so that users can compare it with the input in training.
+    ``classes_found`` names the classes if the data determine the number of the model's outputs.
     """
 
     to_change_samples: str
@@ -39,6 +40,7 @@ class ReadyStudy:
     target_columns: Callable[[], pd.DataFrame]
     token_texts: Callable[[Any], list[str]] | None = None
     class_names: Callable[[], list[str]] | None = None
+    classes_found: str = ""
 
 
 class Rows:

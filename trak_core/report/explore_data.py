@@ -128,6 +128,9 @@ class Answer:
             sentences += [f"{word}: {text}" for word, text in pairs if word]
         names = dict.fromkeys(name for names in self.columns.values() for name in names)
         further = [name for name in names if name not in (about.label, about.prediction)]
+        if "meaning" in self.experiment.attributes:  # Another class was asked about.
+            further.remove("own_label")
+            sentences.append("own_label: the class of the sample itself")
         if further:
             is_or_are = "is a column" if len(further) == 1 else "are columns"
             sentences.append(f"{', '.join(further)} {is_or_are} of the data")

@@ -218,6 +218,7 @@ def output_of(experiment: File) -> About:
     """Return the description of the model output of an experiment's scores."""
     name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
     about = about_output({**json.loads(words), "function": name} if words else name)
+    about = replace(about, meaning=experiment.attributes.get("meaning", about.meaning))
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
     about = replace(about, raises="the difference") if is_difference else about

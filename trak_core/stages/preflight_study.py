@@ -227,7 +227,7 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
 
 
 def _check_checkpoints(
-    model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
+    study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
     """Check that checkpoints fit. Return the checkpoints whose keys transformers must rename."""
     problems, renamed = dict[str, str](), list[str]()
@@ -249,6 +249,9 @@ def _check_checkpoints(
     lines = [*problems.values()]
     if len(lines) > 1:
         lines.insert(0, f"Every checkpoint must fit the model. Found {len(lines)} that do not:")
+    ready = _ready_made(study)
+    if ready and ready.classes_found and any("of another shape" in line for line in lines):
+        lines.append(ready.classes_found)
     raise InputError("\n".join(lines), code="study.checkpoint_keys")
 
 
@@ -368,7 +371,7 @@ def preflight_study(
         "n_params": size,
         "model_bytes": model_bytes,
         "n_samples": n_samples,
-        "renamed": _check_checkpoints(model.module, checkpoints),
+        "renamed": _check_checkpoints(study, model.module, checkpoints),
     }
 
 

@@ -80,8 +80,8 @@ def write_list(
         order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(
-            f"Warning: suspects from only {n} are mostly due to chance. Use more targets, or sort "
-            f"the list by {order}."
+            f"Warning: from only {n}, the order of suspects is uncertain. Use more targets, or "
+            f"compare the order by {order}."
         )
 
 
