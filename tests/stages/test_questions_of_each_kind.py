@@ -196,13 +196,13 @@ def check_tokens(results, line, capsys):
     words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
     main(words)
     assert "most by" not in capsys.readouterr().out
-    assert "Tokens are coloured" not in Path("out.html").read_text()
+    assert "The colour of a token" not in Path("out.html").read_text()
     main([*words, "--tokens"])
     own = answer.tokens_of()
     most = own["text"][own["score"].abs().idxmax()].strip()
     assert f'\nmost by "{most}"' in capsys.readouterr().out
     page = Path("out.html").read_text()
-    assert "Tokens are coloured" in page
+    assert "The colour of a token" in page
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert data["targets"][0]["tokens"] == own["text"].tolist()
 
