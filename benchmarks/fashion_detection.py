@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fashion import Setting, compute, file_of, images, train
+from fashion import Setting, compute, file_of, images, log_odds, train
 from shared import environment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -248,6 +248,8 @@ def main() -> None:
     pythons |= {name: str(asked.peers) for name in PEERS if asked.peers}
     print(json.dumps(environment("cpu", _PACKAGES)))
     print(f"{n_right} targets for class, {len(targets[0]) - n_right} for shortcut")
+    f = log_odds(_loaded(paths[0]), *train_split)
+    print(f"wrong labels by the lowest log-odds {area(-f, is_wrong):.3f}")
     for name, python in pythons.items():
         if not (file := file_of(folder, name)).exists():
             command = [python, __file__, *sys.argv[1:], "--only", name]
