@@ -151,7 +151,7 @@ def test_augmented_data_is_refused(linear):
             return train[0][index] * (1 - 2 * (torch.rand(()) < 0.1)), 0.0
 
     for _ in range(20):
-        with refused("study.given_random"):
+        with refused("study.random_samples"):
             attributor().fit(Augmented(*train))
 
 
@@ -301,7 +301,7 @@ def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
             labels = torch.cat([labels, torch.full((12, 1), -100)], dim=1)
         notice.cache_clear()
         Attributor(embedding, "language_modelling", proj_dim=4).fit((tokens, labels))
-        assert capsys.readouterr().out.count("shifted already") == n
+        assert capsys.readouterr().out.count("labels seem to be shifted") == n
 
 
 def test_scores_can_be_pickled(linear):
