@@ -1,6 +1,7 @@
 """An attributor gives the pipeline's scores, for all forms of data and weights."""
 
 import inspect
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -283,6 +284,34 @@ def test_a_module_is_copied_and_the_same_weights_twice_are_told(linear, capsys):
     checkpoints = [model.state_dict() for _ in range(2)]
     Attributor(model, "regression", checkpoints, proj_dim=8).fit(train)
     assert "checkpoints 0, 1 have the same weights" in capsys.readouterr().out
+
+
+def test_names_of_checkpoints_of_one_run_are_told(tmp_path, capsys):
+    """Entries with `run` and `at`, and one checkpoint of each run, are not told."""
+
+    def told(checkpoints):
+        notice.cache_clear()
+        Attributor(model, "regression", checkpoints)
+        return capsys.readouterr().out
+
+    model = torch.nn.Linear(3, 1)
+    paths = [tmp_path / f"run{n}/net_epoch{at:03}.pth" for n in (0, 1) for at in (5, 10)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        torch.save(model.state_dict(), path)
+    expected = json.dumps({"path": str(paths[0]), "run": "run0", "at": 5})
+    shown = "the names of " + ", ".join(map(str, paths)) + " differ only"
+    for given in (paths, {f"c{i}": path for i, path in enumerate(paths)}):
+        out = told(given)
+        assert out.count("Notice") == 1
+        assert shown in out
+        assert f"write them as {expected}." in out
+    assert told(paths[::2]) == ""
+    entries = {
+        f"c{i}": {"path": path, "run": path.parent.name, "at": 5 * (1 + i % 2)}
+        for i, path in enumerate(paths)
+    }
+    assert told(entries) == ""
 
 
 def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
