@@ -80,9 +80,9 @@ def _mistaken_classes(columns: pd.DataFrame) -> str:
 
     This is so for classes in another order. If b were only predicted too often, it would be right.
     """
-    counts = columns.groupby(["label", "prediction"]).size()
-    sizes = counts.groupby("label").transform("sum")
-    most = counts.index[(2 * counts > sizes) & (sizes >= _FEWEST)]
+    sizes = columns["label"].value_counts().to_dict()
+    pairs = columns.value_counts(["label", "prediction"]).to_dict()
+    most = [(a, b) for (a, b), n in sorted(pairs.items()) if 2 * n > sizes[a] >= _FEWEST]
     taken_for = {a: b for a, b in most if a != b}
     for a, b in taken_for.items():
         if b in taken_for:
