@@ -1,6 +1,7 @@
 """An attributor gives the pipeline's scores, for all forms of data and weights."""
 
 import inspect
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +152,7 @@ def test_augmented_data_is_refused(linear):
             return train[0][index] * (1 - 2 * (torch.rand(()) < 0.1)), 0.0
 
     for _ in range(20):
-        with refused("study.given_random"):
+        with refused("study.random_samples"):
             attributor().fit(Augmented(*train))
 
 
@@ -285,6 +286,34 @@ def test_a_module_is_copied_and_the_same_weights_twice_are_told(linear, capsys):
     assert "checkpoints 0, 1 have the same weights" in capsys.readouterr().out
 
 
+def test_names_of_checkpoints_of_one_run_are_told(tmp_path, capsys):
+    """Entries with `run` and `at`, and one checkpoint of each run, are not told."""
+
+    def told(checkpoints):
+        notice.cache_clear()
+        Attributor(model, "regression", checkpoints)
+        return capsys.readouterr().out
+
+    model = torch.nn.Linear(3, 1)
+    paths = [tmp_path / f"run{n}/net_epoch{at:03}.pth" for n in (0, 1) for at in (5, 10)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        torch.save(model.state_dict(), path)
+    expected = json.dumps({"path": str(paths[0]), "run": "run0", "at": 5})
+    shown = "the names of " + ", ".join(map(str, paths)) + " differ only"
+    for given in (paths, {f"c{i}": path for i, path in enumerate(paths)}):
+        out = told(given)
+        assert out.count("Notice") == 1
+        assert shown in out
+        assert f"write them as {expected}." in out
+    assert told(paths[::2]) == ""
+    entries = {
+        f"c{i}": {"path": path, "run": path.parent.name, "at": 5 * (1 + i % 2)}
+        for i, path in enumerate(paths)
+    }
+    assert told(entries) == ""
+
+
 def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
     torch.manual_seed(0)
     x, y = torch.randn(20, 4), torch.arange(20) % 3
@@ -293,7 +322,7 @@ def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
         notice.cache_clear()
         model = torch.nn.Sequential(logits, last)
         Attributor(model, "image_classification", proj_dim=4).fit((x, y))
-        assert capsys.readouterr().out.count("as logits") == n
+        assert capsys.readouterr().out.count("They are used as logits") == n
     embedding = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
     tokens = torch.randint(9, (12, 6))
     for labels, n in ((tokens, 0), (tokens.roll(-1, 1), 1), (tokens[:, 1:], 1)):
@@ -301,7 +330,7 @@ def test_samples_that_the_output_is_not_meant_for_are_told(capsys):
             labels = torch.cat([labels, torch.full((12, 1), -100)], dim=1)
         notice.cache_clear()
         Attributor(embedding, "language_modelling", proj_dim=4).fit((tokens, labels))
-        assert capsys.readouterr().out.count("shifted already") == n
+        assert capsys.readouterr().out.count("labels seem to be shifted") == n
 
 
 def test_scores_can_be_pickled(linear):

@@ -333,6 +333,30 @@ def test_random_predictions_are_no_fit(n_right, is_doubtful):
     assert fit == Fit(fit.measure, n_right / 1000, 0.6, is_doubtful)
 
 
+@pytest.mark.parametrize(
+    ("taken_for", "is_doubtful"),
+    [
+        ({1: 4, 4: 1}, True),
+        ({1: 4, 4: 5, 5: 1}, True),
+        ({1: 4}, False),  # all of class 1 are predicted wrong, all others right
+        ({1: 4, 5: 4}, False),
+        ({6: 1, 1: 6}, False),  # class 6 has four samples
+    ],
+)
+def test_classes_that_are_taken_for_each_other_are_no_fit(taken_for, is_doubtful):
+    """Of each class, 6 of 10 samples are predicted as another, although most samples are right."""
+    label = np.array([n for n in range(7) for _ in range(10 if n < 6 else 4)] + [0] * 60)
+    moved = {a: np.flatnonzero(label == a)[:6] for a in taken_for}
+    prediction = label.copy()
+    for a, b in taken_for.items():
+        prediction[moved[a]] = b
+    table = part_table(label, prediction).sample(frac=1, random_state=0)
+    fit = fit_of(table, about_output("image_classification"), NO_SAMPLES)
+    assert fit.is_doubtful == is_doubtful
+    said = "Most samples of class 1 are predicted as class 4, and most of class 4 as class "
+    assert (f"{said}{taken_for.get(4)}." in fit.measure) == is_doubtful
+
+
 def test_a_large_label_or_a_long_text_causes_no_warning():
     label = np.array([1e6, *range(20)], dtype=np.float32)
     fit = fit_of(part_table(label, label * 0.99), about_output("regression"), NO_SAMPLES)

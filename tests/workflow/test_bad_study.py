@@ -19,6 +19,12 @@ NOISY = """class Noisy(tuple):
     def __iter__(self):
         return iter((torch.randn(10), torch.tensor(1.0)))
 """
+# The input of the last sample of 342 is another one each time.
+RARELY_NOISY = """class TensorDataset(TensorDataset):
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return inputs + torch.randn(10) * (index == 341), label
+"""
 ENDS = r"must end without an error\. Found"
 # A text of the good study, what stands in its place, and the refusal.
 STUDIES = {
@@ -59,6 +65,10 @@ STUDIES = {
         *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
         r"must be the same whenever it is read\. Found two versions of 0, .* augmentation",
     ),
+    "one sample of many changes": (
+        *(DATA, DATA + "\n\n\n" + RARELY_NOISY),
+        r"Found two versions of 341, when 32 samples were read twice\. Remove random steps",
+    ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
         r"called with one sample of \(1, 10\) float32, .* dtype float32\. Found RuntimeError",
@@ -97,7 +107,7 @@ CODES = {
     "label not finite": "gradients.label_value",
     "ids twice": "study.ids",
     "ids with a null byte": "study.ids",
-    "samples change": "study.random_samples",
+    **dict.fromkeys(("samples change", "one sample of many changes"), "study.random_samples"),
 }
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from trak_core.attribution.device import PRECISIONS, takes_cuda
-from trak_core.config.checkpoint_list import Checkpoint, checkpoint_table
+from trak_core.config.checkpoint_list import Checkpoint, checkpoint_table, seeming_runs
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, function_location
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.runtime.progress import notice
 from trak_core.settings import Combine, Weighting
 
 Weights = str | Path | Mapping[str, Any]
@@ -51,6 +52,8 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
             f"A checkpoint must be an existing file or folder. Found nothing at {missing[0]}.",
             code="attribution.no_checkpoint",
         )
+    if told := seeming_runs(table):
+        notice(told)
     return table, paths | in_memory
 
 

@@ -1,18 +1,15 @@
-"""Choose the checkpoints of one network among files of weights, and read times from their names."""
+"""Choose the checkpoints of one network among files of weights."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from trak_core.config.checkpoint_list import grouped
 from trak_core.errors import InputError, listed
 from trak_core.study.load_checkpoint import read_weights
 from trak_core.study.match_state_dict import shared_prefixes
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.
-_TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
-_QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
 # The shapes of tensors by their names, without the common prefix.
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,52 +40,10 @@ def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Pat
 
     A line is added to ``report`` for each other network.
     """
-    networks = _grouped(loaded, lambda path: frozenset(loaded[path].items()))
+    networks = grouped(loaded, lambda path: frozenset(loaded[path].items()))
     first = max(networks, key=len)
     for network in networks:
         if network is not first:
             reason = f"of another network than {first[0]}, which has more files or comes first"
             report.append(f"left out: {listed(network)}: {reason}")
     return sorted(first)
-
-
-def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
-
-    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
-    its folder if each run has its own.
-    """
-    times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
-
-    def run_of(path: Path) -> tuple[Path, str, str]:
-        return path.parent, _QUALITY.sub("", _TIME.sub("", path.name)), times[path][0].lower()
-
-    several = [run for run in _grouped(times, run_of) if len(run) > 1]
-    folders = folder_names(run[0].parent for run in several)
-    names = [*folders.values()]
-    if len(names) < len(several):
-        names = [f"run{n}" for n, _ in enumerate(several, 1)]
-    named = zip(names, several, strict=True)
-    return {p: {"run": name, "at": int(times[p][1])} for name, run in named for p in run}
-
-
-def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return a different name for each folder, from a part of its path, or {} without such a part.
-
-    Example:
-        >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
-        ['a', 'b']
-    """
-    paths = [*dict.fromkeys(folders)]
-    for level in range(1, 1 + min((len(path.parts) for path in paths), default=0)):
-        names = {path: re.sub(r"[^A-Za-z0-9_]+", "_", path.parts[-level]) for path in paths}
-        if len({*names.values()}) == len(names):
-            return names
-    return {}
-
-
-def _grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:
-    groups: dict[Any, list[Path]] = {}
-    for path in paths:
-        groups.setdefault(key(path), []).append(path)
-    return [*groups.values()]

@@ -13,13 +13,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trak_core.command.choose_weights import (
-    ENDING,
-    folder_names,
-    loadable,
-    of_one_network,
-    times_of,
-)
+from trak_core.command.choose_weights import ENDING, loadable, of_one_network
+from trak_core.config.checkpoint_list import folder_names, times_of
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
 from trak_core.errors import InputError, listed

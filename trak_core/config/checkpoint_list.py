@@ -6,19 +6,22 @@ A run is one training. Its checkpoints are ordered by their times, ``at``.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trak_core.config.read_config import read_table
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.settings import ordered, stream_of
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
 # The names of the folders in which transformers' Trainer saves checkpoints.
 _OF_TRAINER = re.compile(r"checkpoint-(\d+)")
+# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.
+_TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
+_QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,63 @@ def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
+
+
+def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+    """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
+
+    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
+    its folder if each run has its own.
+    """
+    times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
+
+    def run_of(path: Path) -> tuple[Path, str, str]:
+        return path.parent, _QUALITY.sub("", _TIME.sub("", path.name)), times[path][0].lower()
+
+    several = [run for run in grouped(times, run_of) if len(run) > 1]
+    folders = folder_names(run[0].parent for run in several)
+    names = [*folders.values()]
+    if len(names) < len(several):
+        names = [f"run{n}" for n, _ in enumerate(several, 1)]
+    named = zip(names, several, strict=True)
+    return {p: {"run": name, "at": int(times[p][1])} for name, run in named for p in run}
+
+
+def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
+    """Return a different name for each folder, from a part of its path, or {} without such a part.
+
+    Example:
+        >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
+        ['a', 'b']
+    """
+    paths = [*dict.fromkeys(folders)]
+    for level in range(1, 1 + min((len(path.parts) for path in paths), default=0)):
+        names = {path: re.sub(r"[^A-Za-z0-9_]+", "_", path.parts[-level]) for path in paths}
+        if len({*names.values()}) == len(names):
+            return names
+    return {}
+
+
+def seeming_runs(checkpoints: Mapping[str, Checkpoint]) -> str | None:
+    """Return a notice if checkpoints without a run and a time have names as of one run."""
+    alone = [c.path for id_, c in checkpoints.items() if c.path and (c.run, c.at) == (id_, None)]
+    times = times_of(map(Path, sorted(alone)))
+    if not times:
+        return None
+    entry = json.dumps({"path": str(next(iter(times))), **next(iter(times.values()))})
+    return (
+        f"the names of {listed(times)} differ only in an epoch or a step, as of several "
+        "checkpoints of one run, but each is used as a run of its own. If they are of one run, "
+        f"write them as {entry}."
+    )
+
+
+def grouped(paths: Iterable[Path], key: Callable[[Path], Any]) -> list[list[Path]]:
+    """Return lists of the paths that have the same key, in the order of the paths."""
+    groups: dict[Any, list[Path]] = {}
+    for path in paths:
+        groups.setdefault(key(path), []).append(path)
+    return [*groups.values()]
 
 
 def _check_ids(names: list[str]) -> None:
@@ -207,8 +267,8 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
     for number, folder in folders:
         step = _step(folder, number)
-        listed = Checkpoint(run, step, str(folder), is_listed=True, state_dict=part)
-        yield f"{name}-{number}", listed
+        found = Checkpoint(run, step, str(folder), is_listed=True, state_dict=part)
+        yield f"{name}-{number}", found
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:

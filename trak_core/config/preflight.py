@@ -16,6 +16,7 @@ from typing import Any
 
 from snakemake_executor_plugin_forks.server import Fork
 from trak_core.config.bind_study_arguments import builder_of
+from trak_core.config.checkpoint_list import seeming_runs
 from trak_core.config.cross_checks import check_columns, check_paths, check_sizes
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need, weights_mb
 from trak_core.config.specs_from_config import Specs
@@ -234,6 +235,8 @@ def _facts(
         "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
     }
     facts = _preflight_in_a_process(request, builder_of(specs.config))
+    if told := seeming_runs(specs.checkpoints):
+        print(f"Notice: {told}", file=sys.stderr)
     facts["n_samples"] = known.get("n_samples", {}) | facts["n_samples"]
     kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
     facts |= {"keys": keys, "renamed": kept + facts["renamed"]}

@@ -266,7 +266,8 @@ def _notice_unlikely(output: ModelOutput, outputs: Any, sample: Batch) -> None:
     if is_vector and (outputs >= 0).all() and abs(outputs.sum().item() - 1) < 1e-4:
         notice(
             "the model returns numbers from 0 to 1 that add up to 1, such as the probabilities of "
-            "a softmax. They are used as logits. Let the model return logits."
+            "a softmax. They are used as logits. Let the model return logits, unless training also "
+            "used these numbers as logits."
         )
     tokens = sample.kwargs.get("input_ids", next(iter(sample.args), None))
     if output.predicts_next and tokens is not None and tokens.shape == sample.labels.shape:

@@ -1,6 +1,6 @@
 """Compare the models' predictions of their training samples with a constant guess."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from trak_core.study.dataset_split import Split
 _MOST_READ = 256
 # A smaller fraction of correct classes is doubtful, even if it exceeds that of the guess.
 _FEW_RIGHT = 0.5
+_FEWEST = 5  # Predictions of classes with fewer samples are not judged by class.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Fit:
         guess: The relative frequency of the most frequent label. 0 for regression, which is the R2
             of the mean label.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
-            standard errors), or predict most classes wrong.
+            standard errors), predict most classes wrong, or take classes for each other.
     """
 
     measure: str
@@ -51,7 +52,9 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
         # Let d be the number of samples on which exactly one of the models and the guess is right.
         # The standard error of the difference of both fractions is at most sqrt(d) / n.
         error = np.sqrt((right != guessed).sum()) / len(labels)
-        return _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
+        fit = _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
+        mistaken = _mistaken_classes(columns)
+        return replace(fit, measure=fit.measure + mistaken, is_doubtful=True) if mistaken else fit
     if about.counts_parts:
         rows = np.random.default_rng(0).permutation(len(labels))[:_MOST_READ]
         counts = _counted_parts(train.take(columns["id"].iloc[rows].tolist()), about.load())
@@ -70,6 +73,24 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
     is_better = value > guess and value - guess >= 2 * error
     is_doubtful = value < 1 and (value < least or not is_better)
     return Fit(measure, float(value), float(guess), bool(is_doubtful))
+
+
+def _mistaken_classes(columns: pd.DataFrame) -> str:
+    """Return a sentence if most samples of a class a are predicted as b, and most of b as others.
+
+    This is so for classes in another order. If b were only predicted too often, it would be right.
+    """
+    sizes = columns["label"].value_counts().to_dict()
+    pairs = columns.value_counts(["label", "prediction"]).to_dict()
+    most = [(a, b) for (a, b), n in sorted(pairs.items()) if 2 * n > sizes[a] >= _FEWEST]
+    taken_for = {a: b for a, b in most if a != b}
+    for a, b in taken_for.items():
+        if b in taken_for:
+            return (
+                f" Most samples of class {a} are predicted as class {b}, and most of class {b} as "
+                f"class {taken_for[b]}."
+            )
+    return ""
 
 
 def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:

@@ -43,6 +43,7 @@ from trak_core.runtime.job import quiet_libraries
 from trak_core.settings import TRAIN, Weighting
 from trak_core.settings.target_filter import Condition
 from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.given_data import check_repeatable
 from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
@@ -149,20 +150,6 @@ def _check_known_groups(
             f"{name}, which predicts numbers. Let train_columns() return a column of classes.",
             code="stages.prediction_groups",
         )
-
-
-def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
-    """Raise an error if the first sample differs when it is read again, as with augmentation."""
-    again = as_batch(split.batch(0, 1), output)
-    for (name, before), (_, after) in zip(first.tensors(), again.tensors(), strict=True):
-        # NaN is not equal to itself, but two NaN values count as equal here.
-        if before.shape != after.shape or not ((before == after) | (before != before)).all():
-            raise InputError(
-                "A sample must be the same whenever it is read. Found two versions of "
-                f"{split.ids[0]}, which differ in {name or 'the inputs'}. Remove random steps such "
-                "as augmentation, and prepare samples as for evaluation.",
-                code="study.random_samples",
-            )
 
 
 def _check_arguments(study: Study, arguments: Mapping[str, Any], requirement: str) -> None:
@@ -380,7 +367,7 @@ def _check_samples(
 ) -> list[int | float]:
     """Return the labels of a split after checks, with a forward pass of the first sample."""
     first = as_batch(split.batch(0, 1), output)
-    _check_repeatable(split, output, first)
+    check_repeatable(split)
     is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
     with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
         n_classes = model.count_classes(output, first)
