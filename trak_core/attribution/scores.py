@@ -50,9 +50,9 @@ class Scores:
     Example:
         >>> import torch
         >>> from trak_core import Attributor
-        >>> _ = torch.manual_seed(0)
-        >>> train = torch.randn(50, 8), torch.randint(3, (50,))
-        >>> model = torch.nn.Linear(8, 3)
+        >>> _ = torch.manual_seed(1)
+        >>> model, inputs = torch.nn.Linear(8, 3), torch.randn(50, 8)
+        >>> train = inputs, model(inputs).argmax(1)
         >>> attributor = Attributor(model, "image_classification", proj_dim=16).fit(train)
         >>> scores = attributor.score((train[0][:2], train[1][:2]))
         >>> scores.frame.shape
