@@ -234,6 +234,9 @@ METHODS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "ours, 1 run, exact": (1, _ours("runs", 1, projection="exact", memory_mb=4000)),
     "ours, 10 runs, exact": (10, _ours("runs", 10, projection="exact", memory_mb=4000)),
     "ours, 10 halves, exact": (10, _ours("halves", 10, projection="exact", memory_mb=4000)),
+    "ours, 1 run, exact, 1 drawn label": (
+        *(1, _ours("runs", 1, projection="exact", label_draws=1, memory_mb=6000)),
+    ),
     "ours, 1 run, 1 drawn label": (1, _ours("runs", 1, label_draws=1)),
     "ours, 1 run, 4 drawn labels": (1, _ours("runs", 1, label_draws=4)),
     "ours, 10 runs, 1 drawn label": (10, _ours("runs", 10, label_draws=1)),

@@ -1,6 +1,8 @@
+import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +95,34 @@ def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
     assert len(lines) == 4
+
+
+def test_lines_beside_a_progress_bar_begin_at_the_left(monkeypatch):
+    """Text after a carriage return overwrites the line in a terminal."""
+    terminal = io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    blocks.notice.cache_clear()
+    with blocks.progress_bar("fit", 8) as bar:
+        blocks.notice("first")
+        bar.advance(3)
+        blocks.log("second")
+        with bar.counting():
+            blocks.notice("third")
+    *lines, _ = terminal.getvalue().split("\n")
+    assert [line.split("\r")[-1] for line in lines[:-1]] == [
+        "Notice: first",
+        "second",
+        "Notice: third",
+    ]
+    assert "8" in lines[-1]
+
+
+def test_code_that_runs_beside_a_progress_bar_prints_by_its_module():
+    folders = ("attribution", "gradients", "gramian", "model_outputs", "projection", "study")
+    root = Path(blocks.__file__).parents[1]
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert [path for path in files if re.search(r"^ *print\(", path.read_text(), re.M)] == []
 
 
 @pytest.mark.parametrize("key", ["training", "evaluation"])

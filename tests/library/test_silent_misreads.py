@@ -111,6 +111,23 @@ def test_rows_of_pandas_are_no_samples():
     """[i] is the sample with the label i."""
     with refused("study.given_data", "Series"):
         split_of_data(pd.Series([(1.0, 0), (2.0, 1)], index=[1, 0]), None)
+    table = pd.DataFrame({"a": [1.0, 2, 3], "b": [4.0, 5, 6], "y": [0, 1, 0]})
+    inputs, labels = table[["a", "b"]], table["y"]
+    with refused("study.given_data", "Found DataFrame", "to_numpy"):
+        split_of_data(table, None)
+    for data in ((inputs.to_numpy(), labels), (inputs, labels), {"x": inputs, "labels": labels}):
+        with refused("study.given_tensors", "Series int64 (3,)", "`.to_numpy()`"):
+            split_of_data(data, None)
+    split = split_of_data((inputs.to_numpy(), labels.to_numpy()), None)
+    assert split.samples[1][0].tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("kind", [object, str, "datetime64[s]"])
+def test_arrays_of_other_things_than_numbers_are_refused(kind):
+    labels = np.array(["2020-01-01", "2020-01-02"], kind)
+    for data in ((np.ones((2, 3)), labels), {"x": np.ones((2, 3)), "labels": labels}):
+        with refused("study.given_tensors", f"ndarray {labels.dtype} (2,)", "texts to numbers"):
+            split_of_data(data, None)
 
 
 @pytest.fixture

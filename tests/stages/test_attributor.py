@@ -378,7 +378,10 @@ def test_pictures_show_in_a_notebook():
     images, labels = torch.rand(20, 1, 8, 8), torch.arange(20) % 2
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     made = Attributor(model, "image_classification", proj_dim=16).fit((images, labels))
-    shown = made.score((images[:3], labels[:3]))._repr_html_()
+    scores = made.score((images[:3], labels[:3]))
+    shown = scores._repr_html_()
+    for row in pd.concat([scores.top(3), scores.bottom(3)]).itertuples():
+        assert f"<b>{row.train}</b> label {labels[row.train]}, {row.score:+.3g}</div>" in shown
     assert shown.count("<tr>") == 1 + 3
     assert "<b>1</b> label 1, predicted" in shown
     with refused("attribution.no_tokens"):

@@ -15,8 +15,10 @@ from reported import draw, write
 from sklearn.metrics import r2_score
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
+from trak_core import Attributor
+from trak_core.attribution.model_fit import Fit, fit_of
 from trak_core.model_outputs.about_outputs import about_output
-from trak_core.report.model_fit import Fit, fit_of
+from trak_core.runtime.progress import notice
 from trak_core.study.dataset_split import Split
 
 STUDY = """
@@ -221,6 +223,16 @@ CASES = [
 ]
 
 
+def spoiled_as(spoiled, kind, trained):
+    """Return data and a network of a kind, with one of them changed, except for ``""``."""
+    x, y, net = trained[kind]
+    if spoiled == "random weights":
+        # With other seeds some of these small networks are right by chance.
+        torch.manual_seed(5 if kind == "image_classification" else 4)
+        return x, y, net_of(kind)
+    return (*SPOILED[kind][spoiled](x, y), net) if spoiled else (x, y, net)
+
+
 def expected(kind, net, x, y):
     """Return R2 or accuracy of the models and of a constant guess, by other functions."""
     with torch.no_grad():
@@ -256,13 +268,7 @@ def report_of(folder, kind, data, net, **settings):
 
 @pytest.mark.parametrize(("kind", "spoiled"), CASES)
 def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained, tmp_path, capsys):
-    x, y, net = trained[kind]
-    if spoiled == "random weights":
-        # With other seeds some of these small networks are right by chance.
-        torch.manual_seed(5 if kind == "image_classification" else 4)
-        net = net_of(kind)
-    elif spoiled:
-        x, y = SPOILED[kind][spoiled](x, y)
+    x, y, net = spoiled_as(spoiled, kind, trained)
     value, guess = expected(kind, net, x, y)
     text, warns = report_of(tmp_path, kind, (x, y), net)
     assert warns == bool(spoiled), (value, guess)
@@ -275,6 +281,17 @@ def test_the_report_states_the_fit_and_warns_of_a_bad_one(kind, spoiled, trained
         assert f"guessing the most frequent one would be right for {100 * guess:.3g} %." in text
     assert sentence in text
     assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "spoiled"), CASES)
+def test_an_attributor_tells_of_a_bad_fit(kind, spoiled, trained, capsys):
+    x, y, net = spoiled_as(spoiled, kind, trained)
+    output = kind.replace("two_classes", "image_classification")
+    for settings in ({"projection": "exact"}, {"proj_dim": 8}):
+        notice.cache_clear()
+        Attributor(net, output, **settings).fit((x, y))
+        told = "Notice: the models predict their training samples badly. The models predict "
+        assert (told in capsys.readouterr().out) == bool(spoiled)
 
 
 def test_the_fit_is_unknown_if_all_labels_are_equal(trained, tmp_path):

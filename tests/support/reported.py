@@ -12,7 +12,7 @@ import torch
 from pipeline import run_exact_stages, run_stages
 from report_page import Page
 
-from trak_core.report.model_fit import Fit
+from trak_core.attribution.model_fit import Fit
 from trak_core.report.read_results import File, Results
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report

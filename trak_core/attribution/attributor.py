@@ -5,10 +5,12 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -25,9 +27,10 @@ from trak_core.attribution.attributor_arguments import (
 from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
 from trak_core.attribution.device import float32_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
-from trak_core.attribution.fitted_checkpoint import write_normal_matrix
+from trak_core.attribution.fitted_checkpoint import training_table, write_normal_matrix
 from trak_core.attribution.inner_products import write_gramian
 from trak_core.attribution.loaded_model import LoadedModel
+from trak_core.attribution.model_fit import fit_of
 from trak_core.attribution.sample_outputs import model_output
 from trak_core.attribution.write_features import write_features
 from trak_core.config.checkpoint_list import are_from_along_runs, checkpoint_table, runs_of
@@ -36,7 +39,7 @@ from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.config.scoring_settings import features_spec, fill_in_scoring, scores_spec
 from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError, listed
-from trak_core.model_outputs.about_outputs import output_name
+from trak_core.model_outputs.about_outputs import about_output, output_name
 from trak_core.model_outputs.model_output import ModelOutput, own_output
 from trak_core.runtime.progress import notice, progress_bar
 from trak_core.settings import TRAIN
@@ -116,8 +119,9 @@ class Attributor(FittedAttributor):
         >>> import torch
         >>> from trak_core import Attributor
         >>> _ = torch.manual_seed(0)
-        >>> images, labels = torch.randn(60, 1, 8, 8), torch.randint(3, (60,))
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+        >>> images = torch.randn(60, 1, 8, 8)
+        >>> labels = model(images).argmax(1)  # in practice, the labels that it was trained on
         >>> attributor = Attributor(model, "image_classification", proj_dim=32)
         >>> attributor.fit((images, labels))
         Attributor of 1 checkpoint, fitted to 60 training samples
@@ -280,6 +284,7 @@ class Attributor(FittedAttributor):
         for names in by_digest.values():
             if len(names) > 1:
                 notice(f"the checkpoints {listed(names)} have the same weights.")
+        self._notice_bad_fit()
         return self
 
     def __repr__(self) -> str:
@@ -348,6 +353,20 @@ class Attributor(FittedAttributor):
                     memory_mb = compute.memory_mb
                     write_normal_matrix(matrix, train, spec, code="", memory_mb=memory_mb)
         return digest
+
+    def _notice_bad_fit(self) -> None:
+        """Print a notice if the models predict their training samples badly."""
+        kind = FEATURES if self._is_projected else GRAMIAN
+        with ExitStack() as stack:
+            paths = map(self._features, self._spec.ends)
+            files = [stack.enter_context(open_artifact(path, kind)) for path in paths]
+            columns = pd.DataFrame(training_table(files))
+        fit = fit_of(columns, about_output(self._spec.features.model_output), self._train)
+        if fit and fit.is_doubtful:
+            notice(
+                f"the models predict their training samples badly. {fit.measure} Check that inputs "
+                "and labels are as in training, and that checkpoints are from after the training."
+            )
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
         """Return whether a file is for this checkpoint. Other data or settings raise an error."""

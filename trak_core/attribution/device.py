@@ -12,6 +12,7 @@ from typing import Any, ParamSpec
 import torch
 
 from trak_core.errors import InputError
+from trak_core.runtime.progress import print_line
 
 _P = ParamSpec("_P")
 _LOOK_SECONDS = 1.0
@@ -135,6 +136,6 @@ def hold_one(names: tuple[str, ...]) -> int:
             else:
                 return index  # The open descriptor keeps the lock.
         if not waiting:
-            print(f"Waiting, because other jobs use all GPUs ({len(names)}).", flush=True)
+            print_line(f"Waiting, because other jobs use all GPUs ({len(names)}).")
             waiting = True
         time.sleep(_LOOK_SECONDS)

@@ -278,6 +278,25 @@ class DampedGradients:
         return self.damped.similarities(cross)[: self.n_samples]
 
 
+def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
+    """Return ``id``, ``label``, ``prediction`` and ``output`` of the training samples, (n,) each.
+
+    Predictions and outputs are combined over ``files``, features or Gramians of checkpoints.
+    """
+    labels = files[0].vector("labels")
+    predictions, outputs = (
+        np.stack([file.vector(key) for file in files]) for key in ("predictions", "outputs")
+    )
+    is_class = predictions.dtype.kind != "f"
+    common = most_frequent(predictions, labels, outputs) if is_class else predictions.mean(0)
+    return {
+        "id": files[0].ids("sample_ids"),
+        "label": labels,
+        "prediction": common,
+        "output": outputs.mean(axis=0, dtype=np.float64),
+    }
+
+
 def self_influences(
     features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -312,17 +331,6 @@ def self_influences(
             addends.append((diagonal, weights, damped.norm or 1.0))
         mean = np.abs(combined(addends, Combine(spec.combine))[:, 0])
         ends = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
-        predictions = np.stack([file.vector("predictions") for file in ends])
-        labels = files[0].vector("labels")
-        outputs = np.stack([file.vector("outputs") for file in ends])
-        is_class = predictions.dtype.kind != "f"
-        common = most_frequent(predictions, labels, outputs) if is_class else predictions.mean(0)
-        columns = {
-            "id": files[0].ids("sample_ids"),
-            "label": labels,
-            "prediction": common,
-            "output": outputs.mean(axis=0, dtype=np.float64),
-            "self_influence": mean,
-        }
+        columns = {**training_table(ends), "self_influence": mean}
         projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}
     return columns, spec.as_dict() | {"projection": projection}

@@ -14,6 +14,7 @@ from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.errors import InputError
 from trak_core.gradients import METHODS, Batch, GradientMethod, choose_method
 from trak_core.runtime.files import CONFIG_RECORD, read_record, write_record
+from trak_core.runtime.progress import print_line
 from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
@@ -41,7 +42,7 @@ def method_for(
         if not reads_terms:
             methods[conditions] = method.__name__, notice
     if notice is not None:
-        print(f"Notice: {notice}", flush=True)
+        print_line(f"Notice: {notice}")
     return method
 
 

@@ -35,6 +35,7 @@ from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.job import release_freed_memory
+from trak_core.runtime.progress import print_line
 from trak_core.settings import TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.load_checkpoint import (
@@ -194,7 +195,7 @@ class LoadedModel:
         with samples.naming_longest():
             n_classes = count_classes(self.model, self.output, few, self.device)
         if isinstance(self.model, MarginsOfTokens):
-            print(f"Notice: {self.model.told(few.labels.shape[1])}", flush=True)
+            print_line(f"Notice: {self.model.told(few.labels.shape[1])}")
         check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in positions])
         return few, n_classes
 
@@ -213,7 +214,7 @@ class LoadedModel:
                         return needed
                 self.blocks.start()
                 needed = self._memory(few, None)
-                print(f"Notice: {self.blocks.told()}", flush=True)
+                print_line(f"Notice: {self.blocks.told()}")
                 return needed
             return self._memory(few, None)
         finally:

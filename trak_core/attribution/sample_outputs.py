@@ -24,6 +24,7 @@ from trak_core.model_outputs.about_outputs import TABLE, about_output, function_
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
+from trak_core.runtime.progress import print_line
 from trak_core.settings import POOL, TRAIN, FeaturesSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.study import Study
@@ -191,9 +192,8 @@ def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
         return
     saturated = (loss_weights.abs() < 1e-3).float().mean().item()
     if saturated > 0.5:
-        print(
+        print_line(
             f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3, and "
             "scores near 0, because the model fits them almost exactly. Set a smaller "
-            "loss_weight_power, or use an earlier checkpoint, to rank them better.",
-            flush=True,
+            "loss_weight_power, or use an earlier checkpoint, to rank them better."
         )

@@ -50,9 +50,9 @@ class Scores:
     Example:
         >>> import torch
         >>> from trak_core import Attributor
-        >>> _ = torch.manual_seed(0)
-        >>> train = torch.randn(50, 8), torch.randint(3, (50,))
-        >>> model = torch.nn.Linear(8, 3)
+        >>> _ = torch.manual_seed(1)
+        >>> model, inputs = torch.nn.Linear(8, 3), torch.randn(50, 8)
+        >>> train = inputs, model(inputs).argmax(1)
         >>> attributor = Attributor(model, "image_classification", proj_dim=16).fit(train)
         >>> scores = attributor.score((train[0][:2], train[1][:2]))
         >>> scores.frame.shape
@@ -227,13 +227,15 @@ class Scores:
         tables = self.top(_EACH), self.bottom(_EACH)
         known = self.targets.iloc[:_SHOWN].reset_index().to_dict("records")
         for target in known:
-            pairs = zip(self.words, (target["label"], target["prediction"]), strict=True)
-            caption = ", ".join(f"{word} {_short(value)}" for word, value in pairs if word)
-            cells = [self._shown(True, target["id"], caption)]
+            about = self._words_for(target["label"], target["prediction"])
+            cells = [self._shown(True, target["id"], about)]
             for table in tables:
                 own = table.loc[table["target"] == target["id"], :]
-                pairs = zip(own["train"], own["score"], strict=True)
-                cells.append("".join(self._shown(False, i, f"{score:+.3g}") for i, score in pairs))
+                own = own.join(self.train["label"], on="train")
+                cell = ""
+                for i, label, score in own[["train", "label", "score"]].itertuples(index=False):
+                    cell += self._shown(False, i, [*self._words_for(label), f"{score:+.3g}"])
+                cells.append(cell)
             style = '<td style="text-align: left; vertical-align: top">'
             rows.append(f"<tr>{''.join(style + cell for cell in cells)}</tr>")
         more = f"; {m - _SHOWN} more are in top(), bottom() and frame" if m > _SHOWN else ""
@@ -242,7 +244,12 @@ class Scores:
             f"<table>{''.join(rows)}</table>"
         )
 
-    def _shown(self, is_target: bool, sample_id: Any, caption: str) -> str:
+    def _words_for(self, *values: Any) -> list[str]:
+        """Return a sample's label, and its prediction if it is given, with their names."""
+        pairs = zip(self.words, values, strict=False)
+        return [f"{word} {_short(value)}" for word, value in pairs if word]
+
+    def _shown(self, is_target: bool, sample_id: Any, about: Sequence[str]) -> str:
         """Return a sample with its id and caption, as HTML."""
         table = self.targets if is_target else self.train
         sample = ""
@@ -251,8 +258,8 @@ class Scores:
         elif "described_text" in table:  # Scores of a file have the texts, not the samples.
             text = table["described_text"].get(sample_id)
             sample = f"{html.escape(text)}<br>" if isinstance(text, str) else ""
-        about = f"<b>{html.escape(str(sample_id))}</b> {html.escape(caption)}"
-        return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{about}</div>'
+        caption = f"<b>{html.escape(str(sample_id))}</b> {html.escape(', '.join(about))}"
+        return f'<div style="display: inline-block; margin: 0 8px 8px 0">{sample}{caption}</div>'
 
 
 def _read_scores(path: Path) -> np.ndarray:

@@ -267,8 +267,10 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
     for number, folder in folders:
         step = _step(folder, number)
-        found = Checkpoint(run, step, str(folder), is_listed=True, state_dict=part)
-        yield f"{name}-{number}", found
+        yield (
+            f"{name}-{number}",
+            Checkpoint(run, step, str(folder), is_listed=True, state_dict=part),
+        )
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:

@@ -19,6 +19,7 @@ from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
+from trak_core.runtime.progress import print_line
 
 T = TypeVar("T")
 
@@ -186,7 +187,7 @@ def in_chunks(
                 ) from error
             half = (stop - start) // 2
             share = Fraction(half, most)
-            print(f"Notice: out of memory. Continuing with batches of {half} samples.", flush=True)
+            print_line(f"Notice: out of memory. Continuing with batches of {half} samples.")
         else:
             yield start, stop, result
             start = stop

@@ -28,7 +28,7 @@ from trak_core.model_outputs.model_output import (
     random_output,
     rows_in,
 )
-from trak_core.runtime.progress import notice
+from trak_core.runtime.progress import notice, print_line
 
 # Number of samples that ``check_samples_apart`` compares.
 _SAMPLES = 8
@@ -459,9 +459,8 @@ class Variety:
                 code="gradients.all_alike",
             )
         if 2 * self.n_zero > n:
-            print(
+            print_line(
                 f"Warning: the gradients of {self.n_zero} of {n} {samples} are 0 in every entry, "
                 "and so are their scores. Look for layers with gradient 0, such as a ReLU whose "
-                "inputs are all negative.",
-                flush=True,
+                "inputs are all negative."
             )

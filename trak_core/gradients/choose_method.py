@@ -28,6 +28,7 @@ from trak_core.gradients.model_inputs import Batch, Samples, as_batch, least_rou
 from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
+from trak_core.runtime.progress import print_line
 
 # Below this number of parameters, plain autograd is rarely slower than ``gradients_in_turn``
 # (RESULTS.md, "Ways to gradients"), because its gradients fit into a core's caches.
@@ -51,7 +52,7 @@ def gradient_method(
     given = model, parameters, output, samples
     method, notice = choose_method(*given, reads_terms=reads_terms)
     if notice is not None:
-        print(f"Notice: {notice}", flush=True)
+        print_line(f"Notice: {notice}")
     return method
 
 

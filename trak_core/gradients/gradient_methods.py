@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from trak_core.model_outputs.model_output import (
     of_sample,
     over_samples,
 )
+from trak_core.runtime.progress import notice
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
@@ -159,7 +159,11 @@ def gradients_at_once(
     except UNREADABLE as error:
         if must:
             raise
-        _print_once(str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
+        notice(
+            f"one backward pass cannot differentiate a batch ({reason}). Autograd computes the "
+            "gradients of this batch and of similar batches, one sample at a time."
+        )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
     return one_pass(keep_graph=True)
 
@@ -184,15 +188,6 @@ def gradients_in_turn(
         for i in range(len(batch))
     ]
     return [torch.cat(column) for column in zip(*columns, strict=True)]
-
-
-@cache
-def _print_once(reason: str) -> None:
-    print(
-        f"Notice: one backward pass cannot differentiate a batch ({reason}). Autograd computes the "
-        "gradients of this batch and of similar batches, one sample at a time.",
-        flush=True,
-    )
 
 
 # If gradients have more bytes than this, they are computed for one group of parameters at a time.

@@ -14,6 +14,7 @@ from trak_core.model_outputs.supervised import (
     probability_weight,
     softmax_noise,
 )
+from trak_core.runtime.progress import print_line
 
 
 def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
     names = sorted({type(module).__name__ for module in model.modules()})
     masked = [name for name in names if name.endswith("ForMaskedLM")]
     if output is LANGUAGE_MODELLING and masked:
-        print(
+        print_line(
             f"Warning: {masked[0]} is a masked language model. It sees the tokens that follow, so "
             "the log-odds of a whole text mean little. Use `model_output: "
             "masked_language_modelling`, with labels for masked tokens and -100 for all others."

@@ -33,7 +33,8 @@ def tabular(
     Args:
         table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
         label: The column to predict.
-        model: ``file.py:function`` of a function that builds the module. Its weights are replaced.
+        model: ``file.py:function`` of a function without arguments that builds the module. Its
+            weights are replaced.
         targets: A table of the rows to explain. The default is the training rows.
         columns: The columns that the model takes as inputs, in the model's order. They must contain
             the numbers on which it was trained. The default is all columns except ``label`` and

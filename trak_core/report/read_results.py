@@ -22,8 +22,8 @@ from trak_core.artifacts import (
     ArtifactKind,
     open_artifact,
 )
+from trak_core.attribution.model_fit import fit_of
 from trak_core.model_outputs.about_outputs import About, about_output
-from trak_core.report.model_fit import fit_of
 from trak_core.runtime.job import PEAK
 from trak_core.settings import EXACT, LESS, MEAN_OF
 from trak_core.study.dataset_split import Split

@@ -103,8 +103,7 @@ def _suspects(results: Results) -> list[StudyWarning]:
     tables = [file.tables["targets"] for file in files]
     few = [len(targets) for targets in tables if few_targets(targets)]
     about = output_of(results.experiments[0])
-    shown = {"is_projected": results.is_projected, "worst_fitted": about.worst_fitted}
-    return [StudyWarning("few_targets", shown | {"n": n}) for n in few]
+    return [StudyWarning("few_targets", {"worst_fitted": about.worst_fitted, "n": n}) for n in few]
 
 
 def _checkpoints(scores: File) -> list[StudyWarning]:

@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -61,16 +61,23 @@ def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
         yield Bar(shown.update)
 
 
+def print_line(text: str) -> None:
+    """Print a line. A progress bar that is shown is erased before, and drawn again below."""
+    tqdm = sys.modules.get("tqdm")  # ``progress_bar`` imports it.
+    with tqdm.tqdm.external_write_mode(nolock=True) if tqdm else nullcontext():
+        print(text, flush=True)
+
+
 @cache
 def notice(text: str) -> None:
     """Print a notice once in a process."""
-    print(f"Notice: {text}", flush=True)
+    print_line(f"Notice: {text}")
 
 
 def log(text: str) -> None:
     """Print a line for the log of a job, or nothing if a bar shows the progress."""
     if _advance.get() is None:
-        print(text, flush=True)
+        print_line(text)
 
 
 def with_progress(

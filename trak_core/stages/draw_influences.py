@@ -279,7 +279,6 @@ def show_list(
         n_targets=sum(len(targets) for targets in tables if few_targets(targets)),
         output=output_of(files[0]) if files else None,
         warnings=[warning for file in files for warning in score_warnings(file)],
-        has_self_influence="self_influence" in rows,
         suggests="suggested_label" in rows,
         has_pool=pool is not None,
         described=study.has("describe"),

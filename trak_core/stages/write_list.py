@@ -77,11 +77,10 @@ def write_list(
     _write(listed, rows, ("label", "prediction", "suggested_label"), study_file, model_output)
     print(f"{n_listed} of {len(train)} samples {words}.")
     if kind == "suspects" and few_targets(targets):
-        order = "self_influence" if self_influence else about.worst_fitted
         n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
         print(
             f"Warning: from only {n}, the order of suspects is uncertain. Use more targets, or "
-            f"compare the order by {order}."
+            f"compare the order by {about.worst_fitted}."
         )
 
 

@@ -1,6 +1,7 @@
 """Read data that a Python program passes as tensors, a Dataset or a DataLoader."""
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,20 +67,31 @@ class _Collated:
 
 def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
     given = dict(data if isinstance(data, Mapping) else enumerate(data))
-    columns = {
-        name: torch.as_tensor(values)
-        for name, values in given.items()
-        if isinstance(values, Tensor | np.ndarray) and values.ndim
-    }
+    with warnings.catch_warnings():
+        # Arrays of pandas are read-only.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        columns = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
-        shapes = [str(getattr(v, "shape", type(v).__name__)) for v in given.values()]
         raise InputError(
             "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
-            "with `labels`. Each tensor must have a row for each sample. Found "
-            f"{', '.join(shapes) or 'nothing'}. In a list, each entry is read as a sample.",
+            "with `labels`. Each must be a tensor or an array of numbers, with a row for each "
+            f"sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
+            "objects of pandas with `.to_numpy()`, and texts to numbers. In a list, each entry is "
+            "read as a sample.",
             code="study.given_tensors",
         )
     return _Columns(columns, isinstance(data, Mapping))
+
+
+def _has_rows_of_numbers(values: Any) -> bool:
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
+        return False
+    return isinstance(values, Tensor | np.ndarray) and values.ndim > 0
+
+
+def _kind_of(values: Any) -> str:
+    known = (getattr(values, key, "") for key in ("dtype", "shape"))
+    return " ".join([type(values).__name__, *filter(None, map(str, known))])
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
@@ -129,7 +141,8 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or hasattr(data, "iloc"):
         raise InputError(
             "Data must be tensors, a DataLoader, or samples with len() and [i], such as a torch "
-            f"Dataset. Found {type(data).__name__}. `list(data)` converts an iterable.",
+            f"Dataset. Found {type(data).__name__}. `list(data)` converts an iterable, and "
+            "`(inputs.to_numpy(), labels.to_numpy())` objects of pandas.",
             code="study.given_data",
         )
     size = len(data)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError, listed
+from trak_core.runtime.progress import print_line
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.hugging_face_weights import Adapter
 from trak_core.study.match_state_dict import in_words, match_state_dict, misfits_of
@@ -166,7 +167,7 @@ def _copy_weights(
         model.load_state_dict(piece, strict=False)
     model.eval()
     for notice in notices:
-        print(f"{source}: {notice}")
+        print_line(f"{source}: {notice}")
 
 
 def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
@@ -238,7 +239,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     weights = read_weights(checkpoint, part, digest)
     sha256 = digest.hexdigest()
     if weights.notice:
-        print(f"Notice: {checkpoint}: {weights.notice}")
+        print_line(f"Notice: {checkpoint}: {weights.notice}")
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         fitting, names, notices = match_state_dict(model, weights.state, source, weights.within)
         pieces = [fitting]
