@@ -303,7 +303,7 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the contribution to a parameter of a last layer with logits computed in pieces."""
+    """Return the contribution to a parameter of a last layer whose logits are formed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

@@ -59,7 +59,7 @@ class Batch:
         return chosen.cut(int(chosen.lengths.max()))
 
     def cut(self, length: int) -> "Batch":
-        """Return the batch, which must have ``lengths``, with at most ``length`` tokens a text."""
+        """Return the batch, which must have ``lengths``, with texts cut to ``length`` tokens."""
         assert self.lengths is not None
         inputs = {
             name: tensor[:, :length] if name in self.along else tensor
@@ -190,10 +190,10 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of several batches, which have the same inputs, as one batch.
+    """Return the samples of several batches, which must have the same inputs, as one batch.
 
     Either all batches or none must have ``lengths``. If they do, texts are padded on the right:
-    labels with ``IGNORED``, inputs with 0, which is a token of every vocabulary and masked out.
+    labels with ``IGNORED``, inputs with 0, which every vocabulary contains and which is masked out.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -251,9 +251,9 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
     Texts have one label for each token. They may differ in the number of tokens, the first
-    dimension of the labels and of inputs with as many rows, because these can be padded. If the
-    model also gets the labels, its named inputs may have other lengths than labels. All other
-    shapes must be equal.
+    dimension of the labels and of inputs with one row for each token, because padding makes it
+    equal. If the model also gets the labels, its named inputs may differ in length from the labels.
+    All other shapes must be equal.
 
     ``samples`` are pairs of an id and a batch of one sample.
     """
@@ -372,7 +372,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of the user's code in a traceback, or else that of another library."""
+    """Return the last line of the user's code in a traceback, or else of another library's code."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
     if not others:
