@@ -230,7 +230,7 @@ def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, tmp_pa
 
 def test_a_table_of_images_without_paths_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("file,class\n1.png,a\n")
-    with refused("studies.field", "a.csv, line 2", "no path", "file, class"):
+    with refused("studies.field", "a.csv, line 2", "the field path", "file, class"):
         image_folder(str(tmp_path / "a.csv"), "net.py:net")
 
 
