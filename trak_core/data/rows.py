@@ -30,7 +30,7 @@ _TRUTHS = {"true": 1, "false": 0}
 
 
 class _Written(float):
-    """A number of a JSON file. ``str`` returns its text in the file, such as 1.10 and not 1.1."""
+    """A number from a JSON file. ``str`` returns its text in the file, such as 1.10, not 1.1."""
 
     __slots__ = ("_text",)
     _text: str

@@ -1,10 +1,10 @@
 """Plan a backward pass: find the edges of the graph at which per-sample gradients are computed.
 
 A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
-``graph.py``), and *shared* otherwise. Shared tensors are parameters, functions of parameters, and
-tensors that mix samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of x
-belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. Therefore
-one backward pass computes the gradients with respect to x for all samples. An edge from the split
+``graph.py``), and *shared* otherwise. Shared tensors are parameters, functions of parameters alone,
+and tensors that mix samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of
+x belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. So one
+backward pass computes the gradients with respect to x for all samples. An edge from the split
 output y of an operation to a shared input w is a *crossing*. At a crossing, the chain rule is
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
@@ -53,9 +53,9 @@ class Region:
         n_crossings: Number of crossings that lead into the region.
         parameters: Indices of the region's parameters.
         is_direct: Whether the region has one parameter, and each crossing leads to the whole
-            parameter, possibly transposed or reshaped. Then contributions are added unchanged.
+            parameter, possibly transposed or reshaped. If so, contributions are added unchanged.
         is_simple: Whether the region has one parameter, and crossings lead to disjoint sets of its
-            entries. Then a Gramian is the sum of the Gramians of the contributions.
+            entries. If so, a Gramian is the sum of the contributions' Gramians.
     """
 
     n_crossings: int = 0

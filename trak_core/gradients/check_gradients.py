@@ -436,7 +436,7 @@ class Variety:
             self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
-        """Raise an error if the gradients of several samples are all zero; warn if most are.
+        """Raise an error if the gradients of several samples are all zero. Warn if most are zero.
 
         With ``must_differ``, also raise an error if the gradients of several samples are all equal.
         (Targets may contain the same sample twice.) ``samples`` names the samples in messages.

@@ -133,7 +133,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     complex_ones = [f"{name} {p.dtype}" for name, p in selected.items() if p.is_complex()]
     if complex_ones:
         raise InputError(
-            "Parameters that are differentiated must hold real numbers. Found "
+            "Parameters that are differentiated must be real. Found "
             f"{listed(complex_ones)}. Store `torch.view_as_real(w)` as the parameter, in the model "
             "and in checkpoints, and convert it by `torch.view_as_complex` in forward. Or exclude "
             "the parameter from `parameters`.",
@@ -142,7 +142,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
     if integers:
         raise InputError(
-            "Parameters that are differentiated must hold floating-point numbers. Found "
+            "Parameters that are differentiated must be floating-point numbers. Found "
             f"{listed(integers)}. Load the model without quantization, or exclude these parameters "
             "from `parameters`.",
             code="gradients.integer_parameter",
@@ -260,9 +260,9 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     """Run backward passes from ``values`` that avoid a wrong result of torch's BatchNorm kernel.
 
     torch's CPU kernel reads gradient and input in memory order if both are dense and their strides
-    suggest the same memory format. A dimension of size 1, such as that of a batch of one sample,
-    may have any stride, so that a channels-last gradient can look channels-first. Then gradients
-    with respect to the layer's input are wrong, without an error. Hooks add a gap in memory to such
+    suggest the same memory format. A dimension of size 1, such as the batch dimension of one
+    sample, may have any stride, so a channels-last gradient can look channels-first. Gradients with
+    respect to the layer's input are then wrong, without an error. Hooks add a gap in memory to such
     gradients, for which torch uses a kernel that respects strides. Other gradients are unchanged,
     bit for bit. InstanceNorm, which torch computes by BatchNorm with one sample, is affected too.
     """

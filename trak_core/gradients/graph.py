@@ -208,7 +208,7 @@ _MOST_BLOCKS = 2**24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The assignment of a tensor's entries to samples; see the module's docstring.
+    """The assignment of a tensor's entries to samples (see the module's docstring).
 
     Attributes:
         stride: s, the number of consecutive entries of one sample.

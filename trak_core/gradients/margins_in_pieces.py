@@ -232,7 +232,7 @@ class MarginFactors(Contribution):
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield the sum of outer products for some tokens at a time. The total is the gradient."""
+        """Yield sums of outer products for some tokens at a time. Their total is the gradient."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)

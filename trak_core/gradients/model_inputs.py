@@ -71,7 +71,7 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with other inputs, whose names and order must be those of ``tensors``."""
+        """Return a batch with new inputs, which must have the names and order of ``tensors``."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -234,7 +234,7 @@ class Shapes:
         lengths: Number of tokens of each text. Empty if samples are not texts.
         along: Names of the inputs that have one row for each label.
         source: The largest length, by name, of inputs whose length is independent of the number of
-            labels, such as those of an encoder.
+            labels, such as the inputs of an encoder.
     """
 
     lengths: list[int]

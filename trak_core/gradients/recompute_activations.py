@@ -33,7 +33,7 @@ from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mod
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 # Tensors of these dtypes are not compared, because they may be uninitialized workspaces or seeds.
 _WORK = (torch.uint8, torch.uint64)
-# Allowed difference of two calls in units of the machine epsilon. A GPU may sum in any order.
+# Allowed difference between two calls, in machine epsilons. A GPU may sum in any order.
 _ROUNDING = 8
 
 
@@ -173,7 +173,8 @@ class _Call:
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # The arguments without their graph. They share memory and version counters with ``args``.
+        # The arguments without their graph. They share memory and version counters with the
+        # original arguments.
         self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
         self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
         parameters = list(of.block.parameters())

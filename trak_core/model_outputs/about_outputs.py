@@ -145,7 +145,7 @@ TABLE: dict[str, About] = {
     "multi_label": About(
         name="the joint log-odds of the labels that count",
         unit=_LOG_ODDS,
-        meaning="the more certain the model is of all the sample's own labels",
+        meaning="the more certain the model is of all of the sample's labels",
         label="labels",
         prediction="right",
         columns="label: how many labels count; prediction: how many of them the model gets right",
@@ -156,7 +156,7 @@ TABLE: dict[str, About] = {
     ),
     "regression": About(
         name="the prediction",
-        unit="the label's own unit",
+        unit="the unit of the label",
         meaning="the larger the number that the model predicts",
         raises="the prediction",
         better="closer",
@@ -168,7 +168,7 @@ TABLE: dict[str, About] = {
     "segmentation": About(
         name="the mean log-odds of the pixels' labels",
         unit=f"{_LOG_ODDS}, of one pixel",
-        meaning="the more certain the model is of the pixels' own labels",
+        meaning="the more certain the model is of the pixels' labels",
         label="pixels",
         prediction="right",
         columns="label: how many pixels count; prediction: how many of them the model gets right",
@@ -192,7 +192,7 @@ TABLE: dict[str, About] = {
     ),
     "loss": About(
         name="minus the loss",
-        unit="the loss's own unit",
+        unit="the unit of the loss",
         meaning="the smaller the loss",
         label="",
         prediction="",

@@ -190,8 +190,9 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def own_output(made: object, name: str) -> ModelOutput:
     """Return a user-defined model output, with checks that explain errors in its functions.
 
-    ``made`` is a ``ModelOutput``, or f as a function of the model's return value for one sample
-    and, if samples have labels, of the sample's label. ``name`` is used in messages.
+    ``made`` is a ``ModelOutput`` or a function that returns f. The function takes the model's
+    return value for one sample and, if samples have labels, the sample's label. ``name`` is the
+    name in error messages.
     """
     if isinstance(made, ModelOutput):
         output = made

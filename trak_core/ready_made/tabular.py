@@ -47,8 +47,9 @@ def tabular(
     """
     if scale not in {None, "standard"}:
         raise InputError(
-            "study_arguments: scale must be standard, or left out if the table has the numbers on "
-            f"which the model was trained. Found {scale!r}. Apply any other scaling to the table.",
+            "study_arguments: scale must be standard, or omitted if the table contains the numbers "
+            "on which the model was trained. "
+            f"Found {scale!r}. Apply any other scaling to the table.",
             code="studies.scale",
         )
     rows = read_rows(table)

@@ -42,7 +42,7 @@ def text_classification(
         weights: A folder with the model's ``config.json`` and tokenizer.
         targets: Rows to explain, which experiments select by id. The default is ``texts``.
         text: A template of the text, into which a row's fields are inserted.
-        label: The field with the label: a class's number, or its name in the model's config.
+        label: The field with the label: the number of a class, or its name in the model's config.
         max_tokens: The length to which texts are cut or padded. By default, they are padded to 128
             tokens, or to the model's context if that is less, and longer texts raise an error.
         classes: The labels of the rows in the order of the model's logits. Required if labels are
