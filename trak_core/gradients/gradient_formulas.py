@@ -90,7 +90,7 @@ class Use(NamedTuple):
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices that each sample owns, padded with -1 to equal numbers, shape (B, n)."""
+    """Return the indices that each sample owns, padded with -1 to the same length, shape (B, n)."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)

@@ -72,7 +72,7 @@ class PerSample:
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, at most float32."""
+    """Return (batch, *shape) tensors as (batch, entries) blocks with one dtype, at most float32."""
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]

@@ -44,7 +44,7 @@ class Batch:
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply ``function`` to every tensor. It must not change the number of tokens."""
+        """Apply ``function``, which must not change the number of tokens, to every tensor."""
         kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
         lengths = None if self.lengths is None else function(self.lengths)
         args = tuple(map(function, self.args))
@@ -319,8 +319,8 @@ def _different_shapes(
 
 
 _DIFFERENTIATES = (
-    "A forward that differentiates must use `with torch.enable_grad():` and `create_graph=True`, "
-    "because it also runs without a graph."
+    "A `forward` that differentiates must use `with torch.enable_grad():` and `create_graph=True`, "
+    "because the model is also called without a graph."
 )
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -360,7 +360,7 @@ def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -
     has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
     if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
         raise InputError(
-            "An encoder-decoder model must get inputs of its decoder. Found only "
+            "An encoder-decoder model must get inputs for its decoder. Found only "
             f"{', '.join(batch.kwargs) or 'positional inputs'}. Set model_output to "
             "sequence_to_sequence. The model then computes the decoder's inputs from `labels`.",
             code="gradients.no_decoder_inputs",

@@ -280,8 +280,8 @@ def by_samples(
     same output and dimension.
 
     Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
-    closed form is known to need them. If it turns out that they are needed, a ``GraphNeededError``
-    is raised. By then, the consumer has already processed some of the gradients.
+    closed form is known to need them. If an operation turns out to need freed tensors, a
+    ``GraphNeededError`` is raised. By then, the consumer has processed some of the gradients.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]

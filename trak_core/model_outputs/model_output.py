@@ -35,7 +35,7 @@ class ModelOutput:
     Only ``value`` is required.
 
     Attributes:
-        value: f, from the selected tensors and the label.
+        value: f, as a function of the selected tensors and the label.
         loss_weight: Q = -dl/df for the training loss l. The default 1 is correct for f = -l.
         curvature: W = d2l/df2. None if the loss is not a function of f alone.
         prediction: The model's prediction in the units of ``label_number``. None means f. Tables

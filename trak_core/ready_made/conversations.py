@@ -90,7 +90,7 @@ def chat_texts(
         roles = ", ".join(str(message["role"]) for message in [*prompt, *answer])
         raise InputError(
             "A conversation must have at least two messages, and the last one must be the "
-            f"assistant's, because it is explained. Found messages of: {roles}. Remove the "
+            f"assistant's, because it is explained. Found the roles {roles}. Remove the "
             "messages after the assistant's last message, or remove the row.",
             code="studies.chat_roles",
         )

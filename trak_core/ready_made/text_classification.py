@@ -88,8 +88,8 @@ def text_classification(
     elif is_ambiguous or any(as_number(n) not in {None, i} for n, i in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because names in {weights}/config.json contradict each other, or could be "
-            f"numbers of other classes. Found id2label {config.id2label} and label2id {inverse}. "
+            f"logits, because names in {weights}/config.json contradict each other, or one could "
+            f"be another class's number. Found id2label {config.id2label}, label2id {inverse}. "
             f"Give classes: {list(range(config.num_labels))} if labels are numbers, or classes: "
             f"{[*numbers]} if labels are names.",
             code="studies.ambiguous_labels",
