@@ -270,5 +270,5 @@ def test_what_the_model_reads_is_shown_with_its_special_tokens(folder, tmp_path)
     study = language_model(
         write(tmp_path / "a.jsonl", [{"prompt": "what is ", "text": "red sun"}]), weights
     )
-    assert study.as_read(study.train_data()[0]) == "'what is', then what counts: 'red sun'"
+    assert study.as_read(study.train_data()[0]) == "'what is', then the text to explain: 'red sun'"
     assert study.describe(study.train_data()[0]) == "prompt: what is\nanswer: red"

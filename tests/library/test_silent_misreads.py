@@ -176,7 +176,7 @@ def test_a_prompt_that_the_messages_have_is_read(tmp_path, weights, capsys):
 def test_a_message_that_the_template_leaves_out_is_reported(tmp_path, weights, capsys):
     read(tmp_path, weights, {"messages": [SYSTEM, *TURNS]})
     notice = (
-        "Notice: the chat template omits or changes the content of a message of the role 'system'"
+        "Notice: the chat template omits or changes the content of a message with the role 'system'"
     )
     assert notice in capsys.readouterr().err
 
@@ -236,7 +236,7 @@ def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, tmp_pa
         study, about = with_ready_study(config)["study"], {"model_output": "image_classification"}
         preflight(Path(study), {TRAIN: None}, checkpoints={checkpoint: [None]}, **about)
 
-    classes = f"3 classes, because these are the labels in images.*: {stray!r} .1., 'a' .2., 'b' "
+    classes = f"3 classes, which come from the labels in images.* {stray!r} .1., 'a' .2., 'b' "
     with refused("study.checkpoint_keys", re.compile(classes), "(2, 3) for (3, 3)"):
         start("m.pt")
     with refused("study.checkpoint_keys", re.compile(r"(?s)^((?!3 classes).)*$")):
@@ -247,7 +247,7 @@ def test_a_stray_class_that_changes_the_number_of_outputs_is_named(stray, tmp_pa
 
 def test_a_table_of_images_without_paths_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("file,class\n1.png,a\n")
-    with refused("studies.field", "a.csv, line 2", "no path", "file, class"):
+    with refused("studies.field", "a.csv, line 2", "the field path", "file, class"):
         image_folder(str(tmp_path / "a.csv"), "net.py:net")
 
 
@@ -260,6 +260,6 @@ def test_classes_that_timm_orders_otherwise(folders, tmp_path, capsys):
     assert study.class_names() == [folders[1], folders[0]]
     told = capsys.readouterr().err
     assert f"class 0 is '{folders[1]}'" in told
-    assert "as by torchvision's ImageFolder. Only a model trained with timm's" in told
+    assert "as in torchvision's ImageFolder. In timm's ImageDataset, it is" in told
     image_folder(str(tmp_path / "images"), "net.py:net", classes=folders)
     assert not capsys.readouterr().err

@@ -117,8 +117,8 @@ def own(folder):
 
 SAID = {
     adapter: r"the joint log-odds of the tokens that count: \S+; tokens 3, right \d",
-    tokens: r"the log-odds of the tokens that count, added up: \S+; tokens 3, right \d",
-    pairs: r"the log-odds of the pair among others, both ways added up: \S+; told apart [01]",
+    tokens: r"the sum of the log-odds of the tokens that count: \S+; tokens 3, right \d",
+    pairs: r"the log-odds of the pair among others, summed over both \w+: \S+; told apart [01]",
     own: r"minus the distance: \S+",
 }
 

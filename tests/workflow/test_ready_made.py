@@ -263,7 +263,7 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     ("kind", "change", "told"),
     [
         ("image_folder", {}, ("training data", "(1, 3, 4, 4)", "`transform: file.py:function`")),
-        ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row, a", "`columns`")),
+        ("tabular", {"columns": ["a"]}, ("training data", "1 numbers of each row: a", "`columns`")),
         (
             "language_model",
             {"max_tokens": 80},

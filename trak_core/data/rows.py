@@ -1,7 +1,7 @@
 """Read rows of samples from .jsonl, .csv, .tsv and .parquet files, and from saved data sets.
 
-Values are not converted. Cells of .csv and .tsv are texts, and values in JSON and Parquet have
-types. ``as_number`` and ``class_number`` convert values if a number is needed.
+Values are not converted: cells of .csv and .tsv stay texts, and values in JSON and Parquet keep
+their types. ``as_number`` and ``class_number`` convert values if a number is needed.
 """
 
 import csv
@@ -30,7 +30,7 @@ _TRUTHS = {"true": 1, "false": 0}
 
 
 class _Written(float):
-    """A number of a JSON file. ``str`` returns its text in the file, such as 1.10 and not 1.1."""
+    """A number from a JSON file. ``str`` returns its text in the file, such as 1.10, not 1.1."""
 
     __slots__ = ("_text",)
     _text: str
@@ -76,9 +76,9 @@ class RowFile(Sequence[dict[str, Any]]):
     def column(self, name: str) -> list[Any]:
         """Return the field ``name`` of each row, or None for a row without it.
 
-        Cells of a table become integers if each cell is the shortest text of an integer, and floats
-        if each cell is the shortest text of an integer or a float. The texts ``007`` and ``1.10``
-        are not the shortest, so they are not converted.
+        A column of a table becomes integers if every cell is an integer in canonical form, and
+        floats if every cell is a number in canonical form. ``007`` and ``1.10`` are not in
+        canonical form, so a column with such a cell stays text.
         """
         values = [row.get(name) for row in self.rows]
         if self.path.suffix not in TABLES:
@@ -94,7 +94,7 @@ class RowFile(Sequence[dict[str, Any]]):
     def ids(self) -> list[int] | list[str]:
         """Return the field ``id`` of each row, or 0, 1, 2, ... if no row has this field.
 
-        Ids of a table become integers if each cell is the shortest text of an integer.
+        Ids of a table become integers if every id is an integer in canonical form, unlike ``007``.
 
         Raises:
             InputError: If only some rows have an id, if some ids are integers and others are texts,
@@ -104,9 +104,9 @@ class RowFile(Sequence[dict[str, Any]]):
             near = [name for name in self.rows[0] if name.strip().casefold() == "id"]
             if near:
                 raise InputError(
-                    f"{self.path}: ids must be in the field id. Found {near[0]!r}, which would "
-                    "be ignored, and rows would be numbered 0, 1, 2. Rename it to id if it has ids "
-                    "or to a name that does not resemble id.",
+                    f"{self.path}: ids must be in the field id. Found the field {near[0]!r}, which "
+                    "would be ignored. Rename it to id if it contains ids. Otherwise give it a "
+                    "name that does not resemble id, and rows are numbered 0, 1, 2, ...",
                     code="data.near_id",
                 )
             return list(range(len(self.rows)))
@@ -130,8 +130,8 @@ class RowFile(Sequence[dict[str, Any]]):
                 )
             if value in first:
                 raise InputError(
-                    f"{self.place(index)}: every row must have a different id. Found {value!r}, "
-                    f"which {self.place(first[value])} also has.",
+                    f"{self.place(index)}: ids must be unique. Found {value!r}, already used at "
+                    f"{self.place(first[value])}.",
                     code="data.repeated_id",
                 )
             first[value] = index
@@ -144,8 +144,8 @@ def read_rows(path: str | Path) -> RowFile:
     A data set is a folder that ``save_to_disk`` of the package ``datasets`` wrote. In its
     ``ClassLabel`` columns, the numbers of classes are replaced by their names, and -1 by None.
 
-    A line of ``.jsonl`` is a JSON object. The first line of a table contains the names of fields,
-    and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
+    Each line of a ``.jsonl`` file is a JSON object. The first line of a table contains the names of
+    the fields, and all rows have the same number of cells. Text is UTF-8. Empty lines are skipped.
 
     Raises:
         InputError: If the file does not exist, has no rows, or has a line that cannot be read.
@@ -167,8 +167,8 @@ def read_rows(path: str | Path) -> RowFile:
         elif file.suffix == PARQUET:
             from pyarrow import parquet  # pyright: ignore[reportMissingImports] -- optional
 
-            # pandas is not used, because it converts integers to floats if one is missing. A
-            # stored index of pandas is not a field.
+            # pandas is not used, because it converts integers to floats if a value is missing. An
+            # index that pandas stored is not a field, unless its name is id.
             table = parquet.read_table(file)
             index = (table.schema.pandas_metadata or {}).get("index_columns", [])
             unread = [name for name in index if isinstance(name, str) and name != "id"]
@@ -181,7 +181,7 @@ def read_rows(path: str | Path) -> RowFile:
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
     except InputError:
         raise
-    except Exception as error:  # For a damaged .parquet, this is any error, with several lines.
+    except Exception as error:  # A damaged .parquet can raise any error, in several lines.
         reason = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be in .jsonl (one JSON object per line), .csv, .tsv, .parquet or a "
@@ -200,14 +200,14 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
     if (folder / _SPLITS).is_file():
         names = json.loads((folder / _SPLITS).read_text())["splits"]
         raise InputError(
-            f"{folder}: rows must be in a single Dataset. Found a DatasetDict. Give the folder of "
+            f"{folder}: rows must be in a single Dataset. Found a DatasetDict. Use the folder of "
             f"one of its splits: {', '.join(str(folder / name) for name in names)}.",
             code="data.splits",
         )
     from datasets import ClassLabel, Dataset  # pyright: ignore[reportMissingImports] -- optional
 
     data = Dataset.load_from_disk(str(folder))
-    # The format of the data set may convert values, or leave columns out.
+    # The data set's own format could convert values or omit columns.
     rows: list[dict[str, Any]] = data.with_format(None).to_list()
     for column, feature in data.features.items():
         if not isinstance(feature, ClassLabel):
@@ -244,8 +244,8 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
 def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the number of the line in which a row of a table begins, and the row's fields.
 
-    A ``ValueError`` is raised for a row with wrong quotes or another number of cells than the
-    header, and for a name that occurs twice in the header.
+    A ``ValueError`` is raised for a row that has wrong quotes or not as many cells as the header,
+    and for a name that occurs twice in the header.
     """
     csv.field_size_limit(sys.maxsize)  # The default of 131,072 characters is too small for texts.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -255,7 +255,7 @@ def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int
             if cells and not header:
                 header = _checked_header(cells, separator, suffix)
             elif cells:
-                # Spreadsheets and some programs write more empty cells than the header has.
+                # Spreadsheets and some other programs append empty cells to rows.
                 while len(cells) > len(header) and not cells[-1]:
                     cells.pop()
                 if len(cells) != len(header):
@@ -300,7 +300,7 @@ def _finite(text: str) -> float:
 
 
 def parsed_json(line: str) -> Any:
-    """Return the value of a line of JSON. ``str`` of a float is its text in the line, as "1.10".
+    """Return the value of a line of JSON. ``str`` of a float returns its text, such as "1.10".
 
     Raises:
         ValueError: If the line is not JSON, is nested too deeply, or contains a field twice, a
@@ -325,8 +325,8 @@ def parsed_json(line: str) -> Any:
 def as_number(value: Any) -> int | float | None:
     """Return a finite number, or the number in a text. Return None for any other value.
 
-    A text is a decimal number in the notation of Python, or true (1) or false (0) in any case.
-    Separators of thousands and decimal commas are not allowed.
+    A text must be a decimal number in Python's notation, or true (1) or false (0), in upper or
+    lower case. Thousands separators and decimal commas are not allowed.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -339,13 +339,13 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a value is the shortest text of an integer of 64 bits."""
+    """Return whether a value is the text of a 64-bit integer in canonical form, unlike ``007``."""
     is_short = isinstance(value, str) and _WHOLE.fullmatch(value) is not None
     return is_short and -(2**63) <= int(value) < 2**63
 
 
 def class_number(value: Any) -> int | None:
-    """Return a label as an integer if it is 0, 1, 2, ..., or the text of one, else None."""
+    """Return a label as an integer if it is 0, 1, 2, ... or such a number's text, else None."""
     if _is_whole(value):
         value = int(value)
     return value if type(value) is int and value >= 0 else None

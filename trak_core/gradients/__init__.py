@@ -7,9 +7,9 @@ differentiated one by one. The gradients of each parameter are passed to a consu
 are computed, so that the (batch, p) matrix is never formed. For example, the consumer in
 ``trak_core.attribution.project_gradients`` projects them.
 
-Most functions take a ``model`` on the samples' device, whose training mode is restored, the
-``parameters`` that ``select_parameters`` returned, and the model ``output`` f. ``samples`` have a
-form that ``as_batch`` accepts. Error messages name samples by their ``sample_ids``.
+Most functions take a ``model`` on the samples' device, the ``parameters`` that
+``select_parameters`` returned, and the model ``output`` f. They restore the model's training mode.
+``samples`` have a form that ``as_batch`` accepts. Errors name samples by their ``sample_ids``.
 """
 
 from trak_core.gradients.batch_size import (

@@ -1,10 +1,10 @@
 """Plan a backward pass: find the edges of the graph at which per-sample gradients are computed.
 
 A tensor of the graph is *split* if each of its entries belongs to one sample (it has a layout, see
-``graph.py``), and *shared* otherwise: parameters, functions of parameters alone, and tensors that
-depend on several samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of x
-belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. Therefore
-one backward pass computes the gradients with respect to x for all samples. An edge from the split
+``graph.py``), and *shared* otherwise. Shared tensors are parameters, functions of parameters alone,
+and tensors that mix samples. Let f_1, ..., f_B be the outputs and x a split tensor. If an entry of
+x belongs to sample i, the gradient of sum_j f_j with respect to it is the gradient of f_i. So one
+backward pass computes the gradients with respect to x for all samples. An edge from the split
 output y of an operation to a shared input w is a *crossing*. At a crossing, the chain rule is
 
     d(sum_i f_i)/dw = sum_i sum_{t of sample i} (df_i/dy_t) (dy_t/dw),
@@ -53,9 +53,9 @@ class Region:
         n_crossings: Number of crossings that lead into the region.
         parameters: Indices of the region's parameters.
         is_direct: Whether the region has one parameter, and each crossing leads to the whole
-            parameter, possibly transposed or reshaped. Then contributions are added unchanged.
+            parameter, possibly transposed or reshaped. If so, contributions are added unchanged.
         is_simple: Whether the region has one parameter, and crossings lead to disjoint sets of its
-            entries. Then a Gramian is the sum of the Gramians of the contributions.
+            entries. If so, a Gramian is the sum of the contributions' Gramians.
     """
 
     n_crossings: int = 0
@@ -72,7 +72,7 @@ class Plan:
         layouts: For each split node with crossings, the layouts of its used outputs.
         crossings: For each split node with crossings, the crossings and the regions they lead to.
         regions: All regions.
-        inner: The split nodes with crossings from which the backward pass goes on to other split
+        inner: The split nodes with crossings from which the backward pass continues to other split
             nodes with crossings. Hooks read the gradients of inner nodes.
         last: The other split nodes with crossings, where the backward pass ends.
         parameters: The parameters to differentiate.
@@ -105,7 +105,7 @@ class Plan:
         return Plan(layouts, crossings, self.regions, inner, last, parameters, self.is_fixed)
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the operation and shape of tensors for which per-sample gradients are formed."""
+        """Return the operation and shape of each tensor whose per-sample gradients are formed."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for pairs in self.crossings.values()
@@ -142,7 +142,7 @@ def make_plan(
 def _layouts_of_one_sample(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts for one sample. Only parameters and views of parameters are not split."""
+    """Return the layouts for one sample. All nodes are split, except parameters and their views."""
     used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
     for node in reversed(graph.order):
@@ -159,7 +159,7 @@ def _layouts(
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
     """Return the layouts of all outputs of split nodes, and whether they depend on no saved value.
 
-    Nodes are visited in topological order, so that all users of a tensor have set its layout.
+    Nodes are visited in topological order: all users of a tensor before the node that computes it.
     """
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     layouts[root[0]][root[1]] = layout

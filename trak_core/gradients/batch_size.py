@@ -1,4 +1,4 @@
-"""Determine how many samples fit into memory when they are differentiated at once."""
+"""Determine how many samples fit into memory when they are differentiated together."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class SampleMemory:
     shared_bytes: int = 0
 
     def of(self, n_samples: int) -> int:
-        """Return the bytes that ``n_samples`` need together."""
+        """Return the number of bytes that ``n_samples`` samples need together."""
         formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
         return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
@@ -123,8 +123,8 @@ def sample_memory(
         with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # Factor 2: gradients with respect to such a tensor, and those propagated from it to the
-            # parameter.
+            # The factor is 2, because gradients with respect to such a tensor are formed, and then
+            # gradients with respect to the parameter are computed from them.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -133,7 +133,7 @@ def sample_memory(
 def _pair(batch: Batch) -> Batch:
     """Return two copies of the first sample, in new storages, because bytes are counted by storage.
 
-    For texts, the second copy is one token shorter, so that code for padding runs as well.
+    For texts, the second copy is one token shorter, so that code for padding also runs.
     """
     if batch.lengths is None:
         pair = batch.mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
@@ -157,7 +157,7 @@ def budget_bytes(device: torch.device, memory_mb: int) -> int:
 def in_chunks(
     compute: Callable[[int, int], T], n_samples: int, chunk: int | Callable[[int], int]
 ) -> Iterator[tuple[int, int, T]]:
-    """Call ``compute(start, stop)`` for chunks of samples, and halve them when memory runs out.
+    """Call ``compute(start, stop)`` for chunks of samples, and halve chunks if memory runs out.
 
     ``chunk`` is the number of samples in a chunk, or a function that returns this number for the
     index of the first sample.

@@ -41,7 +41,7 @@ _LABEL_SHAPES = (
 _Step = tuple[str, list[Tensor]]
 # Errors of the user's model that are reported instead of raised.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-# Upper bound of the rounding error of a sample's features, relative to the largest entry.
+# Upper bound for the rounding error of a sample's features, relative to their largest entry.
 _ROUNDING = 1e-5
 
 
@@ -71,7 +71,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different numbers for the same batch. They first differ in {layer}. "
-                "Switch off its randomness if `module.training` is False.",
+                "Switch off the randomness of this layer if `module.training` is False.",
                 code="gradients.random_model",
             )
         if batch.lengths is not None:
@@ -190,7 +190,7 @@ def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
-    """Return the arguments and results of all modules in order, and the module that failed."""
+    """Return all modules' arguments and results in order, and the module that failed, if any."""
     steps: list[_Step] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -437,7 +437,7 @@ class Variety:
             self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
-        """Raise an error if the gradients of several samples are all zero; warn if most are.
+        """Raise an error if the gradients of several samples are all zero. Warn if most are zero.
 
         With ``must_differ``, also raise an error if the gradients of several samples are all equal.
         (Targets may contain the same sample twice.) ``samples`` names the samples in messages.

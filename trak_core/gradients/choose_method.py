@@ -31,10 +31,10 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
 # Below this number of parameters, plain autograd is rarely slower than ``gradients_in_turn``
-# (RESULTS.md, "Ways to gradients"), because its gradients fit into a core's caches.
+# (RESULTS.md, "Ways to gradients"), because the gradients fit into a core's caches.
 _LEAST_PARAMETERS = 8_000_000
-# Differences are rounding errors only if they are smaller in float64 than in float32 by at least
-# the ratio of the two machine epsilons divided by this factor.
+# A difference counts as a rounding error only if it shrinks from float32 to float64 by at least the
+# ratio of the two machine epsilons, divided by this factor.
 _FAR = 10
 
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
@@ -74,11 +74,11 @@ def choose_method(
         reads_terms: Whether the consumer needs the gradients as factors.
 
     Returns:
-        The method, and a notice with the reason for it, or None. In general, the method is
+        The method, and a notice that explains the choice, or None. Usually, the method is
         ``gradients_at_once``. If an operation mixes samples, or if there is one sample, it is
         ``gradients_in_turn``. It is ``gradients_one_by_one``, plain autograd, if the graph can't be
-        read, if gradients differ by more than rounding errors, or if a model in which operations
-        mix samples is small and the consumer doesn't read terms.
+        read or if gradients differ by more than rounding errors. Plain autograd is also used for a
+        small model with operations that mix samples, unless the consumer reads terms.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair
@@ -112,12 +112,12 @@ def choose_method(
 
 
 def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
-    """Return whether a method agrees with autograd up to rounding, and a text on the difference.
+    """Return whether a method agrees with autograd up to rounding, and describe the difference.
 
     In float32, rounding may change the sign of a ReLU's input. Then the difference is large
-    although both are correct. Therefore a large difference is computed again in float64. If it is
-    due to rounding, it shrinks by the ratio of the machine epsilons. If a formula is wrong or loses
-    digits by cancellation, it doesn't shrink enough.
+    although both methods are correct. A large difference is therefore computed again in float64. If
+    rounding is the cause, the difference shrinks by the ratio of the machine epsilons. If a formula
+    is wrong or loses digits by cancellation, the difference doesn't shrink enough.
     """
     model, *_, pair = given
     plain, allowed = _digest(given, gradients_one_by_one), least_rounding(model)

@@ -91,7 +91,7 @@ class Patches(Contribution):
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _by_library(self, first: int, last: int) -> Tensor:
-        """Return gradients that torch's kernel computes for a convolution of B * ``groups`` groups.
+        """Return the gradients, by torch's kernel for a convolution with B * ``groups`` groups.
 
         The samples are read as channels, so that the grouped convolution doesn't sum over them.
         """

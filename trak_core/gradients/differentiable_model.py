@@ -1,7 +1,7 @@
 """Select the parameters to differentiate, and prepare a model and autograd.
 
-Some kernels and settings of torch, and caches of models, are switched off. With them, gradients of
-f would be wrong, or the graph could not be read.
+Some kernels and settings of torch, and caches of models, are switched off, because gradients of f
+would be wrong with them, or the graph could not be read.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from trak_core.gradients.graph import Node, nodes_below
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
-    """Run with the model in evaluation mode; restore each module's mode afterwards.
+    """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
     The inference kernels of torch's transformer layers are switched off, because they build no
     graph. The settings in ``plain_layers`` are switched off too. Caches in which modules store
@@ -50,8 +50,8 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
     """Empty caches that modules keep in evaluation mode, by switching to training mode and back.
 
     LeViT, TinyViT and EfficientFormer of timm cache biases that are computed from parameters. A
-    cached bias has no graph, or a freed one, so that the parameter's gradient would be 0. Only
-    modules that override ``train`` are switched, because their ``train`` empties the cache.
+    cached bias has no graph, or a freed graph, so the parameter's gradient would be 0. Only modules
+    that override ``train`` are switched, because their ``train`` empties the cache.
     """
     for module in modules:
         if type(module).train is not nn.Module.train and any(
@@ -101,9 +101,9 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
 
     A pattern selects the matching parameters that have ``requires_grad``. If there are none, it
     selects matching frozen parameters and sets their ``requires_grad``. For example, if only
-    adapters are trained, ``*layers.0.*`` selects the adapter of that layer. Patterns are
-    shell-style (``layer4.*``) and match full names. None selects all parameters with
-    ``requires_grad``.
+    adapters are trained, ``*layers.0.*`` selects the adapter of layer 0. Patterns are shell-style
+    (``layer4.*``) and match full names. If ``patterns`` is None, all parameters with
+    ``requires_grad`` are selected.
 
     Raises:
         InputError: If a pattern matches no parameter, if nothing is selected, if a parameter is not
@@ -133,18 +133,18 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     complex_ones = [f"{name} {p.dtype}" for name, p in selected.items() if p.is_complex()]
     if complex_ones:
         raise InputError(
-            "Parameters that are differentiated must hold real numbers. Found "
+            "Parameters that are differentiated must be real. Found "
             f"{listed(complex_ones)}. Store `torch.view_as_real(w)` as the parameter, in the model "
             "and in checkpoints, and convert it by `torch.view_as_complex` in forward. Or exclude "
-            "the parameter by `parameters`.",
+            "the parameter from `parameters`.",
             code="gradients.complex_parameter",
         )
     integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
     if integers:
         raise InputError(
-            "Parameters that are differentiated must hold floating-point numbers. Found "
-            f"{listed(integers)}. Load the model without quantization, or exclude them by "
-            "`parameters`.",
+            "Parameters that are differentiated must be floating-point numbers. Found "
+            f"{listed(integers)}. Load the model without quantization, or exclude these parameters "
+            "from `parameters`.",
             code="gradients.integer_parameter",
         )
     for parameter in selected.values():
@@ -168,7 +168,7 @@ def refuse_hooks(
 ) -> None:
     """Raise an error if there are backward hooks, because ``torch.func`` would not call them.
 
-    The message names the computation, ``way``, and a remedy, ``instead``.
+    In the message, ``way`` describes the computation, and ``instead`` is a remedy.
     """
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
     hooked += [
@@ -243,7 +243,7 @@ def _embedding_bag(
 
 
 class _DirectCall:
-    """A replacement of ``torch.utils.checkpoint.CheckpointFunction`` without recomputation."""
+    """A replacement for ``torch.utils.checkpoint.CheckpointFunction`` without recomputation."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *arguments: Any) -> Any:
@@ -260,9 +260,9 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     """Run backward passes from ``values`` that avoid a wrong result of torch's BatchNorm kernel.
 
     torch's CPU kernel reads gradient and input in memory order if both are dense and their strides
-    suggest the same memory format. A dimension of size 1, such as that of a batch of one sample,
-    may have any stride, so that a channels-last gradient can look channels-first. Then gradients
-    with respect to the layer's input are wrong, without an error. Hooks add a gap in memory to such
+    suggest the same memory format. A dimension of size 1, such as the batch dimension of one
+    sample, may have any stride, so a channels-last gradient can look channels-first. Gradients with
+    respect to the layer's input are then wrong, without an error. Hooks add a gap in memory to such
     gradients, for which torch uses a kernel that respects strides. Other gradients are unchanged,
     bit for bit. InstanceNorm, which torch computes by BatchNorm with one sample, is affected too.
     """

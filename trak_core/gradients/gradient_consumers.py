@@ -87,9 +87,9 @@ class Formed(_Rows):
 class Digest(_Rows):
     """A consumer that stores products G_i v, by which gradients of two methods are compared.
 
-    G_i is sample i's gradient with respect to a parameter, flattened to a matrix along all
-    dimensions except the first. The vector v has standard normal entries. For each parameter, the
-    products have shape (batch, rows of G_i) and dtype float32 or float64.
+    G_i is sample i's gradient with respect to a parameter, as a matrix: all dimensions except the
+    first are flattened. The vector v has standard normal entries. For each parameter, the products
+    have shape (batch, rows of G_i) and dtype float32 or float64.
     """
 
     in_order: ClassVar[bool] = True
@@ -123,7 +123,7 @@ class Digest(_Rows):
         """Return the largest difference from another digest, and the name of its parameter.
 
         The difference is relative to the other digest's largest entry. It is infinity if an entry
-        is finite in the other digest only, and NaN if an entry is finite in neither.
+        is finite only in the other digest, and NaN if an entry is finite in neither digest.
         """
         largest = max((float(b.abs().max()) for b in other.rows.values() if b.numel()), default=0)
         differences = [(0.0, "no parameter")]
@@ -138,7 +138,7 @@ class Digest(_Rows):
 
 
 class Magnitude(_Rows):
-    """A consumer that stores the largest absolute entry of each gradient, or NaN if any is NaN."""
+    """A consumer that stores each gradient's largest absolute entry, or NaN if an entry is NaN."""
 
     in_order: ClassVar[bool] = False
     _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)

@@ -57,7 +57,7 @@ class Use(NamedTuple):
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Split a tensor by samples. Its first ``lead`` dimensions precede those of the output.
+        """Split a tensor with ``lead`` dimensions before the output's dimensions by samples.
 
         Returns:
             The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
@@ -90,7 +90,7 @@ class Use(NamedTuple):
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
-    """Return the indices that each sample owns, padded with -1 to equal numbers, shape (B, n)."""
+    """Return the indices that each sample owns, padded with -1 to the same length, shape (B, n)."""
     order = torch.argsort(owners, stable=True)
     order = order[owners[order] >= 0]
     counts = torch.bincount(owners[order], minlength=n_samples)
@@ -203,7 +203,7 @@ def _convolved(use: Use) -> Contribution | None:
         return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
     gradients, images = use.gradient_by_sample(), use.by_sample(use.saved("input"), 0, 0)
     if use.saved("transposed"):
-        # The operation is the adjoint of a convolution, so that x and delta change roles.
+        # The operation is the adjoint of a convolution, so x and delta swap roles.
         c = len(gradients)
         repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
         images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
@@ -303,7 +303,7 @@ def _batch_normed(use: Use) -> Contribution | None:
 
 
 def _head_of_margins(use: Use) -> Contribution | None:
-    """Return the contribution to a parameter of a last layer with logits computed in pieces."""
+    """Return the contribution to a parameter of a last layer whose logits are formed in pieces."""
     n_samples, shape = use.layout.n_samples, use.gradient.shape
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None

@@ -72,7 +72,7 @@ class PerSample:
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, at most float32."""
+    """Return (batch, *shape) tensors as (batch, entries) blocks with one dtype, at most float32."""
     blocks = [block.reshape(len(block), -1) for block in gradients]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
@@ -120,13 +120,13 @@ def gradients_at_once(
 ) -> list[Tensor]:
     """Differentiate f of each sample of a batch by one forward and one backward pass.
 
-    The consumer gets each parameter's gradients as soon as they are computed, and as factors. For
-    a linear layer, the pair (delta, x) represents dW_i = sum_t delta_t x_t^T. A sample's gradient
+    The consumer gets each parameter's gradients as factors, as soon as they are computed. For a
+    linear layer, the pair (delta, x) represents dW_i = sum_t delta_t x_t^T. A sample's gradient
     doesn't depend on the other samples of its batch, up to rounding. The model runs in evaluation
     mode.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
-    notice is printed. With ``must``, an error of ``UNREADABLE`` is raised instead.
+    notice is printed. With ``must``, one of the errors in ``UNREADABLE`` is raised instead.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -217,9 +217,9 @@ def gradients_one_by_one(
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, up to rounding, computed by plain autograd.
 
-    It calls ``torch.autograd.grad(f, parameters)`` for each sample, which works for every model and
-    obeys users' backward hooks. For a large model, one pass is run for each of several groups of
-    parameters, so that less memory is needed.
+    ``torch.autograd.grad(f, parameters)`` is called for each sample. This works for every model and
+    calls users' backward hooks. For a large model, one backward pass is run for each of several
+    groups of parameters, so that less memory is needed.
     """
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
@@ -244,7 +244,7 @@ def gradients_one_by_one(
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-# The methods by the name that is stored with a run.
+# The methods, by the names that are stored with a run.
 METHODS: dict[str, GradientMethod] = {
     method.__name__: method
     for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one)

@@ -58,7 +58,7 @@ class Contribution(ABC):
     @property
     @abstractmethod
     def matrix(self) -> tuple[int, int]:
-        """Shape of the matrix as which the tensor is read."""
+        """Shape of the tensor when it is read as a matrix."""
 
     @abstractmethod
     def add_to(self, gramian: Tensor) -> None:
@@ -80,7 +80,7 @@ class Contribution(ABC):
 def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     """Yield the sum of one or more contributions in parts of at most ``piece_on`` entries.
 
-    A part has at least one row of the matrix, even if a row has more entries.
+    A part has at least one row of the matrix, even if that row exceeds this limit.
 
     Yields:
         The index of the part's first entry, and gradients of shape (C B, entries), row-major.
@@ -141,7 +141,7 @@ class Outer(Contribution):
 
         <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
 
-    so that no row must be formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
+    so rows need not be formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
 
     Attributes:
         gradients: delta, shape (C, B, T, q).
@@ -236,7 +236,7 @@ class Lookup(Contribution):
 
 
 def _summed(indices: Tensor, n: int, gradients: Tensor) -> Tensor:
-    """Sum gradients (C, B, T, q) over equal indices (B, T) below n; return shape (C B, n q)."""
+    """Sum gradients (C, B, T, q) with equal indices (B, T) below n. Return shape (C B, n q)."""
     c, b, _, q = gradients.shape
     row = torch.arange(c * b, device=indices.device).view(c, b, 1)
     sums = gradients.new_zeros(c * b * n, q)
@@ -256,7 +256,7 @@ class Consumer(Protocol):
 
     Attributes:
         in_order: Whether the order of a parameter's entries matters. It doesn't for a Gramian.
-        reads_terms: Whether it reads ``Dense.terms``, which keep tensors in memory.
+        reads_terms: Whether the consumer reads ``Dense.terms``, which keep tensors in memory.
     """
 
     in_order: ClassVar[bool]
@@ -265,8 +265,8 @@ class Consumer(Protocol):
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Process the gradients with respect to a parameter, which are the sum over its uses.
 
-        It is called at most once for each parameter. If ``in_order`` is False, it may be called
-        several times, with gradients of disjoint sets of the parameter's entries.
+        This method is called at most once for each parameter. If ``in_order`` is False, it may be
+        called several times, with gradients of disjoint sets of the parameter's entries.
         """
         ...
 

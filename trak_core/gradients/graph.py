@@ -10,9 +10,10 @@ The layout of a tensor is None if several samples share it, or if it is unknown.
 assigned to a sample. This can cost time but never gives a wrong gradient.
 
 BackPACK and Opacus hook ``nn.Module``s and need a rule for each kind of layer. Here the nodes of
-autograd's graph are read, so that functional code and parameters without a layer work. BackPACK and
-Opacus also assume that dimension 0 is the batch. Here the batch dimension is derived, so that
-samples may lie along any dimension, share it with another index, or be gathered by indices.
+autograd's graph are read, so functional code and parameters outside of layers need no special
+handling. BackPACK and Opacus also assume that dimension 0 is the batch. Here the batch dimension is
+derived, so samples may lie along any dimension, share it with another index, or be gathered by
+indices.
 """
 
 import math
@@ -52,7 +53,7 @@ class Graph:
     Attributes:
         order: The nodes that lead to a chosen parameter, in topological order: every node precedes
             the nodes that compute its inputs.
-        edges: For each node, its edges to other nodes of ``order``, by index of the input.
+        edges: For each node, its edges to other nodes of ``order``, sorted by input index.
         parameters: Maps the nodes of chosen parameters to the parameters' indices.
     """
 
@@ -140,11 +141,11 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 
 
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
-    """Return a graph's nodes, and a key of everything that determines its layouts.
+    """Return a graph's nodes, and a key that determines its layouts, except for saved values.
 
-    If two graphs have equal keys, nodes with equal numbers correspond. For each node the key has
-    the name, the settings, the shapes of the outputs, the nodes it uses and, for a leaf, the index
-    of the parameter and whether it has hooks. Values of saved tensors are not in the key.
+    If two graphs have equal keys, nodes with equal numbers correspond. For each node, the key
+    contains its name, its settings, the shapes of its outputs and the nodes it uses. For a leaf, it
+    also contains the index of the parameter and whether the parameter has hooks.
     """
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -170,7 +171,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     leaves: dict[Node, int] = {}
     edges: dict[Node, list[Edge]] = {}
-    finished: list[Node] = []  # every node before its users
+    finished: list[Node] = []  # each node comes before its users
     seen: set[Node] = set()
     # A stack replaces recursion, because graphs of recurrent networks exceed Python's limit.
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -207,7 +208,7 @@ _MOST_BLOCKS = 2**24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The assignment of a tensor's entries to samples; see the module's docstring.
+    """The assignment of a tensor's entries to samples (see the module's docstring).
 
     Attributes:
         stride: s, the number of consecutive entries of one sample.
@@ -233,7 +234,7 @@ class Layout:
     def of_blocks(self, stride: int, n_blocks: int) -> Tensor:
         """Return the owners of the first ``n_blocks`` blocks of ``stride`` entries.
 
-        ``stride`` must divide the layout's stride. Shape (n_blocks,).
+        ``stride`` must divide the layout's stride. The result has shape (n_blocks,).
         """
         each = self.in_turn.repeat_interleave(self.stride // stride)
         return each.repeat(-(-n_blocks // len(each)))[:n_blocks]
@@ -272,10 +273,10 @@ def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
 
 
 def joined(a: Layout | None, b: Layout | None) -> Layout | None:
-    """Return the layout that agrees with two layouts of one tensor, derived from two of its users.
+    """Return the combination of two layouts that were derived from two users of one tensor.
 
-    Return None if they assign an entry to different samples, because the entry's gradient is then a
-    sum over both samples.
+    Return None if the layouts assign an entry to different samples, because the entry's gradient is
+    then a sum over both samples.
     """
     if a is None or b is None:
         return None
@@ -299,10 +300,10 @@ def settled(layout: Layout | None) -> Layout | None:
 
 
 def guessed(layout: Layout) -> Layout:
-    """Return a cyclic layout that agrees for all entries with an owner, or ``layout`` if none does.
+    """Return a cyclic layout that agrees for all entries with an owner, or else ``layout``.
 
-    Entries without an owner have gradient zero. It is never wrong to assign them to a sample, but
-    the result may contradict the layout that is derived from another user of the tensor.
+    Entries without an owner have gradient zero. Assigning them to a sample is never wrong, but the
+    result may contradict the layout that is derived from another user of the tensor.
     """
     if layout.owners is None:
         return layout
@@ -340,13 +341,13 @@ def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
 def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout | None]:
     """Return the layouts of an operation's inputs by differentiating it with test gradients.
 
-    This is used for operations without a rule. Samples are numbered in binary. For each bit k, the
-    operation is differentiated twice: with random positive gradients of the samples that have the
-    bit, and of the other samples. If an entry depends on sample b alone, its gradient is nonzero in
-    exactly the trials that include b, which determine the bits of b. If the gradient is nonzero in
-    both trials of a bit, several samples share the input, and its layout is None. Therefore an
-    operation that mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives.
-    ``layouts`` maps the numbers of the used outputs to their layouts.
+    This is used for operations without a rule. Samples are numbered in binary. For each bit, the
+    operation is differentiated twice: with random positive gradients for the samples whose number
+    has the bit, and for all other samples. If an entry depends on sample b alone, its gradient is
+    nonzero in exactly the trials that include b, which determine the bits of b. If the gradient is
+    nonzero in both trials of a bit, several samples share the input, and its layout is None.
+    Therefore an operation that mixes samples is always detected. The cost is 2 ceil(log2 B)
+    derivatives. ``layouts`` maps the numbers of the used outputs to their layouts.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples

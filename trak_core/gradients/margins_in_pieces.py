@@ -90,8 +90,8 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     """Return the margins of labels, and whether each label is the predicted class.
 
     Margins equal those of ``model_outputs.supervised.margin`` up to rounding. At most ``PIECE``
-    logits, or those of one token, are in memory at a time. ``hidden`` are the layer's inputs, shape
-    (batch, tokens, d). Labels and both results have shape (batch, tokens).
+    logits, but at least the logits of one token, are in memory at a time. ``hidden``, the layer's
+    inputs, has shape (batch, tokens, d). Labels and both results have shape (batch, tokens).
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -105,20 +105,20 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
 
 
 def _step(head: Head, n_rows: int = 1) -> int:
-    """Return the number of tokens of each text in a piece that has tokens of ``n_rows`` texts."""
+    """Return how many tokens of each text a piece has if it has tokens of ``n_rows`` texts."""
     return max(1, PIECE // max(1, n_rows * len(head.weight)))
 
 
 class MarginsInPieces(torch.autograd.Function):
-    """Margins as a function of the layer's inputs; the layer's parameters are constants."""
+    """Margins as a function of the layer's inputs, with the layer's parameters as constants."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, hidden: Tensor, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         flat, own_class = hidden.flatten(0, 1), labels.flatten()
-        # A list of small results would fragment memory, because they would lie between the large
-        # logits that are freed.
+        # A list of small results would fragment memory, because the results would lie between the
+        # large logits that are freed.
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
@@ -232,7 +232,7 @@ class MarginFactors(Contribution):
         return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
 
     def outers(self) -> Iterator[Outer]:
-        """Yield sums of outer products for some tokens at a time. They add up to the gradients."""
+        """Yield sums of outer products for some tokens at a time. Their total is the gradient."""
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)

@@ -44,7 +44,7 @@ class Batch:
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply ``function`` to every tensor. It must not change the number of tokens."""
+        """Apply ``function``, which must not change the number of tokens, to every tensor."""
         kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
         lengths = None if self.lengths is None else function(self.lengths)
         args = tuple(map(function, self.args))
@@ -59,7 +59,7 @@ class Batch:
         return chosen.cut(int(chosen.lengths.max()))
 
     def cut(self, length: int) -> "Batch":
-        """Return the batch, which must have ``lengths``, with at most ``length`` tokens a text."""
+        """Return the batch, which must have ``lengths``, with texts cut to ``length`` tokens."""
         assert self.lengths is not None
         inputs = {
             name: tensor[:, :length] if name in self.along else tensor
@@ -71,7 +71,7 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch with other inputs, whose names and order must be those of ``tensors``."""
+        """Return a batch with new inputs, which must have the names and order of ``tensors``."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
@@ -190,10 +190,10 @@ def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOu
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of several batches, which have the same inputs, as one batch.
+    """Return the samples of several batches, which must have the same inputs, as one batch.
 
     Either all batches or none must have ``lengths``. If they do, texts are padded on the right:
-    labels with ``IGNORED``, inputs with 0, which is a token of every vocabulary and masked out.
+    labels with ``IGNORED``, inputs with 0, which every vocabulary contains and which is masked out.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -234,7 +234,7 @@ class Shapes:
         lengths: Number of tokens of each text. Empty if samples are not texts.
         along: Names of the inputs that have one row for each label.
         source: The largest length, by name, of inputs whose length is independent of the number of
-            labels, such as those of an encoder.
+            labels, such as the inputs of an encoder.
     """
 
     lengths: list[int]
@@ -251,9 +251,9 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
     Texts have one label for each token. They may differ in the number of tokens, the first
-    dimension of the labels and of inputs with as many rows, because these can be padded. If the
-    model also gets the labels, its named inputs may have other lengths than labels. All other
-    shapes must be equal.
+    dimension of the labels and of inputs with one row for each token, because padding makes it
+    equal. If the model also gets the labels, its named inputs may differ in length from the labels.
+    All other shapes must be equal.
 
     ``samples`` are pairs of an id and a batch of one sample.
     """
@@ -319,8 +319,8 @@ def _different_shapes(
 
 
 _DIFFERENTIATES = (
-    "A forward that differentiates must use `with torch.enable_grad():` and `create_graph=True`, "
-    "because it also runs without a graph."
+    "A `forward` that differentiates must use `with torch.enable_grad():` and `create_graph=True`, "
+    "because the model is also called without a graph."
 )
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -360,7 +360,7 @@ def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -
     has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
     if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
         raise InputError(
-            "An encoder-decoder model must get inputs of its decoder. Found only "
+            "An encoder-decoder model must get inputs for its decoder. Found only "
             f"{', '.join(batch.kwargs) or 'positional inputs'}. Set model_output to "
             "sequence_to_sequence. The model then computes the decoder's inputs from `labels`.",
             code="gradients.no_decoder_inputs",
@@ -372,7 +372,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of the user's code in a traceback, or else that of another library."""
+    """Return the last line of the user's code in a traceback, or else of another library's code."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
     if not others:

@@ -55,9 +55,9 @@ def take_rows(
     """Propagate rows of gradients from outputs to parameters, and pass them to the consumer.
 
     One vmapped pass computes all rows. A parameter's rows are freed after the consumer has used
-    them. If an operation can't be vmapped, there is one pass for each row, and all rows are formed
-    first. Gradients of each output have shape (rows, *shape). ``extra`` has gradients of
-    parameters, shape (rows, entries), that are added to the computed ones.
+    them. If an operation can't be vmapped, there is one pass for each row, and the consumer gets
+    the rows of all parameters at the end. Gradients of each output have shape (rows, *shape).
+    ``extra`` contains gradients of parameters, shape (rows, entries), to add to the computed rows.
     """
 
     def run(propagate: Callable[..., None]) -> Consumer:
@@ -79,7 +79,7 @@ def take_rows(
     try:
         part = run(_together)
     except RuntimeError:
-        # If the operation fails without vmap too, its own error is raised.
+        # If the operation also fails without vmap, that error is raised.
         part = run(_row_by_row)
     consumer.add(part)
 
@@ -94,7 +94,7 @@ def _together(
 
         def hook(gradient: Tensor) -> Tensor:
             watch_rows([gradient], arrive, len(gradients[0]))
-            # Autograd keeps the returned tensor until the pass ends. It stores only one number.
+            # Autograd keeps the returned tensor until the pass ends. An expanded zero is small.
             return gradient.new_zeros(()).expand(parameter.shape)
 
         return hook
@@ -280,8 +280,8 @@ def by_samples(
     same output and dimension.
 
     Without ``keep_graph``, saved tensors are freed during the pass, unless an operation without a
-    closed form is known to need them. If it turns out that they are needed, a ``GraphNeededError``
-    is raised. By then, the consumer has already processed some of the gradients.
+    closed form is known to need them. If an operation turns out to need freed tensors, a
+    ``GraphNeededError`` is raised. By then, the consumer has processed some of the gradients.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
@@ -368,8 +368,8 @@ class _Pass:
     def finish(self) -> None:
         """Differentiate operations without a closed form, then propagate through the regions.
 
-        It must be called after the backward pass. During a pass, an operation computes only the
-        gradients that the pass needs, and another pass would call its hooks.
+        Call this method after the backward pass. During that pass, an operation computes only the
+        gradients that the pass needs, and differentiating it again would call the pass's hooks.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -422,7 +422,7 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 def _by_operation(
     node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
-    """Differentiate an operation once for each sample; return (C, B, *shape) by input index."""
+    """Return gradients (C, B, *shape) by input index, from one derivative for each sample."""
     n_samples = next(iter(layouts.values())).n_samples
     n_each = len(next(iter(gradients.values())))
     rows_of: dict[int, list[Tensor]] = {index: [] for index in indices}

@@ -33,7 +33,7 @@ from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mod
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 # Tensors of these dtypes are not compared, because they may be uninitialized workspaces or seeds.
 _WORK = (torch.uint8, torch.uint64)
-# Allowed difference of two calls in units of the machine epsilon. A GPU may sum in any order.
+# Allowed difference between two calls, in machine epsilons. A GPU may sum in any order.
 _ROUNDING = 8
 
 
@@ -52,7 +52,7 @@ class Recomputation:
         self.is_on = False
         # Configs of transformers' models whose caches would be filled twice.
         self._configs: list[Any] = []
-        # The call that has its saved tensors in memory.
+        # The call whose saved tensors are in memory.
         self.last: Callable[[], _Call | None] = lambda: None
         # For ``sample_memory``: bytes of kept storages by address, the largest number of bytes that
         # a call frees, and classes of blocks that are not recomputed.
@@ -89,7 +89,7 @@ class Recomputation:
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
         text = (
             "the activations of one sample don't fit into memory. The model's repeated blocks "
-            f"({names}) keep only their inputs and are computed again in the backward pass, which "
+            f"({names}) keep only their inputs and are recomputed in the backward pass, which "
             "gives the same numbers but takes longer."
         )
         if self._whole:
@@ -116,7 +116,7 @@ class Recomputation:
     def n_bytes(self, besides: set[int]) -> int:
         """Return the peak memory of all calls, without storages at the addresses ``besides``.
 
-        It is the sum of the bytes that all calls keep, plus the bytes that the largest call
+        The peak is the sum of the bytes that all calls keep, plus the bytes that the largest call
         restores.
         """
         kept = sum(n for address, n in self._kept.items() if address not in besides)
@@ -138,7 +138,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """A replacement of a block's ``forward``. It is not a closure, so that models can be copied."""
+    """A replacement for a block's ``forward``. It is no closure, so that models can be copied."""
 
     def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
         self.owner, self.block, self.forward = owner, block, forward
@@ -173,7 +173,8 @@ class _Call:
 
     def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
         self.of = of
-        # The arguments are detached from their graph, and share memory and version counter.
+        # The arguments without their graph. They share memory and version counters with the
+        # original arguments.
         self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
         self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
         parameters = list(of.block.parameters())

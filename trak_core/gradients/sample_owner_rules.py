@@ -40,7 +40,7 @@ class RuleInput:
     """The argument of a rule: input ``index`` of an operation, and the layout of one output.
 
     ``input`` and ``output`` are shapes. The samples lie along the output's dimension ``dim`` (-1 if
-    they span several), with ``width`` consecutive indices each.
+    they span several dimensions), with ``width`` consecutive indices for each sample.
     """
 
     node: Node
@@ -203,7 +203,7 @@ def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any,
 
 
 def _written(given: RuleInput) -> Layout | None:
-    """The operation writes or adds rows of the second input at indices of the first."""
+    """The operation writes or adds rows of the second input to the first input, at indices."""
     if given.index == 0:
         return given.layout if given.input == given.output else None
     dim = getattr(given.node, "_saved_dim", None)
@@ -231,7 +231,7 @@ def _product(given: RuleInput, left: int = 0) -> Layout | None:
 
 
 def _along_first_dim(given: RuleInput) -> Layout | None:
-    """Samples lie along the first dimension of output and input. Its entries are independent."""
+    """Samples lie along the first dimension, and the operation doesn't mix its entries."""
     return given.along(0) if given.index == 0 and given.dim == 0 else None
 
 
@@ -352,8 +352,8 @@ def input_layouts(
     layouts = [_by_rule(edge, outputs) for edge in edges]
     name = name_of(edges[0].user)
     is_unknown = name not in _RULES or (name in _PROBED_WITHOUT_ANSWER and None in layouts)
-    # torch's own operations with parameters, such as an RNN's kernel, would be differentiated for
-    # each sample even if they were probed.
+    # Probing torch's operations with parameters, such as an RNN's kernel, would not help, because
+    # they are differentiated once for each sample in any case.
     has_parameters = any(leaf_of(edge.node) is not None for edge in edges)
     if is_unknown and (is_function(edges[0].user) or not has_parameters):
         return probed_layouts(edges, outputs), False

@@ -18,7 +18,7 @@ from trak_core.gradients.sample_owner_rules import MixedSamplesError
 
 
 class Engine:
-    """Compute J J^T, with J the Jacobian of an output with respect to the parameters of modules.
+    """Compute J J^T, where J is the Jacobian of an output with respect to modules' parameters.
 
     The engine reads the graph of a finished forward pass, including its dropout. It adds no hooks
     to modules, and changes neither the graph nor any ``.grad``.
@@ -30,14 +30,15 @@ class Engine:
 
     and similarly for convolutions, embeddings, normalization layers, and parameters that are added
     or multiplied. Other operations are differentiated once for each sample. If an operation mixes
-    samples, as a recurrent layer does, gradients are propagated from it as without ``batch_dim``.
+    samples, as a recurrent layer does, gradients with respect to its inputs are propagated as
+    without ``batch_dim``.
 
     Without ``batch_dim``, all rows of J are propagated together, one parameter after another. This
     is also done if parameters or modules have backward hooks, which may change each row. With
     ``batch_dim``, hooks on tensors computed from parameters, such as a view, are ignored.
 
     Args:
-        modules: Modules with the parameters to differentiate. A shared parameter is used once, and
+        modules: Modules with the parameters to differentiate. A shared parameter counts once, and
             parameters without ``requires_grad`` are ignored.
         batch_dim: The dimension of the output along which samples are independent: the entries of
             sample b depend on sample b of the data alone. None if there is no such dimension.
@@ -96,11 +97,11 @@ class Engine:
 def parameter_gramian(
     output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
 ) -> Tensor:
-    """Return the result of ``Engine.compute_gramian``. A repeated parameter is used once."""
+    """Return the result of ``Engine.compute_gramian``. A repeated parameter counts once."""
     if not (isinstance(output, Tensor) and output.requires_grad):
-        kind = "a tensor without" if isinstance(output, Tensor) else type(output).__name__
+        kind = "a tensor without it" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
-            f"The output must be a tensor with a graph, that is with requires_grad. Found {kind}. "
+            f"The output must be a tensor with requires_grad=True. Found {kind}. "
             "Call the modules outside torch.no_grad(), and don't detach the output.",
             code="gramian.no_graph",
         )
@@ -117,7 +118,7 @@ def parameter_gramian(
             pass  # There are hooks, which are called for each row below.
         except MixedSamplesError:
             raise InputError(
-                "Samples must be independent. Found a batch normalization over them, in training "
+                "Samples must be independent. Found batch normalization over samples, in training "
                 "mode or without running statistics. Set the model to evaluation mode before the "
                 "forward pass, or use GroupNorm. Or create the Engine without batch_dim.",
                 code="gramian.mixed_samples",
@@ -130,8 +131,8 @@ def parameter_gramian(
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                # An operation can't be vmapped. If the cause is different, `by_rows` raises the
-                # error again.
+                # Probably, an operation can't be vmapped. If the cause is different, ``by_rows``
+                # raises the error again.
                 gramian.zero_()
                 by_rows(_Products(gramian), output, parameters)
             else:

@@ -1,9 +1,9 @@
 """The table of named model outputs: their requirements, and their descriptions for reports.
 
 A config can also use a function from a Python file. ``about_output`` describes named and
-user-defined outputs. A new row needs its name in the config's schema and a line in
-``config/README.md``, which ``tests/library/test_registries.py`` checks. Every start of Snakemake
-imports this module, so only ``load`` imports torch.
+user-defined outputs. For a new row, add its name to the config's schema and a line to
+``config/README.md`` (``tests/library/test_registries.py`` checks both). Snakemake imports this
+module at every start, so only ``load`` imports torch.
 """
 
 from collections.abc import Mapping
@@ -19,28 +19,28 @@ class About:
     """A description of a model output, and its requirements on a study.
 
     Attributes:
-        name: A name with an article.
+        name: The name of f, with an article.
         unit: The unit of f.
-        meaning: The meaning of a larger f, as the end of a sentence with "the larger f, ".
+        meaning: The meaning of a larger f: the end of a sentence that begins "the larger f, ".
         label: A word for the column ``label`` of tables. Empty if the column has no meaning.
-        prediction: A word for the column ``prediction``.
-        columns: An explanation of both columns in one line.
-        raises: The quantity that a positive score raises, if a larger f is not always better.
+        prediction: The same for the column ``prediction``.
+        columns: A one-line explanation of both columns.
+        raises: The quantity that a positive score raises. Empty if a larger f is always better.
         better: Whether a ``larger`` f, or an f ``closer`` to the label, has a smaller loss. Empty
             if this is unknown. Scores are then neither helpful nor harmful.
-        place: A module of this package and a name in it, such as ``supervised.LOSS``. Empty for a
-            user-defined function, which is loaded with the study.
+        place: The module of this package that defines the model output, and the output's name in
+            it, such as ``supervised.LOSS``. Empty for a user-defined function.
         labels_are_classes: Whether the label of a sample is one of several classes.
         counts_parts: Whether the column ``label`` is the number of labelled parts of a sample, such
             as tokens, and ``prediction`` is the number of parts that are predicted correctly.
         weight_is_probability: Whether the loss weight Q is a probability or a mean of
             probabilities, which is close to 0 for confident samples. Otherwise it is unbounded.
         weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
-            checkpoints are from several steps of a run. False if the loss is not a function of f,
-            and for whole texts. A text's probability p, such as e^-100, makes the curvature
+            checkpoints are from several steps of a run. False if the loss is not a function of f.
+            Also False for whole texts: probabilities p such as e^-100 make their curvatures
             p (1 - p) so small that the shortest text would dominate.
-        has_loss_noise: Whether there is a ``ModelOutput.loss_noise``, which `label_draws` needs.
-        needs_pairs: Whether f contrasts a sample with others that are drawn from the training data.
+        has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
+        needs_pairs: Whether f contrasts a sample with other samples drawn from the training data.
     """
 
     name: str
@@ -73,7 +73,7 @@ class About:
 
     @property
     def verdicts(self) -> tuple[str, str]:
-        """Suffixes of the headings ``sides``, which state whether such scores are good."""
+        """Suffixes for the headings in ``sides``. They state whether such scores are good."""
         if self.better == "closer":
             return " (good where f is below the label)", " (good where f is above the label)"
         neither = "", ". Neither is good or bad by itself"
@@ -81,19 +81,19 @@ class About:
 
     @property
     def effects(self) -> tuple[str, str]:
-        """The effects of training samples that help and that harm a target."""
+        """What helpful and harmful training samples do to a target, as verb phrases."""
         if self.better == "closer":
             return "bring f closer to the label", "take f away from the label"
         return f"push {self.raises or 'f'} up", f"push {self.raises or 'f'} down"
 
     @property
     def worst_fitted(self) -> str:
-        """The order of a list in which the worst-fitted samples are first."""
+        """The order of a list that begins with the worst-fitted samples."""
         is_distance = self.better == "closer"
         return "size of loss_weight, largest first" if is_distance else "output, lowest first"
 
     def load(self, *others: Any) -> "ModelOutput":
-        """Return the model output. ``others`` are the arguments of ``contrast``."""
+        """Return the model output. If it ``needs_pairs``, pass the arguments of ``contrast``."""
         from trak_core.model_outputs import clip, language_modelling, supervised
 
         modules = {"clip": clip, "language_modelling": language_modelling, "supervised": supervised}
@@ -105,7 +105,7 @@ class About:
 _LOG_ODDS = (
     "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
 )
-# The classification of images and of texts has the same f.
+# Image classification and text classification have the same f.
 _LABEL = About(
     name="the log-odds of the label",
     unit=_LOG_ODDS,
@@ -116,7 +116,7 @@ _LABEL = About(
     weighs_by_curvature=True,
     has_loss_noise=True,
 )
-# Causal, masked and sequence-to-sequence models have the same f of the tokens' log-odds.
+# For causal, masked and sequence-to-sequence models, f is the same function of tokens' log-odds.
 _TOKENS = About(
     name="the joint log-odds of the tokens that count",
     unit=_LOG_ODDS,
@@ -139,13 +139,13 @@ TABLE: dict[str, About] = {
     "sequence_to_sequence": replace(_TOKENS, place="language_modelling.SEQUENCE_TO_SEQUENCE"),
     "token_log_odds": replace(
         _TOKENS,
-        name="the log-odds of the tokens that count, added up",
+        name="the sum of the log-odds of the tokens that count",
         place="language_modelling.TOKEN_LOG_ODDS",
     ),
     "multi_label": About(
         name="the joint log-odds of the labels that count",
         unit=_LOG_ODDS,
-        meaning="the more certain the model is of all the sample's own labels",
+        meaning="the more certain the model is of all of the sample's labels",
         label="labels",
         prediction="right",
         columns="label: how many labels count; prediction: how many of them the model gets right",
@@ -156,7 +156,7 @@ TABLE: dict[str, About] = {
     ),
     "regression": About(
         name="the prediction",
-        unit="the label's own unit",
+        unit="the unit of the label",
         meaning="the larger the number that the model predicts",
         raises="the prediction",
         better="closer",
@@ -168,7 +168,7 @@ TABLE: dict[str, About] = {
     "segmentation": About(
         name="the mean log-odds of the pixels' labels",
         unit=f"{_LOG_ODDS}, of one pixel",
-        meaning="the more certain the model is of the pixels' own labels",
+        meaning="the more certain the model is of the pixels' labels",
         label="pixels",
         prediction="right",
         columns="label: how many pixels count; prediction: how many of them the model gets right",
@@ -178,10 +178,10 @@ TABLE: dict[str, About] = {
         has_loss_noise=True,
     ),
     "clip": About(
-        name="the log-odds of the pair among others, both ways added up",
-        unit="two log-odds, log(p / (1 - p)), added up: of the text among texts for this image, "
-        "and of the image among images for this text; 0 is a coin toss",
-        meaning="the better the image and the text fit each other, compared with others",
+        name="the log-odds of the pair among others, summed over both directions",
+        unit="the sum of two log-odds, log(p / (1 - p)): of the text among texts, given the image, "
+        "and of the image among images, given the text; 0 is a coin toss",
+        meaning="the better the image and the text fit each other, compared with other pairs",
         label="",
         prediction="told apart",
         columns="label: always 1; prediction: 1 if the pair is likelier than all others together, "
@@ -192,7 +192,7 @@ TABLE: dict[str, About] = {
     ),
     "loss": About(
         name="minus the loss",
-        unit="the loss's own unit",
+        unit="the unit of the loss",
         meaning="the smaller the loss",
         label="",
         prediction="",
@@ -204,7 +204,7 @@ TABLE: dict[str, About] = {
 
 
 def output_name(model_output: str | Mapping[str, Any]) -> str:
-    """Return the name of a config's model output; ``file.py:function`` if it is user-defined."""
+    """Return the name of a config's model output, or ``file.py:function`` for a user's function."""
     return model_output if isinstance(model_output, str) else model_output["function"]
 
 
@@ -227,7 +227,7 @@ def about_output(model_output: str | Mapping[str, Any]) -> About:
         meaning=texts.get("meaning", f"the larger {texts.get('name', 'that number')}"),
         label=label,
         prediction=prediction,
-        columns=f"label: {label or 'its number, or the mean of its numbers'}; prediction: "
+        columns=f"label: {label or 'the label, or the mean of its numbers'}; prediction: "
         f"{prediction or 'the prediction that the model output defines, or else f'}",
         raises="" if texts.get("larger_is_better") else "f",
         better="larger" if texts.get("larger_is_better") else "",

@@ -14,11 +14,11 @@ def pair_margins(
 ) -> Tensor:
     """Return the log-odds of a pair's text among texts, and of its image among images.
 
-    With embeddings u, v of the pair and u_i, v_j of the other pairs, these are
-    -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
+    Let u and v be the embeddings of the pair's image and text, and u_i and v_j those of the other
+    pairs. The log-odds are -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
-    Embeddings of the pair have shape (..., d). Embeddings of other pairs have shape (others, d).
-    The scale s is 1 in TRAK's f. The result has shape (..., 2), float32 or float64.
+    ``image`` and ``text`` have shape (..., d). ``other_images`` and ``other_texts`` have shape
+    (others, d). The scale s is 1 in TRAK's f. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """
@@ -43,8 +43,8 @@ def read_embeddings(returned: object) -> Tensor:
     """Return the embeddings of images and texts that a model returned, shape (batch, 2, d).
 
     The model must return an object with ``image_embeds`` and ``text_embeds`` (transformers), a
-    mapping with ``image_features`` and ``text_features``, or a tuple that starts with the two
-    (open_clip).
+    mapping with ``image_features`` and ``text_features``, or a tuple that starts with both
+    embeddings (open_clip).
     """
     pair: tuple[object, ...] = ()
     if isinstance(returned, Mapping) and "image_features" in returned:
@@ -57,7 +57,7 @@ def read_embeddings(returned: object) -> Tensor:
         raise InputError(
             "The model must return embeddings of images and texts: an object with `image_embeds` "
             "and `text_embeds`, a dict with `image_features` and `text_features`, or a tuple "
-            f"that starts with the two. Found {type(returned).__name__}.",
+            f"that starts with both embeddings. Found {type(returned).__name__}.",
             code="model_outputs.embeddings",
         )
     return torch.stack([part for part in pair if isinstance(part, Tensor)], dim=1)
@@ -66,7 +66,7 @@ def read_embeddings(returned: object) -> Tensor:
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
     """Return the model output of image-text pairs: the sum of a pair's two log-odds.
 
-    f depends on the parameters through the pair's embeddings alone. The embeddings of the other
+    f depends on the parameters only through the pair's embeddings. The embeddings of the other
     pairs, shape (others, d), and the scale are constants. The scale is the exponential of a CLIP
     model's ``logit_scale``.
     """
@@ -74,8 +74,8 @@ def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOu
     def margins(outputs: Tensor) -> Tensor:
         return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
 
-    # l = log(1 + exp(-a)) + log(1 + exp(-b)) with log-odds a and b, and f = a + b. For da = db,
-    # Q = -dl/df is the mean of sigmoid(-a) and sigmoid(-b).
+    # The loss is l = log(1 + exp(-a)) + log(1 + exp(-b)), where a and b are the log-odds, and
+    # f = a + b. If a and b change equally, Q = -dl/df is the mean of sigmoid(-a) and sigmoid(-b).
     return ModelOutput(
         read=read_embeddings,
         value=lambda outputs, label: margins(outputs).sum(),

@@ -34,7 +34,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
-    """Return the model output of models that predict label t + ``ahead`` by the logits at t."""
+    """Return the model output of models whose logits at token t predict label t + ``ahead``."""
 
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
@@ -79,7 +79,7 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     Row t of the logits predicts the label at t + 1. ``IGNORED`` labels are skipped. Confident and
     uncertain tokens have equal influence on the sum.
 
-    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, for each token.
+    Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each token.
     """
     return _margins_added(logits, labels)[0].sum()
 
@@ -108,10 +108,10 @@ SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
     """Return a model output for a model that returns margins instead of logits.
 
-    The model returns shape (batch, tokens, 2): the margin of each predicted token, and 1 if the
-    token is the likeliest token, else 0. Labels have the same form as for logits. The first label
-    is not used if ``predicts_next``. ``n_classes`` returns the size of the vocabulary after a call
-    of the model.
+    The model must return a tensor of shape (batch, tokens, 2): for each predicted token, its
+    margin, and 1 if the model finds it the likeliest token, else 0. Labels have the same form as
+    for logits. If ``output.predicts_next``, the first label is not used. ``n_classes`` must return
+    the size of the vocabulary once the model has been called.
     """
     ahead = int(output.predicts_next)
 
@@ -133,12 +133,18 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
 
 
 def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
-    """Print a warning if a masked language model is used with the output of a causal one."""
+    """Print a warning if a masked language model is used with the output of a causal model."""
     names = sorted({type(module).__name__ for module in model.modules()})
     masked = [name for name in names if name.endswith("ForMaskedLM")]
     if output is LANGUAGE_MODELLING and masked:
+<<<<<<< HEAD
         print_line(
             f"Warning: {masked[0]} is a masked language model. It sees the tokens that follow, so "
             "the log-odds of a whole text mean little. Use `model_output: "
+=======
+        print(
+            f"Warning: {masked[0]} is a masked language model. It also sees the tokens after the "
+            "token to predict, so the log-odds of a whole text mean little. Use `model_output: "
+>>>>>>> tp1
             "masked_language_modelling`, with labels for masked tokens and -100 for all others."
         )

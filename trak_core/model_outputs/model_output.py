@@ -28,20 +28,20 @@ def _mean_number(label: Tensor) -> Tensor:
 class ModelOutput:
     """A model output f and its loss weight, as functions of the model's return value for a sample.
 
-    ``read`` selects tensors from the model's return value for a batch: a tensor, or a tuple, list,
-    dict or transformers object of tensors, with one row for each sample. A tensor without
-    dimensions is shared by all samples. The other functions get the tensors without the batch
+    ``read`` selects tensors from the model's return value for a batch. It returns a tensor, or a
+    tuple, list, dict or transformers object of tensors, with one row for each sample. All samples
+    share a tensor without dimensions. The other functions get these tensors without the batch
     dimension. They return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
     Only ``value`` is required.
 
     Attributes:
-        value: f, from the selected tensors and the label.
+        value: f, as a function of the selected tensors and the label.
         loss_weight: Q = -dl/df for the training loss l. The default 1 is correct for f = -l.
         curvature: W = d2l/df2. None if the loss is not a function of f alone.
-        prediction: The model's prediction in the units of ``label_number``. None means f. Over
-            checkpoints, tables have the most frequent integer (a class), or the mean of floats.
-        label_number: The label as one number for tables: the label itself, or the number of its
-            labelled parts. The default is the mean.
+        prediction: The model's prediction in the units of ``label_number``. None means f. Tables
+            contain the mean over checkpoints or, for integers (classes), the most frequent one.
+        label_number: The number that tables contain for a label: the label itself, or the number
+            of entries that are not ignored. The default is the mean of the label's entries.
         read: Selects tensors from the model's return value. The default selects everything.
         has_labels: Whether samples have a label. If not, functions get 1 as the label.
         label_ndim: Number of dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels.
@@ -55,8 +55,8 @@ class ModelOutput:
             the label and independent uniform numbers in [0, 1) of the label's shape. For a softmax,
             z is onehot(y) - p, with a label y drawn from the model's probabilities p. None if no
             such function is known.
-        joins_tokens: Whether f is a function of the tokens' log-odds as in
-            ``trak_core.model_outputs.language_modelling``. Logits may then be computed in pieces.
+        joins_tokens: Whether f is the joint log-odds of the tokens, as computed by
+            ``language_modelling.labelled_log_odds``. Logits may then be computed in pieces.
 
     Example:
         The squared norm of the returned tensor, for samples without labels:
@@ -88,10 +88,10 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return the tensors with dimensions. Each must have a row for each sample.
+    """Return the tensors that have dimensions. Each must have one row for each sample.
 
-    Tensors with another number of rows raise an error. If constant tensors were allowed, they could
-    have as many rows as a batch by chance.
+    A tensor with any other number of rows raises an error. Constant tensors are not allowed,
+    because their number of rows could equal the batch size by chance.
     """
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
@@ -118,7 +118,7 @@ def of_sample(returned: Any, i: int, n_samples: int) -> Any:
 
 
 def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) -> Any:
-    """Apply a function of returned tensors and label to each sample, with ``torch.vmap``."""
+    """Apply a function of a sample's returned tensors and label to each sample, by vmap."""
     n_samples = len(labels)
     rows_in(returned, n_samples)
     if isinstance(returned, Tensor):
@@ -158,10 +158,11 @@ class OfValue:
 
 
 def read_logits(returned: object) -> Tensor:
-    """Return the tensor, such as logits, in the return value of a model.
+    """Return the tensor, such as logits, from a model's return value.
 
     The model must return a tensor, an object with ``logits`` (transformers), a mapping with
-    ``logits`` or ``out`` (torchvision's segmentation), or a sequence that starts with the tensor.
+    ``logits`` or ``out`` (torchvision's segmentation models), or a sequence that starts with the
+    tensor.
     """
     logits = returned
     if isinstance(returned, Mapping):
@@ -187,10 +188,11 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def own_output(made: object, name: str) -> ModelOutput:
-    """Return a user-defined model output that explains errors in its functions.
+    """Return a user-defined model output, with checks that explain errors in its functions.
 
-    ``made`` is a ``ModelOutput``, or f as a function of the model's return value for one sample
-    and, if samples have labels, of the sample's label. ``name`` is used in messages.
+    ``made`` is a ``ModelOutput`` or a function that returns f. The function takes the model's
+    return value for one sample and, if samples have labels, the sample's label. ``name`` is the
+    name in error messages.
     """
     if isinstance(made, ModelOutput):
         output = made
@@ -219,7 +221,7 @@ def own_output(made: object, name: str) -> ModelOutput:
 def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # built into Python or torch
+    except ValueError:  # the function is built into Python or torch
         signature = None
     parameters = [] if signature is None else [*signature.parameters.values()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
@@ -245,7 +247,7 @@ def _kind(made: object) -> str:
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return the function with a check that it returns one number, and with explained errors.
+    """Return the function with checks that it returns one number, and that explain its errors.
 
     The number is converted to float32 or float64. With ``keeps_integers``, an integer is converted
     to int64 instead.

@@ -18,9 +18,9 @@ _FITTED = 1e-3
 def margin(logits: Tensor, label: Tensor) -> Tensor:
     """Return log(p_y / (1 - p_y)), the log-odds of the label, shape (...), float32 or float64.
 
-    It is the label's logit minus the logsumexp of all other logits, and is finite for finite
-    logits. Logits have shape (..., classes), with at least two classes. Labels are integers of
-    shape (...).
+    The log-odds are the label's logit minus the logsumexp of all other logits. They are finite for
+    finite logits. Logits have shape (..., classes), with at least two classes. Labels are integers
+    of shape (...).
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1.
     """
@@ -41,20 +41,20 @@ def probability_curvature(f: Tensor) -> Tensor:
 
 
 def softmax_noise(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Return onehot(y) - softmax(logits) with labels y drawn by the inverse distribution function.
+    """Return onehot(y) - softmax(logits), with labels y drawn from the softmax.
 
-    ``uniform`` has numbers in [0, 1), shape (...). Logits and the result z have shape (...,
-    classes). With p = softmax(logits), E[z z^T] = diag(p) - p p^T is the Hessian of -log p_y. The
-    result is float32 or float64.
+    Labels are drawn by inverse transform sampling from ``uniform``, numbers in [0, 1) of shape
+    (...). Logits and the result z have shape (..., classes). With p = softmax(logits), E[z z^T] =
+    diag(p) - p p^T is the Hessian of -log p_y. The result is float32 or float64.
     """
     p = at_least_float32(logits).softmax(-1)
     drawn = (p.cumsum(-1) <= uniform.unsqueeze(-1)).sum(-1, keepdim=True)
-    # The probabilities may sum to less than 1 by rounding.
+    # Because of rounding, the probabilities may sum to less than 1.
     drawn = drawn.clamp(max=p.shape[-1] - 1)
     return (torch.arange(p.shape[-1], device=p.device) == drawn).to(p.dtype) - p
 
 
-# l = -log p_y = log(1 + exp(-f)).
+# The loss is l = -log p_y = log(1 + exp(-f)).
 CLASSIFICATION = ModelOutput(
     read=read_logits,
     value=margin,
@@ -72,7 +72,7 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
     confident = margins > _CONFIDENT
     e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
     series = -margins - e / 2 + 5 * e**2 / 24
-    # Where one branch is used, the other gets harmless values, so that no gradient is NaN.
+    # Each branch gets harmless values where the other one is used, so that no gradient is NaN.
     plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
     return torch.where(confident, series, plain)
 
@@ -111,7 +111,7 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
     Logits have shape (classes, height, width). Labels, shape (height, width), are classes or
     ``IGNORED`` (-100). At least one label must not be ignored.
 
-    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, for each pixel.
+    Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each pixel.
     """
     return _mean(*_pixels(logits, labels))
 
@@ -145,7 +145,7 @@ SEGMENTATION = ModelOutput(
 
 
 def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of each label's value, and whether the label is not ignored."""
+    """Return the log-odds of each label's value, and a mask that is False for ignored labels."""
     if logits.shape != labels.shape:
         raise InputError(
             "multi_label needs one logit for each label. Found logits of shape "
@@ -202,7 +202,7 @@ def _sign(outputs: Tensor, _: Tensor, uniform: Tensor) -> Tensor:
     return signs.to(at_least_float32(outputs).dtype)
 
 
-# l = (y - f)^2 / 2, so that Q is the residual and W is 1.
+# The loss is l = (y - f)^2 / 2, so Q is the residual and W is 1.
 REGRESSION = ModelOutput(
     read=read_logits,
     value=_value,
@@ -231,5 +231,5 @@ def _minus(losses: Tensor, label: Tensor) -> Tensor:
     return -at_least_float32(losses.squeeze())
 
 
-# l = -f, so Q is 1, the default.
+# The loss is l = -f, so Q is 1, the default.
 LOSS = ModelOutput(read=_read_loss, value=_minus, has_labels=False)

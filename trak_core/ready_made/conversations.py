@@ -9,27 +9,28 @@ from typing import Any
 from trak_core.data.rows import parsed_json
 from trak_core.errors import InputError
 
-# Fields of a row that are passed to the chat template, with their types. Their names are the same
-# in transformers and TRL.
+# Fields of a row that are passed to the chat template, with their types. transformers and TRL use
+# the same names.
 ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
-# transformers defines this function for templates, and does not accept a replacement.
+# transformers defines ``strftime_now`` for templates, and callers cannot replace it.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
     "study_arguments: date must be given, because the tokenizer's chat template writes today's "
-    "date, so that features would change from day to day. Found none. Give the date that was used "
-    "in training, or any other date, such as date: '2024-07-26'."
+    "date, and features would then change from day to day. Found no date. Give the date that was "
+    "used in training, or any other date, such as date: '2024-07-26'."
 )
 _NO_FORM = (
     "A chat template that writes today's date must call strftime_now with a format in quotes. "
-    "Found another call. Write the date into the chat template in the folder of the weights."
+    "Found a call with another argument. In the folder of the weights, replace the call in the "
+    "chat template by a fixed date."
 )
 
 
 def messages_in(value: Any) -> list[dict[str, Any]] | None:
     """Return the messages in a list of objects with a `role`, or in the JSON of such a list.
 
-    Return None for any other value. Keys with the value None are removed, except for `content`,
-    because Parquet adds the keys of other rows with the value None. TRL removes them too.
+    Return None for any other value. Keys with the value None are removed, except `content`. Parquet
+    adds such keys to a row if other rows have them. TRL removes them too.
     """
     value = _parsed(value)
     if not (isinstance(value, list) and value):
@@ -49,7 +50,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the list or object of which ``value`` is the JSON, or else ``value`` unchanged."""
+    """Parse a text that is the JSON of a list or an object. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
         with suppress(ValueError):
             return parsed_json(value)
@@ -64,13 +65,13 @@ def chat_texts(
     date: str | None,
     notify: Callable[[str], None],
 ) -> tuple[str, str]:
-    """Return the text of a conversation before the answer, and its text with the answer.
+    """Return the text of a conversation up to the answer, and the text of all of its messages.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
         prompt: The messages before the answer, at least one.
         answer: The messages to explain. The last one has the role `assistant`.
-        row: The row. Its fields ``ROW_ARGUMENTS`` are passed to the template.
+        row: The row with the messages. Its fields in ``ROW_ARGUMENTS`` are passed to the template.
         date: A date such as 2024-07-26, which a template writes instead of today's date.
         notify: A function that is called with a sentence if the template omits a message.
 
@@ -89,7 +90,7 @@ def chat_texts(
         roles = ", ".join(str(message["role"]) for message in [*prompt, *answer])
         raise InputError(
             "A conversation must have at least two messages, and the last one must be the "
-            f"assistant's, because it is explained. Found messages of: {roles}. Remove the "
+            f"assistant's, because it is explained. Found the roles {roles}. Remove the "
             "messages after the assistant's last message, or remove the row.",
             code="studies.chat_roles",
         )
@@ -109,15 +110,15 @@ def chat_texts(
         raise
     except Exception as error:  # A template is code, and can raise any error.
         is_dated = str(error) in {_NO_DATE, _NO_FORM}
-        fails = "" if is_dated else "The tokenizer's chat template must write the row's messages: "
+        fails = "" if is_dated else "The chat template must accept the row's messages. It failed: "
         code = "studies.chat_date" if is_dated else "studies.chat_template"
         raise InputError(f"{fails}{error}", code=code) from error
     if not whole.startswith(before):
         raise InputError(
             "A chat template must write the beginning of a conversation in the same way with and "
-            f"without an answer. Found {before[-40:]!r} without, {whole[: len(before)][-40:]!r} "
-            "with the answer. Write prompt and text into separate fields, in the format that the "
-            "model needs.",
+            f"without an answer. Found {before[-40:]!r} without an answer, and "
+            f"{whole[: len(before)][-40:]!r} with one. Write prompt and text into separate fields, "
+            "in the format that the model needs.",
             code="studies.chat_template",
         )
     for message in messages:
@@ -125,8 +126,8 @@ def chat_texts(
         # Templates of reasoning models omit the reasoning in assistants' messages.
         if isinstance(text, str) and message["role"] != "assistant" and text.strip() not in whole:
             notify(
-                f"the chat template omits or changes the content of a message of the role "
-                f"{message['role']!r}, {text.strip()[:40]!r}."
+                f"the chat template omits or changes the content of a message with the role "
+                f"{message['role']!r}: {text.strip()[:40]!r}."
             )
     return before, whole
 
@@ -138,7 +139,7 @@ def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
         if message.get("content") is None and not has_calls:
             raise InputError(
                 "A message must have its text in `content`, or have `tool_calls`. Found a message "
-                f"of the role {message['role']!r} with the fields {', '.join(message)}.",
+                f"with the role {message['role']!r} and the fields {', '.join(message)}.",
                 code="studies.messages",
             )
 
@@ -149,7 +150,7 @@ def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, ROW_ARGUMENTS[name]):
             raise InputError(
                 f"The field {name} must be a {ROW_ARGUMENTS[name].__name__} or its JSON, because "
-                f"the chat template gets it. Found {value!r:.80}.",
+                f"it is passed to the chat template. Found {value!r:.80}.",
                 code="studies.messages",
             )
     return given
@@ -166,8 +167,8 @@ def _refuse_python(
         others = [*messages[:i], {**message, "content": ""}, *messages[i + 1 :]]
         if whole.count(str(content)) > written(others).count(str(content)):
             raise InputError(
-                "The content of a message must be a text, because the chat template writes it as "
-                f"Python prints it. Found {content!r:.80}.",
+                "The content of a message must be a text, because the chat template writes any "
+                f"other content as a Python literal. Found {content!r:.80}.",
                 code="studies.messages",
             )
 
@@ -186,7 +187,7 @@ def _dated(template: str, date: str | None) -> str:
         ) from error
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-    # The macro replaces the function of transformers in all other calls.
+    # Calls that were not replaced above reach this macro, which hides transformers' function.
     fails = _NO_DATE if day is None else _NO_FORM
     macro = (
         f"{{% macro strftime_now(format) %}}{{{{ raise_exception({fails!r}) }}}}{{% endmacro %}}"

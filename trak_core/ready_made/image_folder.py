@@ -1,4 +1,4 @@
-"""Define the study of an image classifier, with images in folders by class or in a table."""
+"""Define the study of an image classifier, with images in one folder per class or in a table."""
 
 import re
 import sys
@@ -41,18 +41,19 @@ def image_folder(
     """Return the study of a classifier that was trained on images.
 
     Args:
-        images: The training images, with 8 bits per channel. Either a folder with a folder for each
-            class, where ids are relative paths, or a table with the columns ``path`` (relative to
-            the table's folder), ``label`` and optionally ``id``.
+        images: The training images, with 8 bits per channel. Either a folder with one subfolder for
+            each class, in which ids are relative paths, or a table with the columns ``path``
+            (relative to the table's folder), ``label`` and optionally ``id``.
         model: The name of a network of timm or torchvision, such as ``resnet18`` (timm is tried
-            first), ``timm/resnet18`` or ``torchvision/resnet18``. Or ``file.py:function`` of a
-            function that takes the number of classes and builds the module. Its weights are
-            replaced.
+            first), ``timm/resnet18`` or ``torchvision/resnet18``. Or ``file.py:function``, a
+            function that takes the number of classes and returns the module. Checkpoints replace
+            the module's weights.
         targets: Images to explain, in the same form. The default is the training images.
-        classes: Names of the classes in the order of the model's logits. By default, the names are
-            sorted. If the labels of a table are integers, the default is 0, 1, ...
-        transform: ``file.py:function`` of a function that converts a PIL image in RGB to a tensor,
-            as in evaluation. The default keeps the size and scales RGB to the range 0 to 1.
+        classes: Names of the classes in the order of the model's logits. The default is the sorted
+            labels, or 0, 1, ... if the labels of a table are integers.
+        transform: ``file.py:function``, a function that converts a PIL image in RGB to a tensor, as
+            in evaluation. By default, images keep their size, and RGB values are scaled to the
+            range 0 to 1.
     """
     needed("PIL", "vision")
     from PIL import Image
@@ -67,9 +68,9 @@ def image_folder(
         counts = Counter(str(row["label"]) for row in rows)
         sizes = [f"{name!r} ({counts[name]})" for name in sorted(names, key=counts.__getitem__)]
         classes_found = (
-            f"The model has {len(names)} classes, because these are the labels in {images}, with "
-            f"their numbers of images: {listed(sizes)}. Correct wrong labels, or list the classes "
-            "on which the model was trained in `classes` of study_arguments."
+            f"The model has {len(names)} classes, which come from the labels in {images}. The "
+            f"classes and their numbers of images are {listed(sizes)}. Correct wrong labels, or "
+            "list the classes on which the model was trained in `classes` of study_arguments."
         )
     prepared = function_at(transform, "transform") if transform else _as_is
 
@@ -78,7 +79,7 @@ def image_folder(
         if name not in numbers:
             raise InputError(
                 f"A label must be one of the classes {', '.join(names)}, which "
-                f"{'`classes` gives' if classes else f'come from {images}'}. Found {name} for "
+                f"{'`classes` lists' if classes else f'come from {images}'}. Found {name} for "
                 f"{row['path']}.",
                 code="studies.label",
             )
@@ -121,12 +122,12 @@ def image_folder(
         pixels, number = sample[0], int(sample[1])
         ends = f"{pixels.min():.4g} to {pixels.max():.4g}"
         known = f"with the label {names[number]!r}, class {number}"
-        return f"numbers of shape {tuple(pixels.shape)}, {ends}, {known}"
+        return f"a tensor of shape {tuple(pixels.shape)} with values from {ends}, {known}"
 
     used = {"path", "label"}
     return ReadyStudy(
         to_change_samples=(
-            "Images must have the size and the channels that the network takes. Set `transform: "
+            "Images must have the size and channels that the network expects. Set `transform: "
             "file.py:function` in study_arguments to your function that converts a PIL image in "
             "RGB to a tensor, as in evaluation. (image.convert('L') returns one channel.)"
         ),
@@ -200,18 +201,19 @@ def _class_names(rows: RowFile) -> list[str]:
 
 
 def _notice_other_order(names: list[str]) -> None:
-    """Print a notice if timm's own reader of folders gives these sorted classes another order.
+    """Print a notice if timm's ``ImageDataset`` would put these sorted classes in another order.
 
-    timm's reader compares numbers in names by value, and ignores case.
+    timm compares numbers in names by value, and ignores case.
     """
     parts = {name: re.split(r"(\d+)", name.lower()) for name in names}
     timm = sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in parts[name]])
     if timm != names:
         first = next(i for i, pair in enumerate(zip(names, timm, strict=True)) if len({*pair}) > 1)
         print(
-            f"Notice: class {first} is {names[first]!r}, because classes are sorted as texts, as "
-            "by torchvision's ImageFolder. Only a model trained with timm's ImageDataset, where "
-            f"this class is {timm[first]!r}, needs `classes` in study_arguments, in timm's order.",
+            f"Notice: class {first} is {names[first]!r}, because names of classes are sorted as "
+            f"texts, as in torchvision's ImageFolder. In timm's ImageDataset, it is "
+            f"{timm[first]!r}. If the model was trained with ImageDataset, list the classes in its "
+            "order in `classes` of study_arguments.",
             file=sys.stderr,
             flush=True,
         )
@@ -229,8 +231,8 @@ def _rows(images: Path) -> RowFile:
         if linked:
             raise InputError(
                 f"study_arguments: {images} must contain folders, not links to folders. Found the "
-                f"link {linked[0].parts[0]}, whose files are not watched for changes. Set `images` "
-                "to the folder to which the link leads, or replace the link by a copy.",
+                f"link {linked[0].parts[0]}. Changes to linked files would not be noticed. Set "
+                "`images` to the folder to which the link leads, or replace the link by a copy.",
                 code="studies.linked_images",
             )
         relative = [p for p in shown if len(p.parts) > 1 and p.suffix.lower() in _SUFFIXES]
@@ -245,8 +247,8 @@ def _rows(images: Path) -> RowFile:
             )
         if not relative:
             raise InputError(
-                f"study_arguments: {images} must hold a folder of images for each class. Found "
-                f"none with the endings {', '.join(sorted(_SUFFIXES))}.",
+                f"study_arguments: {images} must contain a folder of images for each class. Found "
+                f"no image in a folder. Images end in {', '.join(sorted(_SUFFIXES))}.",
                 code="studies.no_images",
             )
         entries = [

@@ -30,8 +30,8 @@ from trak_core.ready_made.ready_study import (
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.weight_files import refuse_quantized
 
-# Smallest similarity to "prompt" for which a field's name is taken for a misspelling of "prompt".
-# The similarities of "promt" and "prompts" are above this value, that of "prompt_id" is below.
+# A field whose name is at least this similar to "prompt" is treated as a misspelling of "prompt".
+# "promt" and "prompts" are more similar than this, "prompt_id" is less similar.
 _NEAR = 0.83
 
 
@@ -50,14 +50,15 @@ def language_model(
         texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
         weights: The folder of a model, of a LoRA adapter, or of a Trainer's checkpoints, with its
             config and tokenizer.
-        targets: Rows to explain, by id. Experiments with ``data`` do not need them.
-        text: The text to explain, as a template with a row's fields, such as ``"{completion}"``.
-            The default is the last message in the field ``messages``, or the field ``text``, or
-            ``completion`` if no row has a ``text``.
+        targets: Rows to explain, which experiments select by id. Experiments with ``data`` need
+            none.
+        text: A template of the text to explain, into which a row's fields are inserted, such as
+            ``"{completion}"``. The default is the last message in the field ``messages``, or the
+            field ``text``, or ``completion`` if no row has a ``text``.
         prompt: A template of the prompt, which precedes the text and is not part of the model
-            output. The default is a row's field ``prompt``, if it has one. If prompt and text are
-            lists of messages, as in TRL, the tokenizer's chat template joins them.
-        max_tokens: The length to which texts are cut. By default they are not cut.
+            output. The default is the field ``prompt`` of rows that have one. If prompt and text
+            are lists of messages, as in TRL, the tokenizer's chat template joins them.
+        max_tokens: The length to which texts are cut. By default, they are not cut.
         date: A date such as ``"2024-07-26"``, for a chat template that writes today's date.
 
     Raises:
@@ -70,7 +71,7 @@ def language_model(
     tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, _tokenizer_source(folder))
     if not tokenizer.is_fast:
         raise InputError(
-            "The tokenizer must be a fast one, which returns the offsets of tokens in the text. "
+            "The tokenizer must be a fast tokenizer, which returns the offsets of its tokens. "
             f"Found {type(tokenizer).__name__}. Write a study of your own.",
             code="studies.slow_tokenizer",
         )
@@ -98,7 +99,7 @@ def language_model(
                 raise InputError(
                     "The field messages must be a list of objects with `role` and `content`, and "
                     f"its row must have no field `text`. Found {shortened(row)}. If another field "
-                    "has the text, name it by `text` in study_arguments.",
+                    "contains the text, set `text` in study_arguments, such as text: '{answer}'.",
                     code="studies.messages",
                 )
             _refuse_unread(row, {"completion", "prompt"} | used_by(prompt), messages)
@@ -107,8 +108,8 @@ def language_model(
         if text is None and len(texts_given) == 2:
             raise InputError(
                 "A row must have one text. Found text and completion. Choose the text to explain "
-                "in study_arguments, by text: '{text}' or text: '{completion}'. If it contains the "
-                "prompt, also give prompt: ''.",
+                "in study_arguments, by text: '{text}' or text: '{completion}'. If that text "
+                "contains the prompt, also give prompt: ''.",
                 code="studies.two_texts",
             )
         if prompt is None and "prompt" not in row:
@@ -186,8 +187,8 @@ def language_model(
     def target_rows() -> RowFile:
         if targets is None:
             raise InputError(
-                "study_arguments: targets must name a file of rows if an experiment has ids of "
-                "targets. Found none. Give such a file, or `data: asked.jsonl` in the experiment.",
+                "study_arguments: targets must be a file of rows if an experiment selects targets "
+                "by id. Found none. Set targets, or set `data: asked.jsonl` in the experiment.",
                 code="studies.no_targets",
             )
         return read_rows(targets)
@@ -198,7 +199,7 @@ def language_model(
 
     def as_read(sample: Mapping[str, Tensor]) -> str:
         before, counted = parts(sample)
-        return f"{before!r}, then what counts: {counted!r}" if before else repr(counted)
+        return f"{before!r}, then the text to explain: {counted!r}" if before else repr(counted)
 
     def describe(sample: Mapping[str, Tensor]) -> str:
         before, counted = parts(sample, skip_special_tokens=True)
@@ -208,8 +209,8 @@ def language_model(
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=(
-            f"The tokenizer in {weights} must be the model's tokenizer: `weights` in "
-            "study_arguments names the folder of both, and `max_tokens` cuts texts."
+            f"The tokenizer in {weights} must be the model's tokenizer. In study_arguments, "
+            "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
         ),
         make_model=lambda: _model(folder),
         train_data=train_data,
@@ -271,7 +272,7 @@ def _runs_on(before: str, after: str) -> bool:
 
 
 def _config_folder(weights: Path) -> Path:
-    """Return the folder if it has a config, else the last checkpoint of a Trainer in it."""
+    """Return the folder if it contains a config, else its last Trainer checkpoint with one."""
     saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     for folder in (weights, *reversed(saved)):
         if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
@@ -286,8 +287,8 @@ def _config_folder(weights: Path) -> Path:
 def _base(folder: Path) -> str | None:
     """Return the folder of an adapter's base model, or None if ``folder`` has no adapter.
 
-    Relative paths start from the adapter's folder, or else from the working folder. A model of the
-    hub must be in the hub's cache, because jobs may have no network.
+    A relative path is resolved in the adapter's folder, or else in the working directory. A model
+    on the Hugging Face Hub must already be in the local cache, because jobs may have no network.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
@@ -304,10 +305,10 @@ def _base(folder: Path) -> str | None:
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise InputError(
-        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder, relative to the "
-        f"adapter's or to {Path.cwd()}, or a model in the hub's cache. Found {base}. Copy the base "
-        "model there, or load model and tokenizer once by `from_pretrained` of "
-        "`AutoModelForCausalLM` and `AutoTokenizer`.",
+        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder (relative to the "
+        f"adapter's folder or to {Path.cwd()}) or a model in the cache of the Hugging Face Hub. "
+        f"Found {base}. Copy the base model to that folder, or load model and tokenizer once by "
+        "`from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.",
         code="studies.adapter_base",
     )
 

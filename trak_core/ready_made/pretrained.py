@@ -8,7 +8,7 @@ from trak_core.errors import InputError
 
 
 def from_folder(read: Callable[..., Any], folder: str | Path, source: Any = None) -> Any:
-    """Call ``read``, a method of an Auto class, with a folder or with its config ``source``.
+    """Call ``read``, a method of an Auto class, with ``source`` or, if it is None, with ``folder``.
 
     Returns:
         The config, tokenizer or model.
@@ -22,8 +22,8 @@ def from_folder(read: Callable[..., Any], folder: str | Path, source: Any = None
         if "trust_remote_code" not in str(error):
             raise
         raise InputError(
-            "study_arguments: weights must be of a model whose class is in transformers. Found "
-            f"that code in {folder} defines the class (`auto_map` in the config). A ready-made "
+            "study_arguments: weights must belong to a model whose class is in transformers. Found "
+            f"a class that code in {folder} defines (`auto_map` in the config). A ready-made "
             "study never runs such code. Write a study of your own, and load the model in "
             "make_model() with trust_remote_code=True.",
             code="studies.custom_code",

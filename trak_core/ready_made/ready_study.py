@@ -22,9 +22,9 @@ from trak_core.study.study import Study
 class ReadyStudy:
     """The functions of a study, as ``trak_core.study.study`` documents them.
 
-    ``to_change_samples`` is a text that names the arguments on which samples depend. ``as_read``
+    ``to_change_samples`` is a message that says which arguments change the samples. ``as_read``
     describes the model's input, so that users can compare it with the input in training.
-    ``classes_found`` names the classes if the data determine the number of the model's outputs.
+    ``classes_found`` lists the classes if the data determine the number of the model's outputs.
     """
 
     to_change_samples: str
@@ -65,8 +65,8 @@ def encoder(
 ) -> Callable[..., Any]:
     """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
 
-    If ``names`` has one name, a line may have the field ``text`` instead, because ``trak ask`` puts
-    plain text into this field. ``row`` is an example for error messages.
+    ``sample`` converts a row. If there is only one name, a line may have the field ``text`` instead
+    of it, because ``trak ask`` puts plain text there. Error messages show ``row`` as an example.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -85,20 +85,20 @@ def encoder(
     return encode
 
 
-_MAX_PIECES = 4  # The largest number of tokens in a character, which has up to 4 bytes in UTF-8.
+_MAX_PIECES = 4  # A character has at most 4 bytes in UTF-8, and therefore at most 4 tokens.
 
 
 def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the part of the decoded text that each token adds.
 
-    Joined, the parts are the text of all tokens, with the spaces that ``decode`` of a single token
-    omits. If several tokens encode one character, the last token adds the character, and the tokens
-    before add "". The cost is linear in the number of tokens, because each token is decoded with
-    only a few preceding tokens.
+    Joining the parts gives the text of all tokens, with the spaces that ``decode`` omits for a
+    single token. If several tokens encode one character, the last of these tokens adds the
+    character, and the others add "". The cost is linear in the number of tokens, because each token
+    is decoded with only a few preceding tokens.
     """
 
     def decoded(first: int, end: int) -> str:
-        # Clean-up would remove a space if a certain token follows it.
+        # Clean-up would remove a space before some tokens, such as punctuation.
         return tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
 
     texts, first, whole = list[str](), 0, 0
@@ -124,7 +124,7 @@ def needed(package: str, extra: str) -> None:
 
 
 def function_at(place: str, argument: str) -> Callable[..., Any]:
-    """Import and return the function that ``place``, as ``file.py:function``, names."""
+    """Return the function at ``place``, ``file.py:function``. Errors name the ``argument``."""
     file, _, name = place.rpartition(":")
     path, function = Path(file), None
     if path.suffix == ".py" and path.is_file():
@@ -139,7 +139,7 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
 
 
 def columns_from(rows: RowFile, used: Container[str]) -> pd.DataFrame:
-    """Return columns of the fields that the model does not use, without long texts and lists."""
+    """Return a table of the fields that are not ``used``, without long texts and lists."""
     names = dict.fromkeys(name for row in rows for name in row if name not in used)
     return short_columns({name: rows.column(name) for name in names})
 
@@ -154,7 +154,7 @@ def field(row: Mapping[str, Any], name: str) -> Any:
     """Return a row's field, or raise an InputError that lists its fields."""
     if name not in row:
         raise InputError(
-            f"study_arguments: a field must be in every row. Found no {name} in a row with "
+            f"study_arguments: every row must have the field {name}. Found a row with the fields "
             f"{', '.join(row)}.",
             code="studies.field",
         )
@@ -162,7 +162,7 @@ def field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def class_numbers(classes: Sequence[Any]) -> dict[str, int]:
-    """Return the class number of each label. Labels are texts here, because YAML may parse them."""
+    """Return the class number by the text of each label. YAML may have parsed some as numbers."""
     numbers = {str(name): number for number, name in enumerate(classes)}
     if len(numbers) < len(classes):
         raise InputError(
@@ -194,14 +194,14 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         return _Template().vformat(template, (), row)
     except TypeError as error:
         raise InputError(
-            f"A field of the template {template!r} must hold a text or a number. Found {error}",
+            f"A field of the template {template!r} must be a text or a number. Found {error}",
             code="studies.value",
         ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         missing = sorted(used_by(template) - row.keys())
         raise InputError(
             f"A row must have a value in each field of the template {template!r}. Found none in "
-            f"{', '.join(missing) or 'a part'}, and values in {', '.join(row) or 'no field'}. Add "
-            "the value, or name other fields in study_arguments, as in text: '{answer}'.",
+            f"{', '.join(missing) or 'a field'}, and values in {', '.join(row) or 'no field'}. Add "
+            "the value, or use other fields in study_arguments, as in text: '{answer}'.",
             code="studies.template",
         ) from error

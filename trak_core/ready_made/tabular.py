@@ -33,22 +33,23 @@ def tabular(
     Args:
         table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
         label: The column to predict.
-        model: ``file.py:function`` of a function without arguments that builds the module. Its
-            weights are replaced.
+        model: ``file.py:function``, a function without arguments that returns the module. Checkpoints
+            replace its weights.
         targets: A table of the rows to explain. The default is the training rows.
         columns: The columns that the model takes as inputs, in the model's order. They must contain
-            the numbers on which it was trained. The default is all columns except ``label`` and
-            ``id``.
-        classes: Labels in the order of the model's logits, if labels are names. If not given,
-            labels are numbers: integers if all training labels are integers, else floats.
+            the numbers on which the model was trained. The default is all columns except ``label``
+            and ``id``.
+        classes: Labels in the order of the model's logits, if labels are names. By default, labels
+            are numbers: integers if all training labels are integers, else floats.
         scale: ``standard`` standardizes each input by the mean and the standard deviation of the
             training rows (divided by n, as in scikit-learn's ``StandardScaler``). A deviation of 0
             is replaced by 1. Pages show the inputs before scaling.
     """
     if scale not in {None, "standard"}:
         raise InputError(
-            "study_arguments: scale must be standard, or left out if the table has the numbers on "
-            f"which the model was trained. Found {scale!r}. Apply any other scaling to the table.",
+            "study_arguments: scale must be standard, or omitted if the table contains the numbers "
+            "on which the model was trained. "
+            f"Found {scale!r}. Apply any other scaling to the table.",
             code="studies.scale",
         )
     rows = read_rows(table)
@@ -65,7 +66,7 @@ def tabular(
             f"{label} must be {answer}, and the model's inputs ({', '.join(names)}) must be "
             f"numbers. Found {shortened({column: row[column]})}. Write the number as in training, "
             "with a decimal point and without thousands separators, or delete the row if training "
-            "left it out. `columns` in study_arguments names the model's inputs.",
+            "left it out. `columns` in study_arguments lists the columns that are inputs.",
             code="studies.numbers",
         )
 
@@ -113,7 +114,7 @@ def tabular(
     used = {label, *names}
     return ReadyStudy(
         to_change_samples=(
-            f"The network gets {len(names)} numbers of each row, {listed(names)}. To change them, "
+            f"The network gets {len(names)} numbers of each row: {listed(names)}. To change them, "
             "list the columns in `columns` of study_arguments, in the network's order."
         ),
         make_model=lambda: function_at(model, "model")(),

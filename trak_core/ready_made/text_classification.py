@@ -40,14 +40,14 @@ def text_classification(
     Args:
         texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv``, ``.parquet`` or a saved Dataset.
         weights: A folder with the model's ``config.json`` and tokenizer.
-        targets: Rows to explain, by id. The default is ``texts``.
-        text: The text, as a template with a row's fields.
-        label: The field with the label: a class's number, or its name in the model's config.
-        max_tokens: The length to which texts are cut or padded. By default they are padded to 128
+        targets: Rows to explain, which experiments select by id. The default is ``texts``.
+        text: A template of the text, into which a row's fields are inserted.
+        label: The field with the label: the number of a class, or its name in the model's config.
+        max_tokens: The length to which texts are cut or padded. By default, they are padded to 128
             tokens, or to the model's context if that is less, and longer texts raise an error.
-        classes: The labels of the rows in the order of the model's logits. It is needed if labels
-            are neither numbers nor names of classes, or could be both. For example, if the classes
-            have the names "1" to "3", ``[0, 1, 2]`` selects numbers.
+        classes: The labels of the rows in the order of the model's logits. Required if labels are
+            neither numbers nor names of classes, or could be both. For example, if the classes have
+            the names "1" to "3", ``[0, 1, 2]`` says that labels are numbers.
 
     Raises:
         InputError: If ``classes`` is not given and the name of a class is another class's number.
@@ -88,8 +88,8 @@ def text_classification(
     elif is_ambiguous or any(as_number(n) not in {None, i} for n, i in numbers.items()):
         raise InputError(
             "study_arguments: classes must list the rows' labels in the order of the model's "
-            f"logits, because names in {weights}/config.json contradict each other, or could be "
-            f"numbers of other classes. Found id2label {config.id2label} and label2id {inverse}. "
+            f"logits, because names in {weights}/config.json contradict each other, or one could "
+            f"be another class's number. Found id2label {config.id2label}, label2id {inverse}. "
             f"Give classes: {list(range(config.num_labels))} if labels are numbers, or classes: "
             f"{[*numbers]} if labels are names.",
             code="studies.ambiguous_labels",
@@ -109,8 +109,8 @@ def text_classification(
         if number is None:
             raise InputError(
                 f"A label must be a class's number or one of {listed([*numbers])}. Found "
-                f"{value!r:.80}. `classes` in study_arguments lists the rows' labels in the order "
-                "of the model's logits.",
+                f"{value!r:.80}. Correct the label, or list the rows' labels in the order of the "
+                "model's logits in `classes` of study_arguments.",
                 code="studies.label",
             )
         written = filled_in(text, row)
@@ -126,8 +126,9 @@ def text_classification(
         n_tokens = len(tokens["input_ids"])
         if n_tokens > length:
             raise InputError(
-                f"A text must have at most {length} tokens if study_arguments have no max_tokens. "
-                f"Found {n_tokens}. Set max_tokens to the length to which training cut texts.",
+                f"A text must have at most {length} tokens if max_tokens is not set. "
+                f"Found {n_tokens}. In study_arguments, set max_tokens to the length to which "
+                "training cut texts.",
                 code="studies.context",
             )
         inputs = {name: torch.tensor(values) for name, values in tokens.items()}
@@ -144,8 +145,8 @@ def text_classification(
     used = used_by(text) | {label}
     return ReadyStudy(
         to_change_samples=(
-            f"The tokenizer in {weights} must be the model's tokenizer: `weights` in "
-            "study_arguments names the folder of both, and `max_tokens` cuts texts."
+            f"The tokenizer in {weights} must be the model's tokenizer. In study_arguments, "
+            "`weights` is the folder of both, and `max_tokens` the length to which texts are cut."
         ),
         make_model=make_model,
         train_data=lambda: Rows(rows, sample),
