@@ -13,7 +13,7 @@ import pandas as pd
 from torch import nn
 
 from trak_core.data.rows import RowFile, shortened
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
 
@@ -58,13 +58,23 @@ class Rows:
             raise InputError(f"{place}: {error}", code=error.code) from error
 
 
+UNKNOWN_LABEL = (
+    "If the label of a row to explain is unknown, write the class to explain, such as the class "
+    "that the model predicts."
+)
+
+
 def encoder(
-    sample: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], names: Iterable[str]
+    sample: Callable[[Mapping[str, Any]], Any],
+    row: Mapping[str, Any],
+    names: Iterable[str],
+    class_field: str | None = None,
 ) -> Callable[..., Any]:
     """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
 
     If ``names`` has one name, a line may have the field ``text`` instead, because ``trak ask`` puts
-    plain text into this field. ``row`` is an example for error messages.
+    plain text into this field. ``row`` is an example for error messages, and ``class_field`` the
+    name of the label if it is a class.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -72,10 +82,19 @@ def encoder(
     def encode(**line: Any) -> Any:
         if only not in line and "text" in line:
             line[only] = line.pop("text")
-        if not example.keys() <= line.keys():
+        missing = [name for name in example if name not in line]
+        if missing:
+            written, fields, place = (
+                shortened(example),
+                "all fields that the study reads",
+                "this row",
+            )
+            if not written.endswith("..."):
+                fields = f"the fields {' and '.join(example)}, such as {written}"
+                place = shortened(line)
+            unknown = f" {UNKNOWN_LABEL}" if class_field in missing else ""
             raise InputError(
-                f"A line must be a JSON object with {' and '.join(example)}, such as "
-                f"{shortened(example)}. Found {shortened(line)}.",
+                f"A row must have {fields}. Found no {listed(missing)} in {place}.{unknown}",
                 code="studies.line",
             )
         return sample(line)

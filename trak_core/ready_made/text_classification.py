@@ -152,7 +152,7 @@ def text_classification(
         train_ids=rows.ids,
         target_data=lambda: Rows(target_rows, sample),
         target_ids=target_rows.ids,
-        encode=encoder(sample, rows[0], (*used_by(text), label)),
+        encode=encoder(sample, rows[0], (*used_by(text), label), label),
         describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
         as_read=as_read,
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
