@@ -134,6 +134,7 @@ def image_folder(
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+        fields_read=used,
     )
 
 

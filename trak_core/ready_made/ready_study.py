@@ -24,6 +24,7 @@ class ReadyStudy:
 
     ``to_change_samples`` is a text that names the arguments on which samples depend. ``as_read``
     describes the model's input, so that users can compare it with the input in training.
+    ``fields_read`` are the fields of rows from which samples are made. They are not columns.
     """
 
     to_change_samples: str
@@ -37,6 +38,7 @@ class ReadyStudy:
     as_read: Callable[[Any], str]
     train_columns: Callable[[], pd.DataFrame]
     target_columns: Callable[[], pd.DataFrame]
+    fields_read: Container[str]
     token_texts: Callable[[Any], list[str]] | None = None
     class_names: Callable[[], list[str]] | None = None
 

@@ -133,4 +133,5 @@ def tabular(
         class_names=(lambda: [str(name) for name in classes]) if classes else None,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+        fields_read=used,
     )

@@ -159,4 +159,5 @@ def text_classification(
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+        fields_read=used,
     )

@@ -319,7 +319,7 @@ def explore(
 def _without_repeated(experiment: File, show: Show) -> File:
     """Return an experiment without the columns of targets that the texts of targets contain.
 
-    If the study's template makes a text from the fields of a row, these fields are also columns.
+    If a user-defined ``encode`` makes a text from fields of a row, these fields are also columns.
     """
     table = experiment.tables["targets"]
     if MEAN_OF in table:
