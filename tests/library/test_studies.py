@@ -330,7 +330,9 @@ def test_rows_of_a_table(tmp_path):
         tabular(file, "a", net).train_data()[0]
     frame.drop(columns="kind").to_csv(tmp_path / "asked.csv", index=False)
     given = {"targets": str(tmp_path / "asked.csv"), "classes": ["no", "yes"]}
-    with refused("studies.field", "kind", "id, a, b"):
+    with refused(
+        "studies.field", "kind", "id, a, b", "If the label of a row to explain is unknown"
+    ):
         tabular(file, "kind", net, **given).target_data()[0]
 
 

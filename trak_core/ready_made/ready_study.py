@@ -169,12 +169,12 @@ def used_by(*templates: str | None) -> set[str]:
     return {re.split(r"[.\[]", name)[0] for _, name, _, _ in parts if name}
 
 
-def field(row: Mapping[str, Any], name: str) -> Any:
-    """Return a row's field, or raise an InputError that lists its fields."""
+def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
+    """Return a row's field, or raise an InputError that lists its fields and adds ``advice``."""
     if name not in row:
         raise InputError(
             f"study_arguments: a field must be in every row. Found no {name} in a row with "
-            f"{', '.join(row)}.",
+            f"{listed(row)}. {advice}".rstrip(),
             code="studies.field",
         )
     return row[name]

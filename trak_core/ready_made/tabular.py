@@ -60,7 +60,7 @@ def tabular(
     is_class = bool(classes) or are_whole
 
     def number(row: Mapping[str, Any], column: str) -> int | float:
-        value = as_number(field(row, column))
+        value = as_number(field(row, column, UNKNOWN_LABEL if is_class and column == label else ""))
         if value is None:
             is_input = column != label
             key, kept = (
@@ -80,7 +80,7 @@ def tabular(
         if not classes:
             answer = number(row, label)
             return torch.tensor(values, dtype=torch.float64), answer if are_whole else float(answer)
-        if str(field(row, label)) not in numbers:
+        if str(field(row, label, UNKNOWN_LABEL)) not in numbers:
             unknown = "" if str(row[label]).strip() else f" {UNKNOWN_LABEL}"
             raise InputError(
                 f"{label} must be one of the classes {listed([*numbers])}, with the same spelling. "

@@ -11,6 +11,7 @@ from trak_core.data.rows import as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
+    UNKNOWN_LABEL,
     ReadyStudy,
     Rows,
     class_numbers,
@@ -102,7 +103,7 @@ def text_classification(
         return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
-        value = field(row, label)
+        value = field(row, label, UNKNOWN_LABEL)
         number = numbers.get(str(value))
         if number is None and classes is None:
             number = class_number(value)
