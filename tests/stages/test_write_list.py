@@ -1,5 +1,6 @@
 """Lists are written from files of scores and features, and shown on pages."""
 
+import re
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -339,6 +340,7 @@ def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):
     )
     (tmp_path / "pool.py").write_text(code)
     rows = pd.DataFrame({"id": ids[::-1], "rank": [1, 2, 3, 4], "score": 0.123456})
+    rows["site"] = ["north", "", "", ""]
     write_csv(tmp_path / "select.csv", rows)
     show_list(
         page=page, listed=tmp_path / "select.csv", kind="select", pool=tmp_path / "pool.py", **about
@@ -350,6 +352,7 @@ def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):
     same = [image["src"] == images[0]["src"] for image in images]
     assert same == [True, False, True, True]  # Only the third sample of the pool differs.
     assert shown.text.count("score 0.123") == 4
+    assert re.findall(r"site \w*", shown.text) == ["site north"]  # Empty cells are left out.
     write_csv(tmp_path / "drop.csv", rows.head(0))
     show_list(page=page, listed=tmp_path / "drop.csv", kind="drop", **about)
     assert "The list is empty" in Page(page.read_text()).headings

@@ -185,7 +185,9 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
             "anchor": anchor(sample_id),
             "values": list(row),
             "more": ", ".join(
-                f"{name} {value}" for name, value in zip(values, row, strict=True) if name in added
+                f"{name} {value}"
+                for name, value in zip(values, row, strict=True)
+                if name in added and value
             ),
             "sample": None,
         }
