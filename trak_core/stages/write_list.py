@@ -142,7 +142,7 @@ def find_duplicates(
     _write(listed, pairs, labels, study_file, spec.features.model_output)
     print(
         f"Copies: {len(parts[0])} pairs of training samples, and {len(parts[1])} pairs of a "
-        "training sample and a target."
+        "training sample and a target that is not one."
     )
 
 
