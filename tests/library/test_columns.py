@@ -9,6 +9,7 @@ from refused import refused
 
 from trak_core.data.rows import RowFile
 from trak_core.ready_made.ready_study import columns_from, used_by
+from trak_core.study.read_targets import encoded_line
 from trak_core.study.sample_columns import columns_of, short_columns
 from trak_core.study.study import Study
 
@@ -94,3 +95,23 @@ def test_rows_have_what_the_model_does_not_get():
         "page": ["", "3"],
     }
     assert isinstance(short_columns({}), pd.DataFrame)
+
+
+def test_a_ready_made_study_s_fields_are_no_columns(tmp_path):
+    """Rows of an experiment's ``data``, and lines, have the columns of training samples."""
+    (tmp_path / "train.csv").write_text("id,a,kind,who,day\nr,1.5,yes,anna,3\ns,2.5,no,bert,4\n")
+    called = f"tabular({str(tmp_path / 'train.csv')!r}, 'kind', 'n.py:n', columns=['a'], "
+    (tmp_path / "study.py").write_text(
+        f"from trak_core.ready_made.tabular import tabular\nstudy = {called}classes=['no', 'yes'])"
+        "\nencode, train_columns = study.encode, study.train_columns\n"
+    )
+    made = Study.load(tmp_path / "study.py")
+    known = {"who": ["anna"], "day": [3]}
+    assert made.function("train_columns")()[:1].to_dict("list") == known
+    for asked, line in (("asked.csv", "a,kind,who,day\n1.5,yes,anna,3"), ("asked.jsonl", None)):
+        row = {"a": 1.5, "kind": "yes", "who": "anna", "day": 3}
+        (tmp_path / asked).write_text(line or json.dumps(row))
+        assert columns_of(made, "mine", [0], tmp_path / asked).to_dict("list") == known
+    _, sample, fields = encoded_line(made, json.dumps(row), 0)
+    assert (sample[0].tolist(), int(sample[1])) == ([1.5], 1)
+    assert fields == {"who": "anna", "day": 3}

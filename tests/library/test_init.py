@@ -126,6 +126,34 @@ def test_templates_add_no_character_to_the_fields(row, arguments, told, capsys):
         assert told is None or told in text
 
 
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        (
+            ["007", "040", "100"],
+            "no is left out, because it has leading zeros and looks like an id",
+        ),
+        (
+            ["007", "040", "007"],
+            "no is left out, because it has leading zeros and looks like a code",
+        ),
+        (["7", "40", "100"], None),
+        (["0", "0.5", "0.25"], None),
+    ],
+)
+def test_numbers_with_leading_zeros_are_no_inputs(numbers, told, capsys):
+    """The label has a usual name, although it is not the last field."""
+    rows = [f"{number},{i},b,{i % 2},0.5" for i, number in enumerate(numbers)]
+    table = "\n".join(["no,a,who,Outcome,x", *rows])
+    config = written({"train.csv": table, "new customers.csv": table, "m.pt": ""})
+    arguments = config["study_arguments"]
+    assert (arguments["label"], arguments["targets"]) == ("Outcome", "new customers.csv")
+    assert arguments["columns"] == [*["no"] * (told is None), "a", "x"]
+    for text in (capsys.readouterr().out, Path("trak.yaml").read_text()):
+        assert ("leading zeros" in text) == (told is not None)
+        assert told is None or told in text
+
+
 def test_labelled_texts(capsys):
     saved = {f"out/checkpoint-{step}/config.json": CLASSIFIER for step in (4, 12)}
     files = {

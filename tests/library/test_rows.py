@@ -243,6 +243,10 @@ def test_files_that_hold_no_rows(tmp_path):
             (tmp_path / name).write_text(written)
             with refused("data.rows", tmp_path / name, re.compile(words)):
                 read_rows(str(tmp_path / name))
+    for name in ("a.csv", "a.jsonl"):
+        (tmp_path / name).write_bytes('"a"\n"größer"\n'.encode("latin-1"))
+        with refused("data.rows", tmp_path / name, "line 2 is not in UTF-8", "Save the file as"):
+            read_rows(tmp_path / name)
     (tmp_path / "a.csv").write_text("a,b\n1,2,\n3,4,\n")  # as some programs end lines
     assert list(read_rows(tmp_path / "a.csv")) == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     (tmp_path / "a.csv").write_text("a,b,,\n1,2,,\n3,4,,\n")  # and spreadsheets

@@ -166,10 +166,14 @@ def test_columns_that_repeat_the_text_are_left_out(shown_as, results):
         "question": texts,
         "letter": [text[0] for text in texts],
         "nearly": [*texts[:-1], "no part of it"],
+        "gap": ["", *["full"] * (len(texts) - 1)],
     }
     contents = explored(results, shown_as["described"][0], **columns)
     assert {"letter", "nearly"} <= set(contents.columns["targets"])
     assert "question" not in contents.columns["targets"]
+    more = [target["more"] for target in contents.targets]
+    assert ["gap full" in text for text in more] == [False, *[True] * (len(texts) - 1)]
+    assert "gap" not in more[0]  # An empty cell is left out.
 
 
 def test_regression_has_no_helpful_or_harmful_samples(results, shown_as):

@@ -258,7 +258,9 @@ def test_control_characters_are_not_printed(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     bad = "c\x1b[31mat\t\x9b\x07\N{RIGHT-TO-LEFT OVERRIDE}"
     row = {"train_id": bad, "score": 1.0, "label": 0, "prediction": 0, "output": 1.0}
-    known = pd.DataFrame([row | {"output_sd": 0.0, "who": bad, "described_text": f"{bad}, a text"}])
+    known = pd.DataFrame([
+        row | {"output_sd": 0.0, "gap": "", "who": bad, "described_text": f"{bad}, a text"}
+    ])
     tab = {"train_id": bad, "token": 0, "text": "a\t" * 9, "score": 1.0}
     cut = pd.DataFrame([tab | {"side": side} for side in ("train", "target")])
     target = {"id": bad, "label": 0, "prediction": 0, "output": 1.0, "output_sd": 0.0}
@@ -270,6 +272,7 @@ def test_control_characters_are_not_printed(monkeypatch):
     assert all(character.isprintable() for character in plain.replace("\n", ""))
     assert plain.count("c[31mat") == 8
     assert plain.count("a " * 9) == 2
+    assert "gap" not in plain  # An empty cell is left out.
 
 
 def test_texts_that_the_model_does_not_take_and_a_study_of_another_version(

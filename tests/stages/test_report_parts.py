@@ -245,6 +245,30 @@ def test_each_change_has_one_warning(change, title, also_of_scores):
     assert of_scores == (study_warnings(results) if also_of_scores else [])
 
 
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        ([0.5, -0.5], "The effects of both samples have the same size."),
+        ([0.5, -0.501], "The effects of both samples have the same size."),
+        ([0.5, -0.25], "The effect of the first sample is 2 times as large"),
+        ([0.5, -0.6], "The effect of the second sample is 1.2 times as large"),
+    ],
+)
+def test_the_effects_of_the_example_are_compared(scores, told):
+    results = results_of()
+    (experiment,) = results.experiments
+    rows = [{"target_id": 0, "train_id": s, "sign": np.sign(s), "score": s} for s in scores]
+    shown = {"shown": experiment.tables["targets"], "top_influences": pd.DataFrame(rows)}
+    attributes = {**experiment.attributes, "unit": "relative", "one_loss_weight": False}
+    experiment = replace(experiment, tables=experiment.tables | shown, attributes=attributes)
+    results = replace(results, experiments=[experiment])
+    page = Page(
+        rendered("how_to_read", results=results, output=output_of(experiment), first=("", ""))
+    )
+    assert told in page.text
+    assert "1 times" not in page.text
+
+
 def test_warnings_name_checkpoints_and_counts():
     assert "c0, c1 and c2 have the same weights" in warned(n_copies=2).text
     assert titles(n_checkpoints=1, sd=0.0) == ["Few checkpoints"]

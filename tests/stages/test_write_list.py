@@ -1,5 +1,6 @@
 """Lists are written from files of scores and features, and shown on pages."""
 
+import re
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -56,6 +57,33 @@ def test_planted_copies_are_found(finished, tmp_path, memory_mb):
     assert exact["label"].tolist() == exact["other_label"].tolist()
     assert pairs["rank"].tolist() == list(range(1, len(pairs) + 1))
     assert exact["cosine"].tolist() == pytest.approx([1, 1], rel=1e-6)
+
+
+def test_a_target_that_is_a_training_sample_is_not_a_copy(tmp_path):
+    """Its pairs are those of the training sample. Other targets with its id are compared."""
+    study, checkpoints, _ = with_two_checkpoints(tmp_path)
+    study.write_text(
+        study.read_text().replace("x[30:], y[30:]", "x[:9], y[:9]").split("def target_ids")[0]
+        + "\nx, y = x.clone(), y.clone()\nx[9], y[9] = x[4], y[4]\n"
+        # Target 7 and training sample 7 differ. Target 7 is a copy of training sample 20.
+        + "def target_data():\n    a, b = x[:9].clone(), y[:9].clone()\n"
+        + "    a[7], b[7] = x[20], y[20]\n    return TensorDataset(a, b)\n"
+    )
+    targets, checkpoints = list(range(9)), {"c0": checkpoints["c0"]}
+    given = {"model_output": "regression", "proj_dim": 8, "kind": "rademacher"}
+    run_stages(tmp_path, study, checkpoints, targets, **given)
+    spec = scores_spec(checkpoints, targets, model_output="regression", projection=PROJECTION)
+    find_duplicates(
+        listed=tmp_path / "duplicates.csv",
+        train_path=tmp_path / "features/c0/train.h5",
+        targets_path=tmp_path / "features/c0/mine.h5",
+        spec=spec.under("c0"),
+        code="code",
+        memory_mb=500,
+    )
+    pairs = pd.read_csv(tmp_path / "duplicates.csv")
+    exact = pairs.loc[pairs["closeness"] == 1, ["id", "other_id", "among"]]
+    assert exact.to_numpy().tolist() == [[9, 4, "train"], [20, 7, "mine"]]
 
 
 def test_lists_are_sorted_by_the_table_of_scores(finished, tmp_path):
@@ -313,6 +341,7 @@ def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):
     )
     (tmp_path / "pool.py").write_text(code)
     rows = pd.DataFrame({"id": ids[::-1], "rank": [1, 2, 3, 4], "score": 0.123456})
+    rows["site"] = ["north", "", "", ""]
     write_csv(tmp_path / "select.csv", rows)
     show_list(
         page=page, listed=tmp_path / "select.csv", kind="select", pool=tmp_path / "pool.py", **about
@@ -324,6 +353,7 @@ def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):
     same = [image["src"] == images[0]["src"] for image in images]
     assert same == [True, False, True, True]  # Only the third sample of the pool differs.
     assert shown.text.count("score 0.123") == 4
+    assert re.findall(r"site \w*", shown.text) == ["site north"]  # Empty cells are left out.
     write_csv(tmp_path / "drop.csv", rows.head(0))
     show_list(page=page, listed=tmp_path / "drop.csv", kind="drop", **about)
     assert "The list is empty" in Page(page.read_text()).headings

@@ -329,7 +329,9 @@ def _in_words(answer: "Answer") -> str:
                 row.pop(key) for key in ("train_id", "score", "described_text")
             )
             text = "" if text in row.values() else text  # The text can be the name of the class.
-            known = ", ".join(f"{name} {label(value)}" for name, value in row.items())
+            known = ", ".join(
+                f"{name} {shown}" for name, value in row.items() if (shown := label(value))
+            )
             lines.append(in_a_line(f"  {score:+.3g}  train {train_id}{known and '  ' + known}"))
             lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()
             lines += [f"    {line}" for line in _in_colours(answer.tokens_of(train_id))]

@@ -22,9 +22,11 @@ from trak_core.errors import InputError, listed
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 _ADAPTER, _MODEL = "adapter_config.json", "config.json"
 _EXPLAINED = re.compile(
-    r"asked|dev|eval(uation)?|h[eo]ld(out)?|questions|targets|test|unseen|val(id\w*)?"
+    r"asked|dev|eval(uation)?|h[eo]ld(out)?|new|questions|targets|test|unseen|val(id\w*)?"
 )
-_LABELS = ("label", "labels", "target", "class", "y")
+_LABELS = ("label", "labels", "target", "class", "outcome", "y")
+# Ids and codes can be numbers with leading zeros.
+_ZEROS = re.compile(r"0[0-9]+")
 # Names of the column in which pandas writes row numbers.
 _NUMBERED = ("", "Unnamed: 0")
 # The fields of a prompt and of its text, in rows without the field `text`.
@@ -327,8 +329,15 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     arguments += [] if target is None else [("targets", str(target), "")]
     arguments.append(("label", label, note))
     inputs = [name for name in cells if name not in {label, *texts}]
+    codes = [name for name in inputs if any(_ZEROS.fullmatch(str(v)) for v in cells[name])]
+    inputs = [name for name in inputs if name not in codes]
     if len(inputs) + 1 < len({*trained[0]} - {"id"}):
-        arguments.append(("columns", inputs, "the model's inputs, in the model's order"))
+        order = "the model's inputs, in the model's order"
+        for name in codes:
+            is_id = "looks like an id, so rename it to id in the tables"
+            is_id = is_id if len({*cells[name]}) == len(trained) else "looks like a code"
+            order += f"; {name} is left out, because it has leading zeros and {is_id}"
+        arguments.append(("columns", inputs, order))
     if label in texts:
         classes = sorted({str(value) for value in cells[label] if value})
         arguments.append(("classes", classes, "give them in the order of the logits"))

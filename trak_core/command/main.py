@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if command == ["init"]:
             from trak_core.command.init import init
 
+            if arguments is None:  # End without a traceback if the reader closes the pipe.
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             init(words[1:])
         elif command == ["ask"]:
             from trak_core.command.ask import ask

@@ -228,7 +228,12 @@ def _saved_rows(folder: Path) -> list[dict[str, Any]]:
 def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
     # read_text() would change line breaks in cells. utf-8-sig skips the byte order mark that
     # spreadsheets write.
-    text = file.read_bytes().decode("utf-8-sig")
+    written = file.read_bytes()
+    try:
+        text = written.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {number} is not in UTF-8. Save the file as UTF-8") from error
     if file.suffix in TABLES:
         yield from _rows_of_table(text, TABLES[file.suffix], file.suffix)
         return

@@ -143,11 +143,17 @@ def nearest(
     return extremes
 
 
-def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def copies(
+    neighbours: Extremes, same_id: np.ndarray | int = -1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the samples that have a copy among the rows, with these rows, cosines and closeness.
 
     Let d_i be the distance (1 minus the cosine) to the i-th nearest row. The closeness of the
     nearest row is 1 - d_1 / d_5. The row is a copy if its closeness is at least 0.9.
+
+    ``same_id`` is, for each sample, the row with its id and label, or -1. If its features are equal
+    too, the sample is that row and is left out. Equal ids are not enough, because training samples
+    and targets can both be numbered from 0.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
     # The cosine with a sample's own row is -inf, and there can be fewer than five rows.
@@ -155,5 +161,6 @@ def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     farthest = np.take_along_axis(cosines, np.maximum(last, 0)[None], axis=0)[0]
     distance = 1 - cosines[0]
     closeness = np.where(distance < _SAME, 1.0, 1 - distance / np.maximum(1 - farthest, _SAME))
-    pairs = np.flatnonzero((last >= 0) & (closeness >= _CLOSE))
+    is_row = ((neighbours.rows == same_id) & (1 - cosines < _SAME)).any(axis=0)
+    pairs = np.flatnonzero((last >= 0) & (closeness >= _CLOSE) & ~is_row)
     return pairs, neighbours.rows[0, pairs], cosines[0, pairs], closeness[pairs]

@@ -136,13 +136,16 @@ def image_folder(
         train_ids=rows.ids,
         target_data=lambda: Rows(target_rows, sample),
         target_ids=target_rows.ids,
-        encode=encoder(asked, {"path": "new/17.png", "label": names[0]}, ("path", "label")),
+        encode=encoder(
+            asked, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
+        ),
         describe=lambda sample: names[int(sample[1])],
         as_read=as_read,
         class_names=lambda: names,
         classes_found=classes_found,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+        fields_read=used,
     )
 
 

@@ -223,6 +223,7 @@ def language_model(
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
+        fields_read=used,
     )
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from torch import nn
 
 from trak_core.data.rows import RowFile, shortened
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
 
@@ -25,6 +25,7 @@ class ReadyStudy:
     ``to_change_samples`` is a message that says which arguments change the samples. ``as_read``
     describes the model's input, so that users can compare it with the input in training.
     ``classes_found`` lists the classes if the data determine the number of the model's outputs.
+    ``fields_read`` are the fields of rows from which samples are made. They are not columns.
     """
 
     to_change_samples: str
@@ -38,6 +39,7 @@ class ReadyStudy:
     as_read: Callable[[Any], str]
     train_columns: Callable[[], pd.DataFrame]
     target_columns: Callable[[], pd.DataFrame]
+    fields_read: Container[str]
     token_texts: Callable[[Any], list[str]] | None = None
     class_names: Callable[[], list[str]] | None = None
     classes_found: str = ""
@@ -60,13 +62,23 @@ class Rows:
             raise InputError(f"{place}: {error}", code=error.code) from error
 
 
+UNKNOWN_LABEL = (
+    "If the label of a row to explain is unknown, write the class to explain, such as the class "
+    "that the model predicts."
+)
+
+
 def encoder(
-    sample: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], names: Iterable[str]
+    sample: Callable[[Mapping[str, Any]], Any],
+    row: Mapping[str, Any],
+    names: Iterable[str],
+    class_field: str | None = None,
 ) -> Callable[..., Any]:
     """Return the study's ``encode``, which converts a line with the fields ``names`` to a sample.
 
     ``sample`` converts a row. If there is only one name, a line may have the field ``text`` instead
     of it, because ``trak ask`` puts plain text there. Error messages show ``row`` as an example.
+    ``class_field`` is the name of the label if it is a class.
     """
     example = {name: row.get(name, "...") for name in names}
     only = next(iter(example)) if len(example) == 1 else "text"
@@ -74,10 +86,19 @@ def encoder(
     def encode(**line: Any) -> Any:
         if only not in line and "text" in line:
             line[only] = line.pop("text")
-        if not example.keys() <= line.keys():
+        missing = [name for name in example if name not in line]
+        if missing:
+            written, fields, place = (
+                shortened(example),
+                "all fields that the study reads",
+                "this row",
+            )
+            if not written.endswith("..."):
+                fields = f"the fields {' and '.join(example)}, such as {written}"
+                place = shortened(line)
+            unknown = f" {UNKNOWN_LABEL}" if class_field in missing else ""
             raise InputError(
-                f"A line must be a JSON object with {' and '.join(example)}, such as "
-                f"{shortened(example)}. Found {shortened(line)}.",
+                f"A row must have {fields}. Found no {listed(missing)} in {place}.{unknown}",
                 code="studies.line",
             )
         return sample(line)
@@ -150,12 +171,12 @@ def used_by(*templates: str | None) -> set[str]:
     return {re.split(r"[.\[]", name)[0] for _, name, _, _ in parts if name}
 
 
-def field(row: Mapping[str, Any], name: str) -> Any:
-    """Return a row's field, or raise an InputError that lists its fields."""
+def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
+    """Return a row's field, or raise an InputError that lists its fields and adds ``advice``."""
     if name not in row:
         raise InputError(
             f"study_arguments: every row must have the field {name}. Found a row with the fields "
-            f"{', '.join(row)}.",
+            f"{listed(row)}. {advice}".rstrip(),
             code="studies.field",
         )
     return row[name]

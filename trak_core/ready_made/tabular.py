@@ -9,6 +9,7 @@ from torch import Tensor
 from trak_core.data.rows import as_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.ready_study import (
+    UNKNOWN_LABEL,
     ReadyStudy,
     Rows,
     class_numbers,
@@ -33,8 +34,8 @@ def tabular(
     Args:
         table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
         label: The column to predict.
-        model: ``file.py:function``, a function without arguments that returns the module. Checkpoints
-            replace its weights.
+        model: ``file.py:function``, a function without arguments that returns the module.
+            Checkpoints replace its weights.
         targets: A table of the rows to explain. The default is the training rows.
         columns: The columns that the model takes as inputs, in the model's order. They must contain
             the numbers on which the model was trained. The default is all columns except ``label``
@@ -58,22 +59,22 @@ def tabular(
     numbers = class_numbers(classes or ())
     labels = [as_number(row.get(label)) for row in rows]
     are_whole = all(isinstance(value, int) for value in labels)
-
-    answer = f"one of the classes {listed([*numbers])}" if classes else "a number"
-
-    def refused(row: Mapping[str, Any], column: str) -> InputError:
-        return InputError(
-            f"{label} must be {answer}, and the model's inputs ({', '.join(names)}) must be "
-            f"numbers. Found {shortened({column: row[column]})}. Write the number as in training, "
-            "with a decimal point and without thousands separators, or delete the row if training "
-            "left it out. `columns` in study_arguments lists the columns that are inputs.",
-            code="studies.numbers",
-        )
+    is_class = bool(classes) or are_whole
 
     def number(row: Mapping[str, Any], column: str) -> int | float:
-        value = as_number(field(row, column))
+        value = as_number(field(row, column, UNKNOWN_LABEL if is_class and column == label else ""))
         if value is None:
-            raise refused(row, column)
+            is_input = column != label
+            key, kept = (
+                ("columns", "inputs") if is_input else ("classes", "labels if they are names")
+            )
+            raise InputError(
+                f"{column}{', an input of the model,' if is_input else ''} must be a number. Found "
+                f"{shortened({column: row[column]})}. Write the number as in training, with a "
+                "decimal point and without thousands separators, or delete the row if training "
+                f"left it out. `{key}` in study_arguments lists the {kept}.",
+                code="studies.numbers",
+            )
         return value
 
     def measured(row: Mapping[str, Any]) -> tuple[Tensor, int | float]:
@@ -81,8 +82,14 @@ def tabular(
         if not classes:
             answer = number(row, label)
             return torch.tensor(values, dtype=torch.float64), answer if are_whole else float(answer)
-        if str(field(row, label)) not in numbers:
-            raise refused(row, label)
+        if str(field(row, label, UNKNOWN_LABEL)) not in numbers:
+            unknown = "" if str(row[label]).strip() else f" {UNKNOWN_LABEL}"
+            raise InputError(
+                f"{label} must be one of the classes {listed([*numbers])}, with the same spelling. "
+                f"Found {shortened({label: row[label]})}. Correct the row, or `classes` in "
+                f"study_arguments.{unknown}",
+                code="studies.numbers",
+            )
         return torch.tensor(values, dtype=torch.float64), numbers[str(row[label])]
 
     means, deviations = torch.zeros(len(names)), torch.ones(len(names))
@@ -122,10 +129,11 @@ def tabular(
         train_ids=rows.ids,
         target_data=lambda: Rows(target_rows, sample),
         target_ids=target_rows.ids,
-        encode=encoder(sample, rows[0], (*names, label)),
+        encode=encoder(sample, rows[0], (*names, label), label if is_class else None),
         describe=describe,
         as_read=as_read,
         class_names=(lambda: [str(name) for name in classes]) if classes else None,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+        fields_read=used,
     )

@@ -11,6 +11,7 @@ from trak_core.data.rows import as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
 from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
+    UNKNOWN_LABEL,
     ReadyStudy,
     Rows,
     class_numbers,
@@ -102,7 +103,7 @@ def text_classification(
         return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
-        value = field(row, label)
+        value = field(row, label, UNKNOWN_LABEL)
         number = numbers.get(str(value))
         if number is None and classes is None:
             number = class_number(value)
@@ -153,11 +154,12 @@ def text_classification(
         train_ids=rows.ids,
         target_data=lambda: Rows(target_rows, sample),
         target_ids=target_rows.ids,
-        encode=encoder(sample, rows[0], (*used_by(text), label)),
+        encode=encoder(sample, rows[0], (*used_by(text), label), label),
         describe=lambda sample: tokenizer.decode(sample["input_ids"], skip_special_tokens=True),
         as_read=as_read,
         token_texts=lambda sample: decoded_tokens(tokenizer, sample["input_ids"].tolist()),
         class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+        fields_read=used,
     )

@@ -188,7 +188,9 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
             "anchor": anchor(sample_id),
             "values": list(row),
             "more": ", ".join(
-                f"{name} {value}" for name, value in zip(values, row, strict=True) if name in added
+                f"{name} {value}"
+                for name, value in zip(values, row, strict=True)
+                if name in added and value
             ),
             "sample": None,
         }
@@ -322,7 +324,7 @@ def explore(
 def _without_repeated(experiment: File, show: Show) -> File:
     """Return an experiment without the columns of targets that the texts of targets contain.
 
-    If the study's template makes a text from the fields of a row, these fields are also columns.
+    If a user-defined ``encode`` makes a text from fields of a row, these fields are also columns.
     """
     table = experiment.tables["targets"]
     if MEAN_OF in table:

@@ -125,8 +125,9 @@ def find_duplicates(
 ) -> None:
     """Compare the features of all samples, from one checkpoint, and list the pairs of copies.
 
-    The time is proportional to the square of the number of training samples. ``spec`` is the spec
-    of the checkpoint's scores. ``study_file`` is given if the study can have names of classes.
+    A target that is a training sample is compared only as a training sample. The time is
+    proportional to the square of the number of training samples. ``spec`` is the spec of the
+    checkpoint's scores. ``study_file`` is given if the study can have names of classes.
     """
     with open_artifact(train_path, FEATURES) as train, open_artifact(targets_path, FEATURES) as new:
         check_made_for(train, spec.of_train())
@@ -140,16 +141,24 @@ def find_duplicates(
     _write(listed, pairs, labels, study_file, spec.features.model_output)
     print(
         f"Copies: {len(parts[0])} pairs of training samples, and {len(parts[1])} pairs of a "
-        "training sample and a target."
+        "training sample and a target that is not one."
     )
 
 
 def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
-    """Return the pairs of a training sample and another sample that are copies, without repeats."""
+    """Return the pairs of a training sample and another sample that are copies, without repeats.
+
+    Targets that are training samples are left out.
+    """
     features, samples = train.matrix("features"), other.matrix("features")
     # A float64 block of each file, and the cosines between them, must fit in memory.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))
     blocks: list[tuple[np.ndarray, ...]] = []
+    ids, other_ids = (np.array(file.ids("sample_ids"), dtype=object) for file in (train, other))
+    labels, other_labels = train.vector("labels"), other.vector("labels")
+    row_of = {} if train is other else {sample_id: row for row, sample_id in enumerate(ids)}
+    same_id = np.array([row_of.get(sample_id, -1) for sample_id in other_ids])
+    same_id[other_labels != labels[same_id]] = -1
     for start, stop in blocks_with_progress(len(samples), 2 * block, f"samples of {among}"):
         neighbours = nearest(
             lambda first, last: features[first:last],
@@ -158,7 +167,7 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
             block=block,
             first=start if train is other else None,
         )
-        near, *pairs = copies(neighbours)
+        near, *pairs = copies(neighbours, same_id[start:stop])
         blocks.append((near + start, *pairs))
     near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     pairs = pd.DataFrame({"row": rows, "other": near, "cosine": cosines, "closeness": closeness})
@@ -166,12 +175,11 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
         pairs["row"], pairs["other"] = np.maximum(rows, near), np.minimum(rows, near)
         pairs = pairs.sort_values("closeness", ascending=False, kind="stable")
         pairs = pairs.drop_duplicates(["row", "other"])
-    ids, other_ids = (np.array(file.ids("sample_ids"), dtype=object) for file in (train, other))
     rows, near = pairs["row"].to_numpy(), pairs["other"].to_numpy()
     return pairs.assign(
         id=ids[rows],
         other_id=other_ids[near],
         among=among,
-        label=train.vector("labels")[rows],
-        other_label=other.vector("labels")[near],
+        label=labels[rows],
+        other_label=other_labels[near],
     )

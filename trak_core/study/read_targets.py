@@ -88,7 +88,7 @@ def encoded_line(
     A line that is not a JSON object becomes the field ``text``.
 
     Returns:
-        The id (the field ``id``, by default ``number``), the sample, and the other fields.
+        The id (the field ``id``, by default ``number``), the sample, and the fields for columns.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
@@ -104,7 +104,8 @@ def encoded_line(
             code="queries.line",
         ) from error
     with users_code(f"{study.path}: encode() of {shortened(fields)},"):
-        return own_id, encode(**fields), fields
+        sample = encode(**fields)
+    return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
 
 
 def _parsed_line(line: str | bytes) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def columns_of(
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
-        columns = {name: rows.column(name) for name in rows[0]}
+        read = study.fields_read if study else ()
+        columns = {name: rows.column(name) for name in rows[0] if name not in read}
         # Without the index, a table without columns would have no rows.
         frame = pd.DataFrame(short_columns(columns), index=range(len(rows)))
     else:

@@ -27,7 +27,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +182,11 @@ class Study:
     def has(self, name: str) -> bool:
         """Return whether the study defines a function of this name."""
         return callable(getattr(self.module, name, None))
+
+    @property
+    def fields_read(self) -> Container[str]:
+        """The fields of rows from which a ready-made study makes samples. They are not columns."""
+        return getattr(getattr(self.module, "study", None), "fields_read", ())
 
     def make_model(self) -> nn.Module:
         """Return the model that ``make_model`` builds. It must be one module on one device."""
