@@ -137,14 +137,8 @@ def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
     names = sorted({type(module).__name__ for module in model.modules()})
     masked = [name for name in names if name.endswith("ForMaskedLM")]
     if output is LANGUAGE_MODELLING and masked:
-<<<<<<< HEAD
         print_line(
-            f"Warning: {masked[0]} is a masked language model. It sees the tokens that follow, so "
-            "the log-odds of a whole text mean little. Use `model_output: "
-=======
-        print(
             f"Warning: {masked[0]} is a masked language model. It also sees the tokens after the "
             "token to predict, so the log-odds of a whole text mean little. Use `model_output: "
->>>>>>> tp1
             "masked_language_modelling`, with labels for masked tokens and -100 for all others."
         )
