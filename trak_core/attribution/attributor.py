@@ -371,7 +371,7 @@ class Attributor(FittedAttributor):
             )
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file is for this checkpoint. Raise an error for other data or settings."""
+        """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
