@@ -66,7 +66,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
         columns.pop("label", None)
         pairs = zip(labels, own, strict=True)
         columns["own_label"] = [label if o is None else str(o) for label, o in pairs]
-        of_lines = ", or of a line's own label" if len(asked) < len(answers) else ""
+        of_lines = ", or of the label in the line" if len(asked) < len(answers) else ""
         words = f"the more certain the model is of the class asked about, {asked[0]}{of_lines}"
         meaning = {"meaning": words}
     targets = pd.DataFrame([{**answer.target, "id": str(answer.asked.id)} for answer in answers])
