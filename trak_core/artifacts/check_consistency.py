@@ -31,7 +31,7 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
         text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, (expected, actual))
     ]
     raise ArtifactError(
-        f"{file.path}: files to be combined must agree in the {part}. Expected {texts[0]}, found "
+        f"{file.path}: files to be combined must agree on the {part}. Expected {texts[0]}, found "
         f"{texts[1]}. Delete the file and run snakemake again, so that rule {file.kind.rule} "
         "remakes it.",
         code="artifacts.other_file",

@@ -116,7 +116,7 @@ def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
 
 
 class ArtifactError(InputError):
-    """The error for a file that is not the artifact that its reader needs."""
+    """The error for a file that is missing, damaged, or not what its reader needs."""
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:

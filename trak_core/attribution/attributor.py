@@ -89,8 +89,9 @@ class Attributor(FittedAttributor):
         proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
             memory grows with n k + k^2.
         seed: Seed of the projection matrix.
-        damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i. None for
-            2. The best value differs between studies.
+        damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
+            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2. The best value differs
+            between studies.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for a power of the curvature d2l/df2. None
             for a default that depends on the output and the checkpoints. ``combine`` and
             ``loss_weight_power`` have such defaults too.
@@ -367,7 +368,7 @@ class Attributor(FittedAttributor):
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
-                "and labels are as in training, and that checkpoints are from after the training."
+                "and labels are the same as in training, and that checkpoints were saved after it."
             )
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:

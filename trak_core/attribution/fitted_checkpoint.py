@@ -281,7 +281,8 @@ class DampedGradients:
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
     """Return ``id``, ``label``, ``prediction`` and ``output`` of the training samples, (n,) each.
 
-    Predictions and outputs are combined over ``files``, features or Gramians of checkpoints.
+    Predictions and outputs are combined over ``files``, which are checkpoints' features or
+    Gramians.
     """
     labels = files[0].vector("labels")
     predictions, outputs = (

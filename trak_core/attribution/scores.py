@@ -245,7 +245,7 @@ class Scores:
         )
 
     def _words_for(self, *values: Any) -> list[str]:
-        """Return a sample's label, and its prediction if it is given, with their names."""
+        """Return a sample's label, and its prediction if there is a second value, with names."""
         pairs = zip(self.words, values, strict=False)
         return [f"{word} {_short(value)}" for word, value in pairs if word]
 

@@ -191,7 +191,7 @@ def _within_runs(draws: np.ndarray) -> np.ndarray:
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over draws of samples, (..., RUN_DRAWS), NaN if no draw has a sample."""
+    """Return means over draws of samples, (..., RUN_DRAWS), or NaN if all draws are NaN."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)

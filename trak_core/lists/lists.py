@@ -102,9 +102,9 @@ def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
     """Return the training samples with the largest (help - harm) / (help + harm).
 
     This is for regression, where some targets need a larger f and others a smaller one. A training
-    label that is much too large helps the first kind of target most, and harms the second kind as
-    much. The ratio does not depend on the size of the error. Arguments and columns are those of
-    ``best_in_turn``.
+    label that is much too large helps the first kind of target most, and harms the second kind
+    equally. The ratio does not depend on the size of the error. Arguments and columns are the same
+    as for ``best_in_turn``.
     """
     score = _help_minus_harm(train)
     size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
