@@ -48,7 +48,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One checkpoint's scores in memory, before they are combined with those of others.
+    """One checkpoint's scores in memory, before scores are combined over checkpoints.
 
     Attributes:
         rows: A function that returns rows of A_c, shape (rows, m).

@@ -244,7 +244,7 @@ def queued_features(
 ) -> QueuedFeatures:
     """Return a batch's features, which a GPU may still be computing.
 
-    The result has the features, shape (batch, proj_dim), float32, the label numbers and
+    The result contains the features, shape (batch, proj_dim), float32, the label numbers and
     ``PerSample.columns``. The features of a gradient x are x R, multiplied by the projection's
     scale if ``is_scaled``.
     """

@@ -78,7 +78,7 @@ def best_in_turn(
     samples follow, by help minus harm.
 
     A positive score must improve its target. The tables are from a scores file. ``fraction`` of the
-    training samples, rounded up, are returned. Columns are those of ``most_harmful``.
+    training samples, rounded up, are returned. Columns are the same as for ``most_harmful``.
     """
     score = _help_minus_harm(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
@@ -145,7 +145,7 @@ def nearest(
 
 
 def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the samples that have a copy among the rows, with these rows, cosines and closeness.
+    """Return the samples that have a copy among the rows, the copies, cosines and closeness.
 
     Let d_i be the distance (1 minus the cosine) to the i-th nearest row. The closeness of the
     nearest row is 1 - d_1 / d_5. The row is a copy if its closeness is at least 0.9.
