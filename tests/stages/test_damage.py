@@ -276,14 +276,14 @@ def test_checkpoints_of_other_labels_are_refused(results, tmp_path):
             if isinstance(node, h5py.Dataset):
                 values = old.ids(name) if node.dtype.kind == "S" else old.vector(name)
                 new.vector(name, values + 1 if name == "train_labels" else values)
-    with refused("artifacts.other_file", re.compile(r"c1\.h5: .* must agree in the train labels")):
+    with refused("artifacts.other_file", re.compile(r"c1\.h5: .* must agree on the train labels")):
         averaged(tmp_path / "out.h5", [results / "scores/mine/c0.h5", changed], SPEC)
 
 
 def test_a_whole_split_in_place_of_a_shard_is_refused(results, tmp_path):
     shards = [results / "features/c0/train.h5", results / "features/c0/train-2.h5"]
     spec = SPEC.under("c0").of_train()
-    with pytest.raises(ArtifactError, match=r"train\.h5: .* must agree in the order of shards"):
+    with pytest.raises(ArtifactError, match=r"train\.h5: .* must agree on the order of shards"):
         join_shards(features=tmp_path / "out.h5", shards=shards, spec=spec, code="code")
 
 

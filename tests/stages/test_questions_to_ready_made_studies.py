@@ -90,7 +90,7 @@ def check_another_label(folder, capsys):
     write(folder / "images.jsonl", [{"path": "new.png", "label": "cat", "id": "line"}])
     main([*words])
     page = Path("both.html").read_text()
-    assert "of the class asked about, dog, or of the own label of a line." in page
+    assert "of the class asked about, dog, or of the label in the line." in page
     assert "own_label None" not in page
     assert "own_own_label" not in page
     capsys.readouterr()

@@ -10,7 +10,7 @@ from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.settings import FeaturesSpec, RetrainedSpec, ScoresSpec
 
-# The keys of the spec that must be equal in a checkpoint's files of the training set and targets.
+# The spec's keys that must be equal in a checkpoint's training file and its targets' file.
 _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")
 _SHARED += ("dtype", "study_digest")
 
@@ -31,7 +31,7 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
         text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, (expected, actual))
     ]
     raise ArtifactError(
-        f"{file.path}: files to be combined must agree in the {part}. Expected {texts[0]}, found "
+        f"{file.path}: files to be combined must agree on the {part}. Expected {texts[0]}, found "
         f"{texts[1]}. Delete the file and run snakemake again, so that rule {file.kind.rule} "
         "remakes it.",
         code="artifacts.other_file",
@@ -97,7 +97,7 @@ def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[s
 def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
     """Raise an error if score files differ in experiment, settings or samples, or from ``spec``.
 
-    ``parts`` has one file for each checkpoint, in the order of ``spec.checkpoints``.
+    ``parts`` contains one file for each checkpoint, in the order of ``spec.checkpoints``.
     """
     first = parts[0]
     for part, checkpoint in zip(parts, spec.checkpoints, strict=True):

@@ -111,12 +111,12 @@ KINDS = (
 
 
 def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
-    """Return the kind of one checkpoint's scores for a projection in their spec."""
+    """Return the kind of a file with one checkpoint's scores, given the projection in its spec."""
     return EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
 
 
 class ArtifactError(InputError):
-    """The error for a file that is not the artifact that its reader needs."""
+    """The error for a file that is missing, damaged, or not what its reader needs."""
 
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -170,7 +170,7 @@ class ValuesHash:
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    ``known`` has hashes of values by the name of the dataset. These datasets are not read. A
+    ``known`` contains hashes of values, by the name of the dataset. Those datasets are not read. A
     ``ValueError`` is raised for numbers that are not finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
@@ -195,7 +195,7 @@ def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    """Write attributes. Texts are UTF-8 strings of fixed length, because PyTables needs these."""
+    """Write attributes. Texts become UTF-8 strings of fixed length, which PyTables requires."""
     for name, value in attributes.items():
         if isinstance(value, str):
             text = value.encode()
@@ -261,8 +261,8 @@ def table_columns(
 ) -> dict[str, Any]:
     """Return columns of a table that pandas wrote, by name.
 
-    ``columns`` has the name of each column, its field in the stored table, and its index in that
-    field. A field is one column or a block of columns with one dtype. ``read`` selects rows.
+    ``columns`` contains the name of each column, its field in the stored table, and its index in
+    that field. A field is one column or a block of columns of one dtype. ``read`` selects rows.
     """
     rows, values = table[read], {}
     for name, field_name, index in columns:
@@ -279,7 +279,7 @@ _PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
 def check_stored(file: h5py.File, name: str) -> None:
     """Raise a ``ValueError`` for a link, or for a dataset whose values are not all in the file.
 
-    If a file contained fewer values than a shape requires, HDF5 would return zeros.
+    HDF5 returns zeros for values that the shape requires but the file lacks.
     """
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link to another object")

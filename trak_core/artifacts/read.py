@@ -44,7 +44,7 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 class _HeldFile:
-    """A file that is opened when it is read. If 64 files are open, the least recent is closed."""
+    """A file that is opened when it is read. At most 64 stay open, those that were used last."""
 
     # All open files in the order of their last use.
     _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
@@ -283,7 +283,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 def verify(path: Path) -> ArtifactKind:
     """Return the kind of a file, after reading the whole file and comparing its content hash.
 
-    It raises the same errors as ``open_artifact``.
+    This raises the same errors as ``open_artifact``.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
     with _opened(path, unknown) as held, _explained(path, unknown):

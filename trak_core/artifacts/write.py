@@ -62,7 +62,7 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None
 def _even(length: int, most: int) -> int:
     """Return a chunk length, at most ``most``, for which the padding of the last chunk is small.
 
-    Readers align their blocks to ``most``, so it is used if the padding is then at most 2 %.
+    Readers align their blocks to ``most``, so ``most`` is used if it causes at most 2 % of padding.
     """
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
@@ -102,7 +102,7 @@ class MatrixWriter:
         self._filled = stop
 
     def hexdigest(self) -> str:
-        """Return the hash of the values. For rows that were not written, HDF5 would store zeros."""
+        """Return the hash of the values. Refuse missing rows, which HDF5 would store as zeros."""
         if self._filled < len(self._dataset):
             raise ValueError(
                 f"{self.name!r} must be complete, has {self._filled} of {len(self._dataset)} rows"
@@ -138,9 +138,9 @@ class Writer:
     ) -> MatrixWriter:
         """Return the writer of the values of a new frame of shape (len(index), len(columns)).
 
-        ``index`` and ``columns`` are integers or strings. ``chunks`` has the largest numbers of
-        rows and columns of a chunk. With dtype int8, rows are quantized by ``scaled_integers``, and
-        their scales are stored in a separate vector.
+        ``index`` and ``columns`` are integers or strings. ``chunks`` contains the maximum number of
+        rows and of columns in a chunk. With dtype int8, rows are quantized by ``scaled_integers``,
+        and their scales are stored in a separate vector.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -167,7 +167,7 @@ class Writer:
         put_vector(self.file, key, array, chunk)
 
     def scalar(self, key: str, value: float) -> None:
-        """Write a number with compact layout, because other data need chunks to have checksums."""
+        """Write a number in compact layout, in which it has a checksum without being chunked."""
         compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         compact.set_layout(h5py.h5d.COMPACT)
         compact.set_obj_track_times(False)
@@ -179,7 +179,7 @@ class Writer:
     def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
         """Write a table with pandas. The ``searchable`` columns can be used in ``where=``.
 
-        ``rows`` is a frame, or arrays by column name. pandas gets one piece of it at a time.
+        ``rows`` is a frame, or a dict of arrays by column name. pandas writes one piece at a time.
         """
         if not _length(rows):  # pandas would not write an empty table
             raise ArtifactError(
@@ -222,9 +222,9 @@ def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
 
 
 def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Column]:
-    """Return the position of each column in a table, after writing the table with pandas.
+    """Return the position of each column in a table, which is first written with pandas.
 
-    pandas stores the positions as a pickle, which a reader must not open.
+    pandas stores the positions as a pickle, which readers do not load, because it can run code.
     """
     import pandas as pd
 
@@ -276,8 +276,8 @@ def create(
 ) -> Generator[Writer, None, None]:
     """Yield the writer of an artifact, which appears under ``path`` only when it is complete.
 
-    The folder is created if it does not exist. After an exception, such as for a value that is not
-    finite or a full disk, the temporary file is deleted and ``path`` is unchanged.
+    The folder is created if it does not exist. If an exception is raised, for example because the
+    disk is full or a value is not finite, the temporary file is deleted and ``path`` is unchanged.
     ``open_artifact`` has an example.
 
     Args:
@@ -333,7 +333,7 @@ def software(
     Args:
         code: Digest of the code.
         device: ``cpu``, or ``cuda`` and its name.
-        packages: Distributions that the numbers depend on.
+        packages: Packages whose versions may affect the numbers.
         made_from: Provenance of the input files. Equal entries are stored once.
     """
     own = {

@@ -61,11 +61,12 @@ class Attributor(FittedAttributor):
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
-    with features Phi_c (n, k) of the training samples, features T_c (m, k) of the targets, and
-    diagonal weights W_c. Scores are multiplied by the loss weights Q_c = -dl/df of the training
-    samples, where l is the training loss, and averaged over checkpoints. ``projection="exact"``
-    uses gradients without a projection. Batch size, memory and device change only the rounding of
-    scores. A run of the pipeline with the same settings and checkpoint ids gives the same scores.
+    where Phi_c (n, k) contains the features of the training samples, T_c (m, k) those of the
+    targets, and W_c is a diagonal matrix of weights. Scores are multiplied by the loss weights
+    Q_c = -dl/df of the training samples, where l is the training loss, and averaged over
+    checkpoints. ``projection="exact"`` uses gradients without a projection. The batch size, memory
+    limit and device affect scores only through rounding. A run of the pipeline with the same
+    settings and checkpoint ids computes the same scores.
 
     Args:
         model: A module, which is copied, or a function that returns a module. The model is used in
@@ -76,11 +77,11 @@ class Attributor(FittedAttributor):
             loss weight Q = 1, which is correct if f is minus the training loss.
         checkpoints: The weights of trained models: a path, a state dict, a list of these, or a dict
             from ids to these. None for the weights of ``model``. A path is a file or folder in any
-            format that a config accepts. Checkpoints of several trainings give better scores. For
-            several checkpoints of one training, the values of the dict are
-            ``{"path": ..., "run": ..., "at": ...}``. In a list, ids are the file names without
-            suffix if all differ, with `_` for characters such as `=`, otherwise 0, 1, 2, ... The id
-            determines the projection matrix.
+            format that a config accepts. Checkpoints of several training runs give better scores.
+            If several checkpoints come from one training run, pass a dict with values
+            ``{"path": ..., "run": ..., "at": ...}``. For a list, ids are the file names without
+            suffix, in which ``_`` replaces characters such as ``=``, or 0, 1, 2, ... if two names
+            are equal. The id determines the projection matrix.
         projection: None for a random projection, ``"exact"`` for inner products of gradients
             without a projection (n^2 numbers).
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
@@ -88,15 +89,16 @@ class Attributor(FittedAttributor):
         proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
             memory grows with n k + k^2.
         seed: Seed of the projection matrix.
-        damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i. None for
-            2. The best value differs between studies.
+        damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
+            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2. The best value differs
+            between studies.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for a power of the curvature d2l/df2. None
-            for a default that depends on the output and the checkpoints. The next two arguments
-            have such defaults too.
+            for a default that depends on the output and the checkpoints. ``combine`` and
+            ``loss_weight_power`` have such defaults too.
         combine: How to average scores over checkpoints: ``"product_of_averages"``,
             ``"average_of_products"`` or ``"unit_average"``.
         loss_weight_power: The power of Q, in (0, 1].
-        normalize: Whether the training samples' features are divided by their lengths.
+        normalize: Whether to divide the features of each training sample by their norm.
         parameters: Patterns of names of the parameters to differentiate, such as ``"head.*"``.
         preconditioner: ``"adam"`` divides gradients by the square root of Adam's second moments,
             which must be stored with the checkpoints.
@@ -107,13 +109,13 @@ class Attributor(FittedAttributor):
         features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
             ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
-        precision: ``"highest"`` for float32 products of matrices and convolutions, ``"high"`` for
-            TF32 products, with three digits, on devices that support them. torch's own settings are
-            replaced during ``fit`` and ``score``, and then restored.
+        precision: ``"highest"`` computes matrix products and convolutions in float32. ``"high"``
+            uses TF32, which has three digits, on devices that support it. torch's settings are
+            changed during ``fit`` and ``score``, and then restored.
         batch_size: The largest number of samples in a batch.
-        memory_mb: Memory for arrays, in MiB.
-        threads: CPU threads of the projection. None for the number that torch uses.
-        describe: A function of a sample that returns the text to show for it in notebooks.
+        memory_mb: The memory limit for arrays, in MiB.
+        threads: The number of CPU threads for the projection. None for the number that torch uses.
+        describe: A function that takes a sample and returns the text that notebooks show for it.
 
     Example:
         >>> import torch
@@ -130,7 +132,7 @@ class Attributor(FittedAttributor):
         >>> scores.frame.shape
         (60, 2)
 
-    Outputs that compare the samples of a batch and models that are split over devices are not
+    Outputs that compare the samples of a batch, and models that are split over devices, are not
     supported. Only the pipeline supports evaluation by retraining.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
@@ -243,7 +245,8 @@ class Attributor(FittedAttributor):
         Args:
             train_data: The samples on which the checkpoints were trained, without random
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
-                ``split_of_data``). None for the training samples of the study of ``of_study``.
+                ``split_of_data``). None for the training samples of the study given to
+                ``of_study``.
             folder: A folder for the files, in the layout of a run's results. A later call with the
                 same data and settings reuses the files of finished checkpoints. It first compares
                 the model outputs of eight samples with the stored outputs. None for a temporary
@@ -254,8 +257,8 @@ class Attributor(FittedAttributor):
             The attributor itself.
 
         Raises:
-            InputError: If the folder contains features of other data or settings, or of another
-                model or output function.
+            InputError: If the folder contains features that were computed from different data,
+                settings, model or output function.
         """
         self._held, self._holds = {}, True
         study = self._setup.study
@@ -303,7 +306,7 @@ class Attributor(FittedAttributor):
             if not isinstance(output, ModelOutput):
                 notice(
                     f"all training samples have the loss weight Q = 1 with {spec.model_output}, "
-                    "which is correct only if this output is minus the training loss. Otherwise, "
+                    "which is correct only if that output is minus the training loss. Otherwise, "
                     "pass ModelOutput(value, loss_weight)."
                 )
             return own_output(output, spec.model_output)
@@ -315,7 +318,7 @@ class Attributor(FittedAttributor):
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         names = ["training data or ids" if key == "study_digest" else key for key in keys]
         is_temporary = self._spec.features.study_digest == _IN_MEMORY
-        remedy = "Call `fit` again" if is_temporary else "Name another folder, or delete this one"
+        remedy = "Call `fit` again" if is_temporary else "Pass another folder, or delete this one"
         raise InputError(
             "Features in the folder of `fit` must have been computed from the same data, model and "
             f"settings. Found a difference in {', '.join(names)}, in {path}. {remedy}.",
@@ -365,11 +368,11 @@ class Attributor(FittedAttributor):
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
-                "and labels are as in training, and that checkpoints are from after the training."
+                "and labels are the same as in training, and that checkpoints were saved after it."
             )
 
     def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
-        """Return whether a file is for this checkpoint. Other data or settings raise an error."""
+        """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
         expected = self._file_spec(name, loaded)
         with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]

@@ -26,7 +26,7 @@ def without_none(**settings: Any) -> dict[str, Any]:
 
 
 def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]:
-    """Return checkpoints, sorted by id, and the path, state dict or None of each, by id."""
+    """Return the checkpoints by id, sorted, and a path, a state dict or None for each id."""
     if given is None:
         return {"model": Checkpoint("model", path="")}, {"model": None}
     if isinstance(given, str | Path) or _is_state_dict(given):
@@ -58,7 +58,7 @@ def read_checkpoints(given: Any) -> tuple[dict[str, Checkpoint], dict[str, Any]]
 
 
 def _id_of(path: str | Path) -> str:
-    """Return an id from a file name, ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
+    """Return an id made from a file name: ``epoch_1-step_60`` for ``epoch=1-step=60.ckpt``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(path).stem).lstrip(".-")
 
 

@@ -31,8 +31,8 @@ class OrderedSamples:
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
         along: Names of the inputs that have a row for each token.
-        source: The length to which each input of an encoder is padded, by name. It may differ from
-            the length of labels.
+        source: The length to which each input of an encoder is padded, by the input's name. It may
+            differ from the length of the labels.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """
@@ -73,7 +73,7 @@ class OrderedSamples:
         return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
-        """Return up to ``n`` positions, among them the longest and the shortest text."""
+        """Return up to ``n`` positions, including those of the longest and the shortest text."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -95,9 +95,10 @@ class OrderedSamples:
         return 0 if self.lengths is None else self.lengths[i]
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
-        """Return a function from the first sample of a batch to the number of samples in it.
+        """Return a function that maps the first sample of a batch to the batch's size.
 
-        A batch has at most ``most`` samples, fits into ``room``, and lies within one window.
+        A batch has at most ``most`` samples, fits into the memory budget ``room``, and lies within
+        one window.
         """
 
         def at_once(start: int) -> int:
@@ -133,7 +134,7 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
             raise
         raise InputError(
             f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens. Texts "
-            "must not be longer than the model's positions and the memory allow. Split longer "
+            "must not exceed the model's maximum length, and must fit in memory. Split longer "
             "texts, or truncate them as in training (in a ready-made study, for example with "
             "`study_arguments: {max_tokens: 64}`).",
             code=error.code,
@@ -145,9 +146,9 @@ def order_samples(
 ) -> list[OrderedSamples]:
     """Return the samples of each split in the order in which they are processed.
 
-    All texts are read once for their lengths. Other samples are not read. If any two texts differ
-    in length, the texts of all splits are padded, with an attention mask if the model takes one.
-    ``window`` samples are sorted together, or all samples if it is None.
+    All texts are read once to find their lengths. Other samples are not read. If any two texts
+    differ in length, the texts of all splits are padded, with an attention mask if the model takes
+    one. ``window`` is the number of samples that are sorted together, or None for all of them.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -176,7 +177,7 @@ def order_samples(
         ])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
-        # An encoder's inputs of equal lengths need no mask.
+        # Encoder inputs that all have the same length need no mask.
         makes_mask &= bool(shapes.source or shapes.along) or not output.takes_labels
         ordered.append(
             OrderedSamples(
@@ -202,7 +203,7 @@ def subset(split: Split, rows: Sequence[int]) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """Samples in the memory of a device.
+    """Samples that are stored in a device's memory.
 
     Attributes:
         samples: The samples in the order in which they are processed.
@@ -217,7 +218,7 @@ class StoredSamples:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the inputs."""
+        """Size of the inputs in bytes."""
         return sum(tensor.nbytes for part in self.parts for _, tensor in part.tensors())
 
     def rows(self, start: int, stop: int) -> Batch:

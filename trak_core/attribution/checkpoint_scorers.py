@@ -31,13 +31,13 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device and the sizes of computations, which change only the rounding of results.
+    """The device and the limits of a computation, which affect results only through rounding.
 
     Attributes:
         device: The device of the model.
         batch_size: The largest number of samples in a batch.
-        memory_mb: Memory for arrays, in MiB.
-        threads: CPU threads of the projection.
+        memory_mb: The memory limit for arrays, in MiB.
+        threads: The number of CPU threads for the projection.
     """
 
     device: torch.device
@@ -48,12 +48,12 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One checkpoint's scores before they are combined, in memory.
+    """One checkpoint's scores in memory, before scores are combined over checkpoints.
 
     Attributes:
-        rows: Reads rows of A_c, shape (rows, m).
-        vectors: Values of all samples, by the names that the vectors have in files.
-        norm: ||B||, or 1 if scores are not divided by it.
+        rows: A function that returns rows of A_c, shape (rows, m).
+        vectors: Arrays with a value for each sample, by the names that they have in files.
+        norm: ||B|| (see ``solve.train_norm``), or 1 if scores are not divided by it.
     """
 
     rows: ReadRows
@@ -77,7 +77,7 @@ def _columns(columns: Sequence[Tensor]) -> dict[str, np.ndarray]:
 
 
 def stored_columns(file: Artifact) -> dict[str, np.ndarray]:
-    """Return the columns that a file of features or of a Gramian has, by name."""
+    """Return the columns in a file of features or of a Gramian, by name."""
     return {key: file.vector(key) for key in _COLUMNS}
 
 
@@ -122,8 +122,8 @@ class ProjectedScorer:
         damped: The damped normal matrix.
         features: Phi_c, shape (n, k), in a file or in memory.
         train: The training samples, and their columns.
-        method_of: Returns the gradient method for a few samples. With ``reads_terms`` it returns a
-            method that computes the terms of gradients.
+        method_of: A function that chooses the gradient method, given a few samples. With
+            ``reads_terms``, it chooses a method that computes the terms that sum to a gradient.
     """
 
     loaded: LoadedModel
@@ -155,8 +155,8 @@ class ProjectedScorer:
     ) -> tuple[Cut, Cut]:
         """Return scores of pairs, split by tokens of training samples and by tokens of targets.
 
-        ``train`` has row numbers of training samples. A pair is a position in ``train`` and the row
-        number of a target.
+        ``train`` contains the row numbers of training samples. A pair consists of a position in
+        ``train`` and the row number of a target.
         """
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
@@ -195,8 +195,8 @@ class ExactScorer:
         exact_need(self.gradients.n_rows, len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(*self.train):
             raise InputError(
-                "With `projection: exact` the training samples and the model must be the same in "
-                "`fit` and in `score`. Found other model outputs. Call `fit` again.",
+                "With `projection: exact`, `fit` and `score` must use the same training samples "
+                "and model. Found different model outputs. Call `fit` again.",
                 code="attribution.changed_data",
             )
         given = self.loaded, train, targets, self.spec

@@ -28,12 +28,12 @@ Summary = Callable[[np.ndarray], np.ndarray]
 
 
 def fast_rows(n_targets: int) -> int:
-    """Return the number of rows of scores that fit into the cache, in whole chunks."""
+    """Return the number of rows of scores that fit into the cache, a multiple of CHUNK_ROWS."""
     return max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
 
 
 def mean(numbers: np.ndarray) -> np.ndarray:
-    """Return the mean over the first axis, the checkpoints, float32."""
+    """Return the mean over checkpoints, which are the first axis, in float32."""
     return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
 
 
@@ -44,7 +44,7 @@ def _sd(numbers: np.ndarray) -> np.ndarray:
 def summarized(
     parts: Sequence[Part], key: str, n_samples: int, block: int, *summaries: Summary
 ) -> list[np.ndarray]:
-    """Return the result of each summary function for the vectors ``key``, shape (n,) each."""
+    """Apply functions to the vectors ``key`` of all parts. Return arrays of shape (n,)."""
     blocks: list[list[np.ndarray]] = [[] for _ in summaries]
     for start in range(0, n_samples, block):
         values = np.stack([part.vector(key, start, start + block) for part in parts])
@@ -58,7 +58,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 
     Columns are ``id``, ``label``, ``prediction``, ``output`` and ``output_sd``, shape (n,) each.
     ``output`` is the mean over checkpoints, and ``output_sd`` the standard deviation. A predicted
-    class is the one that most checkpoints predict. Other predictions are means.
+    class is the class that most checkpoints predict. Predictions that are not classes are averaged.
     """
     ids, labels = parts[0].vector(f"{side}_ids"), parts[0].vector(f"{side}_labels")
     outputs, spreads = summarized(parts, f"{side}_outputs", len(ids), block, mean, _sd)
@@ -81,8 +81,8 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
     """Add the column ``improves``, the sign of scores that improve each target, if it is known.
 
-    A mean of several targets has no label. Therefore the sign for it is known only if ``better`` is
-    ``larger``.
+    The sign is unknown for a mean of several targets, which has no label, unless ``about.better``
+    is ``larger``.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]
@@ -111,9 +111,10 @@ class KeptScores:
         labels: np.ndarray | None,
         top: int,
     ) -> Self:
-        """Return the summary of blocks, which are first row numbers and scores (rows, m).
+        """Return the summary of blocks. A block is its first row number and its scores (rows, m).
 
-        ``improves`` has the sign of the scores that improve each target, or is None if unknown.
+        ``improves`` contains the sign of the scores that improve each target, or is None if that
+        is unknown.
         ``labels`` are the targets' labels, or None if they are not classes. Both have shape (m,).
         """
         helpful = harmful = None
@@ -135,7 +136,7 @@ class KeptScores:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Artifact], top: int) -> Self:
-        """Combine the summaries of shards, which are not empty and in the order of their rows."""
+        """Combine the summaries of non-empty shards, which must be in the order of their rows."""
         keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
         by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
 

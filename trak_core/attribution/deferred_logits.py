@@ -1,7 +1,7 @@
 """Call a language model and compute its logits for a few tokens at a time.
 
-The last layer of the model, which is linear with a row for each token of the vocabulary, returns a
-placeholder. Logits are computed from the placeholder when the labels are known.
+The last layer of the model, a linear layer with one row of weights for each vocabulary entry,
+returns a placeholder. Logits are computed from the placeholder when the labels are known.
 """
 
 import inspect
@@ -27,11 +27,11 @@ _ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", 
 
 
 class _LogitsNeededError(Exception):
-    """A model calls a function that needs the values of its logits."""
+    """The error for a model that calls a function that needs the values of its logits."""
 
 
 class DeferredLogits(Tensor):
-    """Placeholder for the result of a linear layer, shape (..., V), and entrywise functions of it.
+    """Placeholder for logits, shape (..., V): a linear layer, followed by entrywise functions.
 
     Rows can be sliced, and entrywise functions can be applied. Other operations raise
     ``_LogitsNeededError``, because they might write into the logits or return a view of them.
@@ -84,7 +84,7 @@ class DeferredLogits(Tensor):
         return DeferredLogits.of(self.hidden, head)
 
     def _are_rows(self, index: Any) -> bool:
-        """Return whether an index selects rows with all entries of the vocabulary."""
+        """Return whether an index selects whole rows, which cover the entire vocabulary."""
         parts = index if isinstance(index, tuple) else (index,)
         n_dims = self.hidden.ndim - 1
         return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
@@ -113,18 +113,19 @@ class _Defers(TorchFunctionMode):
 
 
 def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Define the arguments of ``torch.nn.functional.linear``, which has no signature."""
+    """Define the parameters of ``torch.nn.functional.linear``, which has no Python signature."""
 
 
 class MarginsOfTokens(nn.Module):
     """A language model that returns the margins of its tokens instead of logits.
 
-    It is called like the model, with ``labels``. It returns a tensor of shape (batch, tokens, 2)
+    It takes the model's arguments and ``labels``. It returns a tensor of shape (batch, tokens, 2)
     with the margin of each label, and 1 if the label is the most likely token, else 0. If the model
     does not end in a linear layer and entrywise functions, all logits are computed together.
 
     Attributes:
-        output: The model output f as a function of margins. Up to rounding, it equals f of logits.
+        output: The model output f, computed from margins. Up to rounding, f is the same as if
+            computed from logits.
         n_classes: Size of the vocabulary, known after the first call of the model.
         is_deferred: Whether the last call computed logits in pieces.
     """
@@ -172,8 +173,8 @@ class MarginsOfTokens(nn.Module):
         logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits. They are computed"
         if self.is_deferred:
             return (
-                f"{logits} a few tokens at a time, and again in the backward pass, which needs "
-                "less memory."
+                f"{logits} a few tokens at a time, and computed again in the backward pass, which "
+                "needs less memory."
             )
         return (
             f"{logits} together, because the model does not end in a linear layer and entrywise "
@@ -182,7 +183,7 @@ class MarginsOfTokens(nn.Module):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the number of rows of the largest embedding, or else of the largest matrix."""
+    """Return the number of rows of the largest embedding, or of the largest matrix without one."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     matrices = tables or [p for p in model.parameters() if p.ndim == 2]
     return max(map(len, matrices), default=0)

@@ -17,7 +17,7 @@ from trak_core.runtime.progress import print_line
 _P = ParamSpec("_P")
 _LOOK_SECONDS = 1.0
 
-# torch's settings of products of float32 numbers, and their value for each ``precision``.
+# torch's settings for products of float32 numbers, and their value for each ``precision``.
 _of: Any = torch.backends
 _PRODUCTS: Sequence[Any] = (
     *(_of.cuda.matmul, _of.cudnn.conv, _of.cudnn.rnn),
@@ -43,7 +43,7 @@ def takes_cuda(name: str) -> bool:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device ``auto``, ``cpu`` or ``cuda`` of a config.
+    """Return the device for the name ``auto``, ``cpu`` or ``cuda`` in a config.
 
     A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
     """
@@ -57,11 +57,11 @@ def find_device(name: str) -> torch.device:
 
 @contextmanager
 def float32_precision(precision: str) -> Generator[None, None, None]:
-    """Set the precision of float32 products in the context, and restore torch's settings after it.
+    """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, products of matrices and convolutions are float32. (torch's default is TF32
-    for convolutions on CUDA.) With ``high``, their factors are rounded to TF32, which has three
-    digits, on devices that support it. Sums are float32.
+    With ``highest``, matrix products and convolutions are computed in float32. (torch's default is
+    TF32 for convolutions on CUDA.) With ``high``, their factors are rounded to TF32, which has
+    three digits, on devices that support it. Sums are float32.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)
@@ -89,7 +89,7 @@ def at_precision(stage: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _round_factors(dtypes: Sequence[str]) -> None:
-    # torch also has older settings with the same meaning, and raises an error if they differ.
+    # torch has older settings for the same purpose, and raises an error if old and new disagree.
     older = "medium" if dtypes[3] == "bf16" else "high"
     torch.set_float32_matmul_precision(older if dtypes[0] == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = dtypes[1] == "tf32"
@@ -98,7 +98,7 @@ def _round_factors(dtypes: Sequence[str]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device for a file's provenance."""
+    """Return a device's name, as it is stored in a file's provenance."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
@@ -107,8 +107,8 @@ def hold_one(names: tuple[str, ...]) -> int:
     """Return the index in ``names`` of a GPU that is reserved until this process ends.
 
     The function waits until a GPU is free. A lock on a file in the system's temporary folder
-    reserves a GPU. The system releases the lock when the process ends for any reason. ``names``,
-    such as UUIDs, must identify the GPUs of this machine for every process.
+    reserves a GPU. The system releases the lock when the process ends, even if it is killed. Every
+    process on this machine must use the same name, such as a UUID, for the same GPU.
 
     Raises:
         InputError: If the folder's disk does not support locks (``model.gpu_locks``).
@@ -128,9 +128,9 @@ def hold_one(names: tuple[str, ...]) -> int:
             except OSError as error:
                 os.close(descriptor)
                 raise InputError(
-                    f"{folder}: the folder of temporary files must be on a disk with file locks, "
-                    f"which jobs need to share GPUs. Found {error.strerror}. Set another folder on "
-                    "this machine, for example with TMPDIR=/dev/shm before the command.",
+                    f"{folder}: the folder for temporary files must be on a disk that supports "
+                    f"file locks, which jobs need to share GPUs. Found {error.strerror}. Set "
+                    "another folder on this machine, such as TMPDIR=/dev/shm before the command.",
                     code="model.gpu_locks",
                 ) from error
             else:

@@ -1,4 +1,4 @@
-"""The base class of attributors, which scores targets from the files of training samples."""
+"""The base class of attributors. It scores targets with stored features of training samples."""
 
 import contextlib
 import weakref
@@ -52,8 +52,8 @@ class Setup:
 
     Attributes:
         spec: The settings that determine the scores.
-        compute: The device and the sizes of computations, which change only the rounding of
-            results.
+        compute: The device and the limits of computations, which affect results only through
+            rounding.
         train: The training samples. None before ``fit``.
         folder: The folder of the training samples' features and normal matrices.
         study: The study that provides the samples, if there is one.
@@ -76,7 +76,7 @@ class FittedAttributor(ABC):
 
     def __init__(self) -> None:
         self._describe: Callable[[Any], str] | None = None
-        # Scorers in memory by checkpoint, and whether they include the training samples' features.
+        # The scorers in memory, by checkpoint, and whether they hold training features.
         self._held: dict[str, Scorer] = {}
         self._holds = True
 
@@ -130,9 +130,9 @@ class FittedAttributor(ABC):
     def self_influence(self) -> pd.DataFrame:
         """Return the absolute value of each training sample's score for itself.
 
-        A large self-influence means that the model memorized the sample. Labels of such samples are
-        often wrong. The result is a table by id, with columns ``label``, ``prediction``, ``output``
-        and ``self_influence``. This method is not available with ``projection="exact"``.
+        A large self-influence means that the model memorized the sample. Such samples often have
+        wrong labels. The table is indexed by id and has columns ``label``, ``prediction``,
+        ``output`` and ``self_influence``. This method is not available with ``projection="exact"``.
         """
         self._check_projected("Self-influences")
         features, matrices = (
@@ -149,7 +149,7 @@ class FittedAttributor(ABC):
 
         A score is the inner product of a vector with a sample's gradient. The gradient is a sum of
         terms over tokens and parameters. The score of a token or a layer is the inner product of
-        the vector with the terms of this token or layer. Samples must be texts.
+        the vector with the terms of that token or layer. Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
@@ -166,7 +166,7 @@ class FittedAttributor(ABC):
         if scores.samples is None:
             raise InputError(
                 "Scores can be split by tokens only in the process that computed them. Found "
-                "scores without the targets' samples, as after unpickling. Call `score` again.",
+                "scores without the targets' samples, which pickle omits. Call `score` again.",
                 code="attribution.no_tokens",
             )
         pairs = pd.concat([scores.top(top), scores.bottom(top)], ignore_index=True)
@@ -225,7 +225,7 @@ class FittedAttributor(ABC):
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
         own = self._spec.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
-        # None for these keys makes the spec differ from that of a file in which one of them is set.
+        # With None for these keys, the spec differs from that of a file that sets one of them.
         return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
@@ -250,7 +250,7 @@ class FittedAttributor(ABC):
             )
 
     def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
-        """Return ``compute()``. If memory does not suffice, free all scorers and try again."""
+        """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
         with float32_precision(self._spec.features.precision):
             try:
                 return compute()
@@ -262,7 +262,7 @@ class FittedAttributor(ABC):
                 return compute()
 
     def _compute_beside_held(self, name: str) -> Compute:
-        """Return the limits for computing gradients: half of the memory if scorers are kept."""
+        """Return the limits for computing gradients, which halve the memory if scorers are kept."""
         memory_mb = self._compute.memory_mb // (1 + (self._holds and name in self._held))
         return replace(self._compute, memory_mb=memory_mb)
 

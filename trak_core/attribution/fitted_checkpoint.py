@@ -46,7 +46,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 class Part(Protocol):
-    """The data of one checkpoint from which scores are combined, in a file or in memory.
+    """One checkpoint's data for combining scores over checkpoints, in a file or in memory.
 
     Vectors are ``loss_weights`` (n,), and ``ids``, ``labels``, ``outputs`` and ``predictions`` of
     the training samples and of the targets, such as ``train_labels``. The scalar ``train_norm`` is
@@ -65,9 +65,9 @@ class Part(Protocol):
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of features (n, k), or only their ``first`` columns.
+    """Return a function that reads rows of features (n, k), or of the columns before ``first``.
 
-    With ``normalize``, rows are divided by their lengths, float64.
+    With ``normalize``, rows are divided by their norms and returned in float64.
     """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
@@ -78,9 +78,9 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
     """Return a function that computes rows of A_c = Phi_c X from rows of Phi_c.
 
     ``phi`` reads rows of Phi_c, and ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m).
-    Products are computed for ``CHUNK_ROWS`` rows at a time. Therefore results are bitwise equal for
-    all blocks that start at a multiple of ``CHUNK_ROWS``. If X is in a file, it is read again for
-    every block.
+    Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is bitwise the same
+    in every block that starts at a multiple of ``CHUNK_ROWS``. If X is in a file, it is read again
+    for every block.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
@@ -113,7 +113,7 @@ def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray
     if not train.has("curvature"):
         raise InputError(
             f"{train.path}: `weighting: curvature` needs the curvature of the training loss. The "
-            f"model output {train.spec['model_output']} has none. Set scoring.weighting to plain.",
+            f"model output {train.spec['model_output']} lacks it. Set scoring.weighting to plain.",
             code="stages.no_curvature",
         )
     return train.vector("curvature").astype(np.float64) ** curvature_power
@@ -170,7 +170,7 @@ def write_normal_matrix(
             smallest, largest = extreme_eigenvalues(matrix)
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
-        # The limit of 1 / eps keeps the number finite if the matrix is singular.
+        # The floor limits the condition number to 1 / eps, which is finite, for a singular matrix.
         floor = largest * np.finfo(np.float64).eps
         writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)
 
@@ -218,12 +218,12 @@ class DampedNormalMatrix:
 
 
 def stored_products(file: Artifact) -> np.ndarray:
-    """Return the result of ``inner_products`` from a file, with the rows of drawn labels."""
+    """Return the result of ``inner_products`` from a file, including the rows for drawn labels."""
     gramian = file.matrix("gramian")[:]
     if not file.has("drawn"):
         return gramian
     drawn, m = file.matrix("drawn")[:], gramian.shape[1]
-    if drawn.shape[1] > m:  # For training samples, drawn rows have products with all rows.
+    if drawn.shape[1] > m:  # A training file also stores products of drawn rows with each other.
         gramian = np.hstack([gramian, drawn[:, :m].T])
     return np.vstack([gramian, drawn])
 
@@ -281,7 +281,8 @@ class DampedGradients:
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
     """Return ``id``, ``label``, ``prediction`` and ``output`` of the training samples, (n,) each.
 
-    Predictions and outputs are combined over ``files``, features or Gramians of checkpoints.
+    Predictions and outputs are combined over ``files``, which are checkpoints' features or
+    Gramians.
     """
     labels = files[0].vector("labels")
     predictions, outputs = (
@@ -304,8 +305,8 @@ def self_influences(
 
     The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. Predictions and
     outputs are combined over the last checkpoints of all runs. ``features`` and ``normal_matrices``
-    have a file for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
-    ``prediction``, ``output`` and ``self_influence``, shape (n,) each, and the spec of their file.
+    contain one file for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
+    ``prediction``, ``output`` and ``self_influence``, shape (n,) each, and the spec to store.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".

@@ -19,19 +19,20 @@ from trak_core.settings import FeaturesSpec
 
 RECORD = "gradient_method.json"
 
-# A dict from the conditions of a choice to the name of the gradient method and its notice.
+# A dict that maps the conditions of a choice to the chosen method's name and its notice.
 Methods = dict[str, tuple[str, str | None]]
 
 
 def method_for(
     loaded: LoadedModel, few: Batch, methods: Methods, *, reads_terms: bool = False
 ) -> GradientMethod:
-    """Return the method for the conditions of ``few``, chosen now or before. Print its notice.
+    """Return the gradient method for the conditions of ``few``, and print its notice.
 
-    A new choice compares the gradients of the first two samples of ``few`` and is added to
-    ``methods``. Conditions are, for example, the device, the ranks and dtypes of the inputs, and
-    whether logits are computed in pieces. With ``reads_terms`` the method must compute the terms of
-    gradients, which excludes plain autograd. A choice with ``reads_terms`` is not added.
+    If ``methods`` has no choice for these conditions, the gradients of the first two samples of
+    ``few`` are compared, and the choice is added to ``methods``. Conditions are, for example, the
+    device, the ranks and dtypes of the inputs, and whether logits are computed in pieces. With
+    ``reads_terms``, the method must compute the terms that sum to a gradient, which excludes plain
+    autograd, and the choice is not added.
     """
     conditions = _conditions(loaded, few)
     name, notice = methods.get(conditions, (None, None))
@@ -55,11 +56,12 @@ def recorded_method_for(
     code: str,
     reads_terms: bool = False,
 ) -> GradientMethod:
-    """Return the result of ``method_for``, with the record of the run that writes ``artifact``.
+    """Return the result of ``method_for``, using the record of the run that writes ``artifact``.
 
     For each set of conditions, the first job compares gradients and records its choice in the
-    results folder. A damaged record, or one of another model or ``code``, is not used. The choice
-    changes only the rounding of results. If no record can be written, every job compares gradients.
+    results folder. A record that is damaged or belongs to another model or ``code`` is ignored. The
+    choice affects results only through rounding. If no record can be written, every job compares
+    gradients.
     """
     folders = (folder for folder in artifact.parents if read_record(folder / CONFIG_RECORD))
     record = next((folder / RECORD for folder in folders), None)
@@ -85,7 +87,7 @@ def _read(record: Path, spec: FeaturesSpec) -> dict[str, Methods]:
 
 
 def _conditions(loaded: LoadedModel, few: Batch) -> str:
-    """Return all conditions that may change the choice, except values of weights and samples."""
+    """Return all conditions that may affect the choice, except values of weights and samples."""
     names = {type(part).__module__.partition(".")[0] for part in loaded.model.modules()}
     return json.dumps({
         "torch": torch.__version__,

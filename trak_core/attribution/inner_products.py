@@ -80,11 +80,11 @@ def inner_products(
 
     Three quarters of the memory hold a block of rows of the right factor, which is multiplied by
     batches of the left factor. Therefore training samples are differentiated once for each block.
-    Float32 products are summed in float64. The result must fit into ``memory_mb``. Batch size and
-    memory change only the rounding.
+    Float32 products are summed in float64. The result must fit into ``memory_mb``. The batch size
+    and the memory limit affect only rounding.
 
-    The second result has the label numbers and ``PerSample.columns`` of the targets, or of the
-    training samples if there are no targets.
+    The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
+    or of the training samples if there are no targets.
     """
     n_rows = 1 + spec.label_draws
     others, n_other_rows = (data, n_rows) if targets is None else (targets, 1)
@@ -119,12 +119,12 @@ def inner_products(
 def _prepared(
     loaded: LoadedModel, stored: list[StoredSamples], draws: LabelDraws | None, left_mb: int
 ) -> tuple[GradientMethod, MemoryBudget]:
-    """Check all labels, and return the gradient method and the memory budget of batches."""
+    """Check all labels, and return the gradient method and the memory budget for batches."""
     left_mb = max(0, left_mb - sum(samples.n_bytes for samples in stored) // 2**20)
     fews = [loaded.few_checked(samples) for samples in stored]
     needs = [loaded.memory(few, left_mb) for few in fews]
     largest = max(range(len(needs)), key=lambda i: (needs[i].longest, needs[i].of_longest.of(1)))
-    # The rows of a sample in a batch and in the block, and a copy of one row while it is summed.
+    # Memory for a sample's rows in the batch and in the block, and for a copy of one row in a sum.
     more = (3 + 2 * (draws.n_draws if draws else 0)) * _row_bytes(loaded)
     more += draws.bytes_of_sample(loaded, fews[largest]) if draws else 0
     needed = needs[largest].mapped(
@@ -175,7 +175,7 @@ class _Rows:
     def chunks(
         self, start: int, stop: int, at_once: Callable[[int], int], into: Tensor | None = None
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
-        """Yield each batch as its number of samples, row numbers, rows and columns.
+        """Yield the number of samples, the row numbers, the rows and the columns of each batch.
 
         Row numbers refer to the study's order. If ``into`` is given, rows are written into it.
         """
@@ -256,7 +256,7 @@ def _products(a: Tensor, b: Tensor) -> np.ndarray:
     """Return a b^T, float64, for matrices with p columns.
 
     Products over ``_ENTRIES`` columns are summed in float64. If p is not larger than ``_ENTRIES``,
-    all computations are float64, which costs little.
+    everything is computed in float64, which costs little.
     """
     if a.shape[1] <= _ENTRIES:
         left = a.double()

@@ -1,4 +1,4 @@
-"""Draw labels from the model, to use instead of the labels of the study."""
+"""Draw labels from the model's predicted distribution, to replace the labels of the study."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ from trak_core.model_outputs.model_output import ModelOutput, rows_in
 class LabelDraws:
     """Labels that are drawn from a checkpoint's model for each sample.
 
-    The random numbers depend on the seed, the stream, the sample's id and the number of draws. The
-    sizes and the order of batches do not change them, except that rounding may change a label whose
-    random number is at the boundary of two labels.
+    The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
+    not on the sizes and the order of batches. Rounding may still change a label whose random number
+    lies on the boundary between two labels.
 
-    Not supported: logits in pieces, and model outputs that read several tensors.
+    Logits in pieces and model outputs that read several tensors are not supported.
 
     Attributes:
         n_draws: S, at least 1.
@@ -35,7 +35,7 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the bytes of logits, z, probabilities and their sums for a sample of ``few``."""
+        """Return the bytes that one sample needs for logits, z, probabilities and their sums."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
         return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
@@ -43,7 +43,7 @@ class LabelDraws:
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
     ) -> Iterator[tuple[ModelOutput, Batch]]:
-        """Yield f = <logits, z> of each draw, and the batch with z instead of the labels.
+        """Yield f = <logits, z> for each draw, and the batch with z instead of the labels.
 
         The gradient of f is B^T z, where B is the derivative of a sample's logits with respect to
         the parameters and z is drawn by ``ModelOutput.loss_noise``.
@@ -74,9 +74,9 @@ class LabelDraws:
             yield output, replace(batch, labels=z)
 
     def _uniform(self, sample_id: object, shape: Sequence[int]) -> np.ndarray:
-        """Return random numbers in [0, 1) of a sample, shape (*shape, n_draws), float32.
+        """Return random numbers in [0, 1) for a sample, shape (*shape, n_draws), float32.
 
-        Padding of the first dimension does not change the numbers before the padding.
+        Padding the first dimension does not change the numbers before the padding.
         """
         text = f"{self.seed} {self.stream} {sample_id}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
@@ -87,6 +87,6 @@ def no_loss_noise() -> InputError:
     """Return the error for a model output whose labels cannot be drawn."""
     return InputError(
         "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
-        "another model output. Leave label_draws out.",
+        "another model output. Remove label_draws.",
         code="model.no_loss_noise",
     )

@@ -66,11 +66,11 @@ class LoadedModel:
         parameters: The parameters to differentiate, by name.
         output: The model output f.
         device: The model's device.
-        checkpoint_digests: SHA-256 of the files of weights (``sha256``), and of other files that
-            change results.
+        checkpoint_digests: SHA-256 digests of the weight files (key ``sha256``), and of other files
+            that affect results.
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are
             recomputed in the backward pass.
-        scales: Factors of the gradients' entries, by parameter name. None for no factors.
+        scales: Factors that multiply the entries of gradients, by parameter name, or None.
     """
 
     model: nn.Module
@@ -102,7 +102,7 @@ class LoadedModel:
         output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
     ) -> Self:
-        """Return the model with the weights of a file, folder or state dict, or unchanged for None.
+        """Return the model with weights from a file, folder or state dict. None keeps its weights.
 
         ``output_of`` returns the model output for the model with these weights.
         """
@@ -202,8 +202,8 @@ class LoadedModel:
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
         """Return the measured memory that is needed to differentiate a sample.
 
-        If the longest text needs more than ``memory_mb``, the model's repeated blocks are
-        recomputed in all later backward passes, and a notice is printed.
+        If the longest text needs more than ``memory_mb``, all later backward passes recompute the
+        activations of the model's repeated blocks, and a notice is printed.
         """
         try:
             if not self.blocks.is_on and self.blocks.found:
@@ -228,7 +228,7 @@ class LoadedModel:
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
-        """Return whether samples have the stored ``outputs`` and ``loss_weights``, up to rounding.
+        """Return whether the model reproduces ``outputs`` and ``loss_weights``, up to rounding.
 
         Eight samples, spread over the split, are compared. This detects most changes of the model's
         code, the output function and the data. ``columns`` are the stored values of all samples,
@@ -259,7 +259,7 @@ class LoadedModel:
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings that determine the content of a file. They are stored in the file.
 
-        ``projection`` is the spec of the projection, which has only a ``kind`` if scores are exact.
+        ``projection`` is the spec of the projection. For exact scores, it contains only ``kind``.
         """
         file_spec = spec.as_dict() | {
             "projection": dict(projection),

@@ -1,4 +1,4 @@
-"""Compare the models' predictions of their training samples with a constant guess."""
+"""Compare the models' predictions for their training samples with a constant guess."""
 
 from dataclasses import dataclass, replace
 
@@ -10,25 +10,25 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The number of random samples in which parts of labels are counted to find the most frequent part.
+# The most frequent part of labels, such as a token, is counted in this many random samples.
 _MOST_READ = 256
-# A smaller fraction of correct classes is doubtful, even if it exceeds that of the guess.
+# A smaller fraction of correct predictions is doubtful, even if it exceeds that of the guess.
 _FEW_RIGHT = 0.5
-_FEWEST = 5  # Predictions of classes with fewer samples are not judged by class.
+_FEWEST = 5  # Classes with fewer samples are not checked for being mistaken for each other.
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The quality of predictions of training samples, by the models and by a constant guess.
+    """The quality of predictions for training samples, by the models and by a constant guess.
 
     Attributes:
         measure: Sentences in ASCII with both numbers.
         value: The fraction of correct predictions, or R2 for regression. None if all labels of a
             regression are equal.
-        guess: The relative frequency of the most frequent label. 0 for regression, which is the R2
-            of the mean label.
+        guess: The relative frequency of the most frequent label. For regression, this is 0, the R2
+            of always guessing the mean label.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
-            standard errors), predict most classes wrong, or take classes for each other.
+            standard errors), predict most classes wrong, or mistake classes for each other.
     """
 
     measure: str
@@ -40,8 +40,8 @@ class Fit:
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     """Return the fit of models to their training samples, or None if predictions are not labels.
 
-    ``columns`` are ``id``, ``label`` and ``prediction`` of the table ``train`` of a scores file. If
-    labels have several parts, the guess is determined from at most 256 samples of ``train``.
+    ``columns`` contains ``id``, ``label`` and ``prediction``, as in the table ``train`` of a scores
+    file. If labels have several parts, the guess is determined from at most 256 samples.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
@@ -49,8 +49,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
-        # Let d be the number of samples on which exactly one of the models and the guess is right.
-        # The standard error of the difference of both fractions is at most sqrt(d) / n.
+        # Let d be the number of samples for which either the models or the guess is right, but not
+        # both. The standard error of the difference between both fractions is at most sqrt(d) / n.
         error = np.sqrt((right != guessed).sum()) / len(labels)
         fit = _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
         mistaken = _mistaken_classes(columns)
@@ -65,10 +65,10 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit for two fractions, ``value`` and ``guess``, and their difference's error."""
+    """Return the fit for fractions ``value`` and ``guess``, whose difference has this error."""
     measure = (
-        f"The models predict {100 * value:.3g} % of the {parts} of their training samples. Always "
-        f"guessing the most frequent one would be right for {100 * guess:.3g} %."
+        f"The models predict {100 * value:.3g} % of the {parts} of their training samples "
+        f"correctly. Always guessing the most frequent one would be right for {100 * guess:.3g} %."
     )
     is_better = value > guess and value - guess >= 2 * error
     is_doubtful = value < 1 and (value < least or not is_better)
@@ -76,9 +76,10 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 
 
 def _mistaken_classes(columns: pd.DataFrame) -> str:
-    """Return a sentence if most samples of a class a are predicted as b, and most of b as others.
+    """Return a sentence if most samples of class a are predicted as b, but most of b are not.
 
-    This is so for classes in another order. If b were only predicted too often, it would be right.
+    This happens if classes are in another order than in training. If the models merely predicted b
+    too often, most samples of b would be predicted correctly.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()
@@ -105,7 +106,7 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     )
     measure = (
         f"The models predict the labels of their training samples with an R2 of {value:.3g}. "
-        "Always guessing the mean label would have 0."
+        "Always guessing the mean label has an R2 of 0."
     )
     return Fit(measure, value, 0.0, is_doubtful=value <= 0)
 

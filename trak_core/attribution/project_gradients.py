@@ -30,13 +30,13 @@ _JOINED = 2**18
 
 
 class Features:
-    """A consumer of gradients x that computes x R, with the projection matrix R.
+    """A consumer of gradients x that computes x R, where R is the projection matrix.
 
     A gradient method passes the gradients of each parameter, for all samples of a batch, to
     ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
-    parameters, row-major, in the order of the parameters. Gradients are computed in parts, and one
-    call projects several small parts. A tensor sketch is computed from the factors of gradients if
-    that is cheaper and there are no scales.
+    parameters, row-major, in the order of the parameters. Gradients arrive in parts, and several
+    small parts are projected in one call. A tensor sketch is computed from the factors of gradients
+    if that is cheaper and there are no scales.
 
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
@@ -87,7 +87,7 @@ class Features:
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ) -> Self:
-        """Return a consumer with rows of 0. ``scales`` are factors of gradients, by name."""
+        """Return a consumer with rows of zeros. ``scales`` multiply gradients, by name."""
         device = next(iter(parameters.values())).device
         rows = torch.zeros(n_samples, projection.proj_dim, device=device)
         return cls(parameters, projection, rows, threads, scales)
@@ -114,7 +114,7 @@ class Features:
     def _sketched(
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
-        """Add the sketch of a use's factors if that is cheaper. Return whether it was added."""
+        """Add the sketch of one use's factors if that is cheaper. Return whether it was added."""
         if use.matrix != shape:
             return False
         if isinstance(use, Lookup):
@@ -244,7 +244,7 @@ def queued_features(
 ) -> QueuedFeatures:
     """Return a batch's features, which a GPU may still be computing.
 
-    The result has the features, shape (batch, proj_dim), float32, the label numbers and
+    The result contains the features, shape (batch, proj_dim), float32, the label numbers and
     ``PerSample.columns``. The features of a gradient x are x R, multiplied by the projection's
     scale if ``is_scaled``.
     """

@@ -58,7 +58,7 @@ def _scale(model: nn.Module) -> float:
     if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
             "model_output clip needs a model with one parameter `logit_scale`, the logarithm of "
-            f"the scale of logits. Found {len(scales)}.",
+            f"the scale of logits. Found {len(scales)} such parameters.",
             code="attribution.logit_scale",
         )
     return scales[0].detach().exp().item()
@@ -133,7 +133,7 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
     Inputs are averaged over all dimensions between the first and the last, such as the tokens of a
-    text, without padding. The result has shape (batch, width), float32. The model runs in
+    text, excluding padding. The result has shape (batch, width), float32. The model runs in
     evaluation mode.
 
     Raises:
@@ -173,7 +173,7 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
 def write_columns(
     writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
 ) -> None:
-    """Write ids, label numbers and ``PerSample.columns``. Loss weights of targets are left out."""
+    """Write ids, label numbers and ``PerSample.columns``, except the loss weights of targets."""
     labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
     writer.vector("sample_ids", list(ids))
     writer.vector("labels", labels.numpy())

@@ -7,12 +7,12 @@ import numpy as np
 
 from trak_core.settings import Combine, ScoresSpec
 
-# For 1,000 targets, this number of rows of scores and copies of them fit into a processor's cache.
+# For 1,000 targets, this many rows of scores, with temporary copies, fit into a processor's cache.
 _CACHED_ROWS = 256
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows of any float dtype divided by their lengths, float64. Rows of zeros stay zero.
+    """Return rows of any float dtype divided by their norms, float64. Rows of zeros stay zero.
 
     Equivalent to ``sklearn.preprocessing.normalize(rows)``.
     """
@@ -172,7 +172,7 @@ class Extremes:
 
 
 def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column, after one more block of rows.
+    """Return the ``keep`` largest entries of every column, including a new block of rows.
 
     Equivalent to ``np.argsort(-scores, axis=0, kind="stable")[:keep]`` of all blocks together, for
     blocks in the order of rows. Only entries above the smallest kept entry are sorted, usually a
@@ -184,8 +184,8 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
         block: Scores, shape (rows, m).
         keep: The number of entries to keep. If there are fewer rows, all are kept.
     """
-    # The first block is taken in parts of doubling size, so that later parts are filtered by the
-    # entries of earlier ones.
+    # The first block is processed in parts of doubling size, so that the largest entries of earlier
+    # parts filter the later parts.
     size = keep if seen is None else len(block)
     if seen is None:
         seen = Extremes(np.empty((0, block.shape[1]), np.int64), block[:0])

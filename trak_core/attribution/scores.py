@@ -28,7 +28,7 @@ from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import ScoresSpec
 from trak_core.study.dataset_split import Split
 
-# Notebooks show _SHOWN targets, and for each of them _EACH training samples of either sign.
+# Notebooks show _SHOWN targets, and for each of them _EACH training samples of each sign.
 _SHOWN, _EACH = 5, 3
 # A function that returns a sample as HTML, given whether the sample is a target, and its id.
 ShowSample = Callable[[bool, Any], str]
@@ -68,7 +68,7 @@ class Scores:
     n_kept: int
     read_matrix: Callable[[], np.ndarray] | None
     show: ShowSample | None = None
-    # The targets' samples. None for scores from a file or after unpickling.
+    # The targets' samples. None for scores that were read from a file or unpickled.
     samples: Split | None = None
     # Names of a target's label and prediction in notebooks.
     words: tuple[str, str] = ("label", "predicted")
@@ -87,8 +87,8 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        ``parts`` has the data of each checkpoint in ``spec.checkpoints``, and ``rows`` a function
-        that reads rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` sets other
+        For each checkpoint in ``spec.checkpoints``, ``parts`` contains its data, and ``rows`` a
+        function that reads rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` sets other
         attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
@@ -129,7 +129,7 @@ class Scores:
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
         """Return the scores in a run's file. The matrix is read from the file when it is needed.
 
-        ``texts`` has tables by id. Their columns are added to ``targets`` and ``train``.
+        ``texts`` contains tables indexed by id, which are joined to ``targets`` and ``train``.
         """
         with open_artifact(path, SCORES) as file:
             targets, train = (
@@ -156,7 +156,7 @@ class Scores:
         if self.read_matrix is None:
             raise InputError(
                 "The matrix needs `keep: full`. Found `keep: top_k`, which kept the top "
-                f"{self.n_kept} influences of either sign for each target. Use top() and bottom().",
+                f"{self.n_kept} influences of each sign for each target. Use top() and bottom().",
                 code="artifacts.no_matrix",
             )
         return self.read_matrix()
@@ -245,7 +245,7 @@ class Scores:
         )
 
     def _words_for(self, *values: Any) -> list[str]:
-        """Return a sample's label, and its prediction if it is given, with their names."""
+        """Return a sample's label, and its prediction if there is a second value, with names."""
         pairs = zip(self.words, values, strict=False)
         return [f"{word} {_short(value)}" for word, value in pairs if word]
 
@@ -255,7 +255,7 @@ class Scores:
         sample = ""
         if self.show is not None:
             sample = f"{self.show(is_target, sample_id)}<br>"
-        elif "described_text" in table:  # Scores of a file have the texts, not the samples.
+        elif "described_text" in table:  # A scores file stores the texts, not the samples.
             text = table["described_text"].get(sample_id)
             sample = f"{html.escape(text)}<br>" if isinstance(text, str) else ""
         caption = f"<b>{html.escape(str(sample_id))}</b> {html.escape(', '.join(about))}"

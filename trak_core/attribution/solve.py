@@ -11,9 +11,9 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 
 from trak_core.errors import InputError
 
-# Features are float32, so directions with an eigenvalue below about 1e-7 of the largest are noise.
+# Features are float32, so directions with eigenvalues below about 1e-7 times the largest are noise.
 MAX_CONDITION = 1e7
-# With a condition number below this, rounding leaves the damped matrix positive definite.
+# Below this condition number, the damped matrix is positive definite despite rounding.
 _SURELY = MAX_CONDITION / 100
 
 
@@ -120,14 +120,14 @@ class DampedMatrix:
             condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
             name, size, code = "normal matrix", "k", "scoring.singular"
             remedy = (
-                "A proj_dim above the number of training samples always needs damping. Raise "
+                "A proj_dim above the number of training samples always requires damping. Raise "
                 "`scoring.damping`, or lower `projection.proj_dim`"
             )
             if is_gramian:
                 name, size, code = "Gramian", "n", "scoring.singular_gramian"
                 remedy = (
-                    "Equal gradients, weights of 0, and more samples than parameters always need "
-                    "damping. Raise `scoring.damping`"
+                    "Damping is always required if gradients are equal, if weights are 0, or if "
+                    "there are more samples than parameters. Raise `scoring.damping`"
                 )
             raise InputError(
                 f"The condition number of the damped {name} must be below {MAX_CONDITION:.0e}. "
@@ -145,7 +145,7 @@ class DampedMatrix:
         return scipy.linalg.cho_solve((self.factor, True), right_side)
 
     def squares(self, rows: np.ndarray) -> np.ndarray:
-        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 of each row phi, shape (rows,), float64.
+        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row, shape (rows,), float64.
 
         The rows have shape (rows, k), any float dtype.
         """
@@ -203,21 +203,21 @@ def _positive_root(squared_norm: float) -> float:
         raise InputError(
             "With `combine: unit_average` the norm of a checkpoint's scores over the training "
             f"samples must be above 0. Found {squared_norm:.3g}, because all loss weights or all "
-            "gradients are 0. Leave this checkpoint out, or choose another scoring.combine.",
+            "gradients are 0. Remove this checkpoint, or choose another scoring.combine.",
             code="scoring.norm",
         )
     return squared_norm**0.5
 
 
-# Eigenvalues that should be 0 are about 1e-14 of the largest, because rows are rounded to float32.
+# Rows are rounded to float32, so eigenvalues that should be 0 are about 1e-14 times the largest.
 _SINGULAR = 1e13
 
 
 def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.ndarray, int]:
-    """Return the inverse of a matrix, or else its pseudo-inverse, and the rank of the matrix.
+    """Return a matrix's inverse, or its pseudo-inverse if it is nearly singular, and its rank.
 
-    The pseudo-inverse uses eigenvectors with eigenvalues above 1e-13 of the largest, and at most
-    ``max_rank`` of them. For a matrix G^T G, the product of G and the pseudo-inverse is the limit
+    The pseudo-inverse uses at most ``max_rank`` eigenvectors, with eigenvalues above 1e-13 times
+    the largest. For a matrix G^T G, the product of G and the pseudo-inverse is the limit
     of G (G^T G + lambda I)^-1 as lambda approaches 0. The matrix is symmetric, positive
     semi-definite, of shape (k, k), float64.
     """
@@ -250,7 +250,7 @@ def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
     cross *= inverse_lengths
 
 
-# The number of columns of the Gramian for which one call solves.
+# The number of columns of the Gramian in one call of the solver.
 _COLUMNS = 256
 
 
@@ -321,7 +321,7 @@ class DampedGramian:
         """
         squared = 0.0
         # B = diag(|Q|^power) A, where A are the similarities of the training samples to each other.
-        n = len(row_weights)  # The rows after n are of drawn labels.
+        n = len(row_weights)  # The rows after the first n belong to drawn labels.
         for start in range(0, n, _COLUMNS):
             columns = slice(start, min(start + _COLUMNS, n))
             rows = self.similarities(self.gramian[:, columns])[:n]

@@ -50,9 +50,9 @@ def cut_pairs(
 ) -> tuple[Cut, Cut]:
     """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
 
-    The score of a pair is <x, R v>. To split it by the tokens of one sample of the pair, x is the
-    gradient of this sample, and v = (N + ridge I)^-1 phi with the features phi of the other sample.
-    Each sample is differentiated once.
+    The score of a pair is <x, R v>, where R is the projection matrix. To split it by the tokens of
+    one sample, x is that sample's gradient, and v = (N + ridge I)^-1 phi, where phi are the
+    features of the other sample. Each sample is differentiated once.
 
     Args:
         loaded: The model with the weights of the checkpoint.
@@ -63,7 +63,7 @@ def cut_pairs(
         pairs: For each pair, the row numbers of a training sample and of a target.
         batch_size: The largest number of samples in a batch.
         memory_mb: Memory in MiB for gradients and activations.
-        method_of: Returns the gradient method for a few samples, which must compute terms.
+        method_of: A function that chooses a gradient method that computes terms.
 
     Returns:
         The scores split by the tokens of training samples, and by the tokens of targets.
@@ -91,11 +91,11 @@ def cut_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The training samples or the targets, and the solved vectors of the other samples of pairs.
+    """The training samples or targets, and the solved vectors of the samples paired with them.
 
     Attributes:
         split: The samples whose gradients are split.
-        vectors: Solved features of the other samples of the pairs, shape (samples, k).
+        vectors: Solved features of the samples paired with them, shape (samples, k).
         pairs: For each pair, the row of a sample and the row of a vector.
     """
 
@@ -121,13 +121,13 @@ def _cut(
     memory_mb: int,
     method_of: MethodOf,
 ) -> Cut:
-    """Split the scores of pairs by the tokens of one side, in one pass over its samples."""
+    """Split the scores of pairs by the tokens of ``side``'s samples, in one pass over them."""
     vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
     (samples,) = loaded.ordered(side.split)
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
     directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
-    # Memory beside the gradients: the directions of one parameter for one vector and their scaled
+    # Memory besides gradients: the directions of one parameter for one vector and their scaled
     # copy, and the directions of small parameters for all vectors.
     sizes = [p.numel() for p in loaded.parameters.values()]
     direction_bytes = 4 * max(sizes) * (1 + bool(loaded.scales))
@@ -158,7 +158,7 @@ def _cut(
         method(*model, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()
-        # Padding has a score of 0 and is left out.
+        # Padding has a score of 0 and is removed.
         tokens = [
             np.append(row[: lengths[b]], row[-1])
             for row, b in zip(by_token, positions, strict=True)

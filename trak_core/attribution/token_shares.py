@@ -23,7 +23,7 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of a sample of a batch and a vector, in the order of samples.
+    """Pairs, each of a sample in a batch and a vector, sorted by sample.
 
     Attributes:
         samples: Positions in the batch, ascending, shape (pairs,).
@@ -74,15 +74,16 @@ def _of_terms(first: int | None, terms: Tensor, entry: int = 0) -> _Part:
 
 
 class Directions:
-    """Projected vectors v, and their directions R v for each parameter.
+    """Vectors v in the projected space, and the entries of R v that belong to each parameter.
 
-    The directions of small parameters, with at most ``PIECE`` entries together, are computed once.
+    These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
+    in total, are computed once.
 
     Args:
         parameters: The parameters that are differentiated.
         projection: The projection R.
         vectors: Shape (m, k), float32.
-        scales: Factors of the gradients' entries, by parameter name.
+        scales: Factors that multiply the entries of gradients, by parameter name.
 
     Attributes:
         vectors: The argument ``vectors``.
@@ -235,7 +236,7 @@ class Shares:
         number: int,
         matrix: int,
     ) -> bool:
-        """Add the shares of a use from sketches of its factors. Return False if not cheaper."""
+        """Add the shares of one use, by sketching its factors. Return False if not cheaper."""
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
@@ -292,7 +293,7 @@ class Shares:
             yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
         elif isinstance(use, Dense) and use.terms is not None:
             terms = use.terms()[0]
-            # A parameter without dimensions has terms without dimensions.
+            # A scalar parameter's terms lack the last dimension, which this adds.
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
             yield _of_terms(self._first(use, terms), terms)
         else:

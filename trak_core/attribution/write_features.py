@@ -28,7 +28,7 @@ from trak_core.runtime.progress import log, with_progress
 from trak_core.settings import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.dataset_split import Split
 
-# Texts are sorted within a window of this size in bytes of features, but of at least 256 texts.
+# Texts are sorted within windows, whose features take _WINDOW_BYTES, or of 256 texts if larger.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 # A function that chooses the gradient method for a model from a few samples.
@@ -60,10 +60,10 @@ def feature_blocks(
         loaded: The model with the weights of a checkpoint.
         data: The samples.
         spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
-        method_of: Returns the gradient method for a few samples.
+        method_of: A function that chooses the gradient method, given a few samples.
         batch_size: The largest number of samples in a batch.
-        memory_mb: Memory in MiB for gradients and activations, which may reduce the batch size.
-        threads: CPU threads of the projection.
+        memory_mb: Memory in MiB for gradients and activations. It may limit the batch size further.
+        threads: The number of CPU threads for the projection.
         must_differ: Whether to raise an error if all features are equal.
         sampled: The sum to which terms for drawn labels of all samples are added, or None.
 
@@ -96,7 +96,7 @@ def feature_blocks(
     if samples.lengths is not None:
         most = min(batch_size, room.most(needed.shortest))
         lengths = f"{needed.shortest} to {needed.longest} tokens"
-        log(f"texts of {lengths}: up to {most} of the shortest at once")
+        log(f"texts of {lengths}: up to {most} of the shortest in a batch")
 
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
@@ -187,7 +187,7 @@ def write_features(
         rows = writer.matrix("features", own.ids, names, dtype=np.dtype(spec.dtype))
         for first, last, stored, columns in blocks:
             rows[first:last] = stored
-            # A list of parts would fragment memory, with small tensors between freed large tensors.
+            # A list of parts would fragment memory, leaving small tensors between freed large ones.
             kept = kept or [column.new_empty(len(own.ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part

@@ -70,7 +70,7 @@ _VALUE = ModelOutput(value=lambda f, _: f, has_labels=False)
 
 
 class AbstractGradientComputer(ABC):
-    """Base class of computers of the per-sample gradients and loss weights of a task."""
+    """Base class of classes that compute a task's per-sample gradients and loss weights."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return df/dtheta of each sample: a dict of (B, *shape), or a tensor (B, grad_dim)."""
+        """Return df/dtheta of each sample: a dict of tensors (B, *shape), or (B, grad_dim)."""
 
     @abstractmethod
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
@@ -99,10 +99,10 @@ class AbstractGradientComputer(ABC):
 class FunctionalGradientComputer(AbstractGradientComputer):
     """Compute the gradients of all samples in one backward pass, as a dict of (B, *shape).
 
-    ``trak`` calls ``torch.func.vmap(grad(...))`` instead. Here only a user-defined task needs
-    ``torch.vmap``, over its ``get_output``. Only the parameters in ``grad_wrt`` are differentiated.
-    If the model or task does not support one backward pass, samples are differentiated one by one,
-    and a notice is printed.
+    ``trak`` calls ``torch.func.vmap(grad(...))`` instead. Here, ``torch.vmap`` is called only for
+    the ``get_output`` of a user-defined task. Only the parameters in ``grad_wrt`` are
+    differentiated. If the model or task does not support one backward pass, samples are
+    differentiated one by one, and a notice is printed.
     """
 
     _functional: ClassVar[bool] = True
@@ -118,7 +118,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        # The first batch of several samples determines the method for all checkpoints.
+        # The first batch with more than one sample determines the method for all checkpoints.
         self._method = None if self._functional else gradients_one_by_one
         self.load_model_params(model)
 
@@ -157,9 +157,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def features(
         self, batch: Sequence[Tensor], projection: ProjectionSpec, ids: Sequence[object]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients (B, k), and Q (B, 1), or None if Q needs another pass.
+        """Return projected gradients (B, k), and Q (B, 1), or None if Q requires another pass.
 
-        The whole gradients are never stored in memory. ``ids`` names the samples in messages.
+        Whole gradients are never stored in memory. Messages identify the samples by ``ids``.
         """
         method, arguments = self._method_and_arguments(batch)
         threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Compute TRAK's model outputs f(z; theta) and loss weights Q, with one class for each task.
 
 ``trak_core.model_outputs`` implements the formulas. A user-defined task is a subclass of
-``AbstractModelOutput`` with its two methods.
+``AbstractModelOutput`` that defines its two methods.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Weights = Mapping[str, Tensor] | None
 def is_unmodified(instance: object) -> bool:
     """Return whether the class of ``instance`` is in this package, with no method replaced.
 
-    Only such an instance is known to give the same result with a faster method.
+    Only for such an instance are faster methods known to return the same result.
     """
     kind = type(instance)
     is_builtin = kind.__module__.startswith(f"{__package__}.")
@@ -62,8 +62,8 @@ class AbstractModelOutput(ABC):
 class ImageClassificationModelOutput(AbstractModelOutput):
     """The log-odds of the label, f = log(p_y / (1 - p_y)), for a model that returns logits.
 
-    The label is the last entry of a sample. ``temperature`` is that of the training loss. It
-    changes Q, but not f.
+    The label is the last entry of a sample. ``temperature`` is the softmax temperature of the
+    training loss. It changes Q, but not f.
     """
 
     per_sample = True

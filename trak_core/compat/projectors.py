@@ -190,9 +190,9 @@ class CudaProjector(BasicProjector):
 
 
 class ChunkedCudaProjector(BasicProjector):
-    """A projector with the arguments of TRAK's projector for groups of parameters.
+    """A projector that takes the arguments of TRAK's projector for groups of parameters.
 
-    One matrix projects the gradients of all groups. Its seed is that of the first projector.
+    A single matrix, with the seed of the first projector, projects the gradients of all groups.
     """
 
     def __init__(

@@ -98,12 +98,12 @@ class AbstractSaver(ABC):
             for path, content in ((self.metadata_file, self.metadata), (self.experiments_file, {})):
                 if not path.exists():
                     _write_json(path, content)
-        # Folders of earlier versions have no dtype.
+        # Earlier versions did not store the dtype.
         stored = {"dtype": self.metadata.get("dtype"), **json.loads(self.metadata_file.read_text())}
         for name, value in self.metadata.items():
             if stored.get(name) != value:
                 raise AssertedError(
-                    f"All calls with one save_dir must have the same settings. Found {name} "
+                    f"All calls with one save_dir must use the same settings. Found {name} "
                     f"{stored.get(name)!r} in {self.save_dir}, and {value!r} in this call. Use the "
                     "same value, or another save_dir.",
                     code="compat.other_settings",
@@ -135,7 +135,7 @@ class AbstractSaver(ABC):
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Lock the folder within the context. Warn once if its file system has no locks."""
+        """Lock the folder within the context. Warn once if its file system supports no locks."""
         with (self.save_dir / ".lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -242,8 +242,9 @@ class MmapSaver(AbstractSaver):
             known = self._update_experiment(exp_name, new | {"scores_finalized": 0})["num_targets"]
             if known != num_targets:
                 raise InputError(
-                    f"An experiment must always have the same targets. Found {num_targets} for "
-                    f"{exp_name!r}, which has {known} in {self.save_dir}. Use another name.",
+                    "An experiment must always have the same number of targets. Found "
+                    f"{num_targets} for {exp_name!r}, which has {known} in {self.save_dir}. Use "
+                    "another name.",
                     code="compat.other_targets",
                 )
             self.load_current_store(model_id, exp_name, num_targets, mode="w+")
@@ -251,9 +252,9 @@ class MmapSaver(AbstractSaver):
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Return an experiment's state, which is first ``new``, after writing ``changes`` to it.
+        """Return an experiment's state, to which ``changes`` are first written.
 
-        The caller must have locked the folder.
+        The state of a new experiment is ``new``. The caller must have locked the folder.
         """
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes

@@ -51,7 +51,8 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
     if not len(rows) == len({*rows}) == n or any(not 0 <= i < end for i in rows):
         raise InputError(
             f"A batch of {n} samples needs {n} different positions from 0 to {end - 1}. Found "
-            f"{len(rows)}: {listed(rows)}. With `num_samples` they continue the last call.",
+            f"{len(rows)}: {listed(rows)}. With `num_samples`, they continue those of the last "
+            "call.",
             code="compat.positions",
         )
     return rows
@@ -184,7 +185,7 @@ class TRAKer:
         """Set ``projector``, a rademacher projection unless one is given, and ``proj_dim``."""
         chosen: Any = projector
         if chosen is None:
-            device = torch.empty(0, device=self.device).device  # The device must exist.
+            device = torch.empty(0, device=self.device).device  # fails if it does not exist
             kind: Any = CudaProjector if device.type == "cuda" else BasicProjector
             sizes = self.num_params_for_grad, proj_dim, self.proj_seed
             chosen = kind(*sizes, "rademacher", device, max_batch_size=proj_max_batch_size)
@@ -209,9 +210,9 @@ class TRAKer:
     def _check_weights(self, model_id: int, digest: str) -> None:
         if self.saver.model_ids[model_id].get("checkpoint", digest) != digest:
             raise InputError(
-                f"A model id must have one checkpoint. Found other weights than those featurized "
-                f"as {model_id} in {self.save_dir}. Use another model id. To start over, delete "
-                f"the folder {model_id} and id_{model_id}.json.",
+                f"A model id must always have the same weights. Found weights that differ from "
+                f"those featurized as {model_id} in {self.save_dir}. Use another model id. To "
+                f"start over, delete the folder {model_id} and id_{model_id}.json.",
                 code="compat.other_weights",
             )
 
@@ -223,8 +224,8 @@ class TRAKer:
     ) -> None:
         """Load a state dict into the model, and create or open the store of ``model_id``.
 
-        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. Weights other than those
-        with which it was featurized raise an error. Stored features are kept.
+        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. An error is raised if it
+        was featurized with different weights. Stored features are kept.
         ``_allow_featurizing_already_registered`` is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
@@ -236,7 +237,7 @@ class TRAKer:
         if saver.current_store["is_featurized"].any():
             self._check_weights(model_id, digest)
         saver.model_ids[model_id]["checkpoint"] = digest
-        # A process may have been killed after it stored its last samples, but not this state.
+        # A process may have been killed between storing its last samples and this state.
         saver.serialize_current_model_id_metadata(already_exists=False)
         self._last_ind, self.ckpt_loaded = 0, model_id
 
@@ -285,7 +286,7 @@ class TRAKer:
     ) -> None:
         """Compute the gradients and loss weights of training samples that are not stored yet.
 
-        ``batch`` contains the tensors that the task takes, stacked along the first dimension. Give
+        ``batch`` contains the tensors that the task takes, stacked along the first dimension. Pass
         either ``inds``, the positions of the samples in the training set, or ``num_samples``, to
         continue after the samples of the last call.
         """
@@ -307,7 +308,7 @@ class TRAKer:
             weights = weights.reshape(len(written), 1)
             store["out_to_loss"][written] = _cast(weights, self.dtype, written, "loss weights")
             store["grads"][written] = gradients
-            # This is written last, so that these samples are repeated if the process is killed.
+            # This is written last. If the process is killed before, these samples are recomputed.
             store["is_featurized"][written] = 1
             self.saver.serialize_current_model_id_metadata()
         self._last_ind += len(ids) if inds is None else 0
@@ -339,7 +340,7 @@ class TRAKer:
         self._last_ind, saver = 0, self.saver
         for model_id in self._registered(model_ids):
             saver.load_current_store(model_id)
-            # A process may have been killed after it stored its last samples, but not this state.
+            # A process may have been killed between storing its last samples and this state.
             saver.serialize_current_model_id_metadata()
             state, store = saver.model_ids[model_id], saver.current_store
             missing = np.flatnonzero(np.asarray(store["is_featurized"]) == 0).tolist()
@@ -352,8 +353,9 @@ class TRAKer:
             if not state["is_finalized"] or state.get("lambda_reg") != self.lambda_reg:
                 if store["grads"] is None:
                     raise InputError(
-                        f"lambda_reg {self.lambda_reg} needs the gradients of model id {model_id}. "
-                        f"Found them deleted. Use lambda_reg {state.get('lambda_reg')} again.",
+                        f"A new lambda_reg, {self.lambda_reg}, needs the gradients of model id "
+                        f"{model_id}, but they were deleted. Use lambda_reg "
+                        f"{state.get('lambda_reg')} again.",
                         code="compat.no_gradients",
                     )
                 # This remains 0 if the process is killed while it writes features.
@@ -375,8 +377,9 @@ class TRAKer:
     ) -> None:
         """Load a featurized checkpoint, and create or open an experiment for it.
 
-        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. Weights
-        other than those in ``featurize`` raise an error, and so does another number of targets.
+        ``exp_name`` names a set of ``num_targets`` targets, and is part of file names. An error is
+        raised if the weights differ from those in ``featurize``, or if ``num_targets`` differs
+        from that of an earlier call for the same experiment.
         """
         (model_id,) = self._registered([model_id])
         digest = self._load_weights(checkpoint, model_id)
@@ -411,7 +414,7 @@ class TRAKer:
         return self.saver.current_store
 
     def _why_unusable(self, model_id: int, exp_name: str) -> str | None:
-        """Return why a model id has no scores to average, or None if it has some."""
+        """Return the reason why a model id's scores cannot be averaged, or None if they can."""
         state = self.saver.model_ids[model_id]
         if not state["is_finalized"]:
             return "its features are not finalized: call `finalize_features`"
@@ -441,8 +444,8 @@ class TRAKer:
         """Average the scores of an experiment over checkpoints, and store the result.
 
         If ``model_ids`` is None, all model ids with finalized features are used, and a warning
-        names the others. A model id without scores raises an error. With ``allow_skip``, it is left
-        out with a warning.
+        lists the other model ids. A model id without scores raises an error. With ``allow_skip``,
+        it is skipped with a warning.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the
@@ -458,7 +461,7 @@ class TRAKer:
         if not used or (reasons and not may_skip):
             raise ModelIDException(
                 f"Checkpoints must be finalized and scored. Found {text}."
-                f"{' allow_skip=True leaves them out.' if used else ''}",
+                f"{' Set allow_skip=True to skip them.' if used else ''}",
                 code="compat.unusable",
             )
         if reasons:

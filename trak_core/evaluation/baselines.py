@@ -1,7 +1,7 @@
-"""Compute subset sums of simpler scores, the baselines of an evaluation.
+"""Compute subset sums of simpler scores, which are the baselines of an evaluation.
 
-The scores are equality of labels, noise, cosines of embeddings, inner products of gradients, and
-BM25 of words.
+These scores are label equality, random noise, cosines of embeddings, inner products of gradients,
+and BM25 scores of texts.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ _K1, _B = 1.2, 0.75
 def label_sums(
     masks: np.ndarray, train_labels: np.ndarray, target_labels: np.ndarray, block: int
 ) -> np.ndarray:
-    """Return subset sums of scores that are 1 if training sample and target have equal labels."""
+    """Return subset sums of scores that are 1 if a sample has the target's label, and else 0."""
 
     def same(start: int, stop: int) -> np.ndarray:
         return train_labels[start:stop, None] == target_labels
@@ -61,8 +61,8 @@ def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray)
 class Bm25:
     """An index of training texts by their words.
 
-    For each word, ``entries`` has its number, the texts that contain it, and the terms that it adds
-    to the scores of these texts (float64).
+    ``entries`` maps each word to its number, the texts that contain it, and the terms that it adds
+    to the scores of those texts (float64).
     """
 
     n_texts: int
@@ -82,7 +82,7 @@ class Bm25:
         for number, (word, rows) in enumerate(containing.items()):
             times = np.array([counts[text][word] for text in rows])
             rarity = np.log1p((len(counts) - len(rows) + 0.5) / (len(rows) + 0.5))
-            # rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), with count tf
+            # rarity * tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), for tf = times
             lengthened = times + _K1 * (1 - _B + _B * relative[rows])
             entries[word] = number, np.array(rows), rarity * times * (_K1 + 1) / lengthened
         return cls(len(counts), entries)
@@ -90,7 +90,7 @@ class Bm25:
     def scores(self, query: Iterable[str]) -> np.ndarray:
         """Return the scores of all texts for the words of a query, shape (n,), float64, >= 0.
 
-        A word that the query repeats is used once.
+        A word that the query repeats counts once.
 
         Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond",
             2009, section 3, with log(1 + (n - df + 0.5) / (df + 0.5)), which is never negative.

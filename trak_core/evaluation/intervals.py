@@ -1,7 +1,7 @@
 """Compute 95 % confidence intervals of means and of bootstrap draws for small samples.
 
-A percentile interval of a bootstrap is too short for a small sample. With five trainings, it
-contains the true mean in 83 % of cases. Therefore variances have the divisor n - 1, widths use
+Bootstrap percentile intervals are too short for small samples. With five training runs, they
+contain the true mean in 83 % of cases. Therefore variances have the divisor n - 1, widths use
 Student's quantile, and independent variances are added by Welch's formula.
 
 Source: Welch, "The generalization of 'Student's' problem when several different population
@@ -46,13 +46,13 @@ class Chance(NamedTuple):
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the interval of the mean of ``values`` over trainings and targets, (seeds, targets).
+    """Return the interval of the mean of ``values``, shape (seeds, targets).
 
-    Trainings and targets are both treated as random samples of a population. All targets share the
-    models, so the differences between models do not average out over targets. Noise that varies
-    with both is counted twice, so the interval may be too long, but not too short. With one
-    training (or one target), the interval does not account for differences between trainings (or
-    targets).
+    The seeds of training runs and the targets are both treated as random samples of a population.
+    All targets share the models, so the differences between models do not average out over targets.
+    Noise that varies with both is counted twice, so the interval may be too long, but not too
+    short. With one seed (or one target), the interval does not account for differences between
+    seeds (or targets).
 
     Example:
         >>> import numpy as np
@@ -73,9 +73,9 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
     """Return the interval of a mean of ones and zeros, or of their differences.
 
-    If all models agree on all n targets, the values have no variance. Yet models may differ on up
-    to about 3 / n of all possible targets, with 95 % confidence. Therefore the interval is extended
-    if models differ on fewer than one target. ``values`` have shape (seeds, targets).
+    If all models agree on all n targets, the values have no variance. At 95 % confidence, however,
+    models may differ on up to about 3 / n of all possible targets. Therefore the interval is
+    widened if models differ on fewer than one target. ``values`` have shape (seeds, targets).
 
     Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
         the American Medical Association 249, 1983.
@@ -106,8 +106,8 @@ def expanded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return percentile intervals, widened to the half width of ``chance``.
 
-    Draws have shape (..., draws), estimates and chances (...). The distances of both ends to the
-    estimate are multiplied by the same factor, so that the interval remains equally asymmetric.
+    Draws have shape (..., draws), and estimates and chances have shape (...). The distances from
+    the estimate to both ends are multiplied by one factor, so the interval keeps its asymmetry.
     """
     spread = np.nanstd(draws, axis=-1, ddof=1)
     wide = chance.half_width()

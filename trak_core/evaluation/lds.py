@@ -24,9 +24,9 @@ from trak_core.settings import Setting
 class _Sorted:
     """Columns that are sorted once, so that any resample of their rows can be ranked.
 
-    All arrays have shape (rows, columns). ``order`` has the row numbers, smallest value first.
-    The values equal to that of a row occupy the positions from ``first`` to ``stop`` (excluded) in
-    this order.
+    All arrays have shape (rows, columns). ``order`` contains the row numbers in ascending order of
+    the values. In this order, all values that are equal to the value of row i have the positions
+    from ``first[i]`` to ``stop[i]`` (excluded).
     """
 
     order: np.ndarray
@@ -43,7 +43,7 @@ class _Sorted:
         return cls(order, first, stop)
 
     def centred_ranks(self, counts: np.ndarray) -> np.ndarray:
-        """Return ranks minus their mean in a resample that has row i ``counts[i]`` times.
+        """Return ranks minus their mean in a resample that contains row i ``counts[i]`` times.
 
         Equal values share the mean of their ranks. Ranks and their mean are halves of integers, so
         nothing is rounded.
@@ -118,7 +118,7 @@ def bootstrap(
 
     Each draw resamples subsets and targets with replacement, ranks the drawn subsets again and
     averages over the drawn targets. All predictions use the same draws, so differences between two
-    predictions are paired. The result for a prediction does not depend on the others.
+    predictions are paired. The result for a prediction does not depend on other predictions.
 
     Predictions are subset sums, each of shape (subsets, targets). They are compared with the mean
     over seeds of ``outputs``, shape (seeds, subsets, targets).
@@ -157,7 +157,7 @@ class GroundTruth:
     Attributes:
         masks: 1 if a subset contains a training sample, else 0, shape (subsets, n), float64.
         outputs: f of the models, shape (seeds, subsets, m), float64.
-        source: A hash of the content of each file of retrained models.
+        source: The content hash of each file of retrained models.
     """
 
     masks: np.ndarray
@@ -171,8 +171,8 @@ def order_models(
     """Return a file's subsets and model outputs in the order of the study's samples and targets.
 
     Rows of ``masks`` are subsets, columns are training samples, and values are 0 or 1. Rows of
-    ``outputs`` are models, and each has the name of its subset. Its columns are samples, including
-    the targets. All subsets must have the same number of models. Errors contain ``name``.
+    ``outputs`` are models, each named after its subset, and columns are samples, including the
+    targets. All subsets must have the same number of models. Error messages contain ``name``.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
@@ -188,7 +188,7 @@ def order_models(
     values = _columns(outputs, target_ids, name, "outputs")
     if not np.isin(chosen, (0, 1)).all():
         raise InputError(
-            f"{name}: `masks` must hold only 0 and 1. Found {chosen.max():g}.",
+            f"{name}: `masks` must contain only 0 and 1. Found {chosen.max():g}.",
             code="evaluation.retrained_models",
         )
     subsets = masks[1]
@@ -219,7 +219,7 @@ def _columns(frame: Frame, ids: Sequence[Any], name: object, key: str) -> np.nda
     missing = [i for i in ids if i not in position]
     if missing or len(position) < len(columns):
         raise InputError(
-            f"{name}: the columns of `{key}` must be the study's ids, each once. Found "
+            f"{name}: the columns of `{key}` must be the study's ids, without repeats. Found "
             f"{len(columns)} columns, such as {columns[0] if columns else 'none'!r}. Missing: "
             f"{', '.join(map(str, missing[:4])) or 'none'}.",
             code="evaluation.retrained_models",
@@ -228,7 +228,7 @@ def _columns(frame: Frame, ids: Sequence[Any], name: object, key: str) -> np.nda
 
 
 def curve_counts(n_checkpoints: int) -> list[int]:
-    """Return 1, 2, 3, 5, 10, 20, 30, 50, ... below ``n_checkpoints``, and this number itself."""
+    """Return 1, 2, 3, 5, 10, 20, 30, 50, ... below ``n_checkpoints``, then ``n_checkpoints``."""
     steps = [digit * 10**power for power in range(4) for digit in (1, 2, 3, 5)]
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 
@@ -241,8 +241,8 @@ def lds_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``summary``, ``targets`` and ``checkpoints``.
 
-    ``methods`` has the subset sums, shape (S, m), for each row of the summary. The scores are the
-    first row. ``by_count`` has the subset sums of scores from the first c checkpoints, for each c.
+    ``methods`` contains the subset sums, shape (S, m), for each row of the summary. The first row
+    is for the scores. ``by_count[c]`` is the subset sums of scores from the first c checkpoints.
     """
     mean = truth.outputs.mean(axis=0)
     correlations = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
@@ -280,7 +280,7 @@ def lds_tables(
 def sweep_tables(
     swept: Mapping[Setting, np.ndarray], configured: Setting, truth: GroundTruth
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``sweep`` and ``best``, from subset sums of each setting.
+    """Return the tables ``sweep`` and ``best``, from the subset sums of each setting.
 
     Half of the targets are used to choose the best setting. The LDS of this setting and of the
     setting in the config (``configured``) are reported for the other half. A single target is used

@@ -47,7 +47,7 @@ class CheckpointRows:
     Attributes:
         loss_weights: Q of the training samples, shape (n,).
         normal_weights: The diagonal of W, shape (n,), for each power of the loss weights.
-        read: Returns rows of Phi_c from start to stop, shape (rows, k).
+        read: A function that returns rows of Phi_c from start to stop, shape (rows, k).
         target_features: T_c, shape (m, k), float64.
         block: The number of training samples in a block.
         normal_matrix: N, shape (k, k). None for Phi_c^T W Phi_c.
@@ -117,7 +117,7 @@ def setting_sums(
         for power, combine in weightings
     ]
     # The k x k products take most of the time, so those with equal weights are computed once.
-    # `normal` and `norm` have indices into `squared`.
+    # `normal` and `norm` contain indices into `squared`.
     squared = [np.ones(len(q))]
     normal = {power: _index(squared, checkpoint.normal_weights[power]) for power in powers}
     norm = {p: _index(squared, powered(q, p) ** 2) for p, c in weightings if c.divides_by_norm}

@@ -32,7 +32,7 @@ class Grouping:
 
     @classmethod
     def of(cls, column: str, values: Iterable[Any]) -> "Grouping":
-        """Group equal values. They must be texts or integers, with at most 100 distinct ones."""
+        """Group equal values, which must be at most 100 distinct texts or integers."""
         array = np.asarray(pd.Series(list(values)))
         if array.dtype.kind == "f":
             raise InputError(
@@ -62,7 +62,7 @@ def check_groups(group_by: Iterable[str], study_columns: pd.DataFrame) -> None:
             known = ", ".join([*_TABLE_COLUMNS, *study_columns])
             raise InputError(
                 f"groups must be columns of the training samples: {known}. Found {name}. The "
-                "study's train_columns() can return more.",
+                "study's train_columns() can return more columns.",
                 code="scoring.no_group_column",
             )
 
@@ -191,7 +191,7 @@ def _within_runs(draws: np.ndarray) -> np.ndarray:
 
 
 def _run_means(draws: np.ndarray) -> np.ndarray:
-    """Return means over draws of samples, (..., RUN_DRAWS), NaN if no draw has a sample."""
+    """Return means over draws of samples, (..., RUN_DRAWS), or NaN if all draws are NaN."""
     counts = np.isfinite(_by_run(draws)).sum(axis=-1)
     total = np.nansum(_by_run(draws), axis=-1)
     return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)

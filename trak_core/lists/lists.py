@@ -20,7 +20,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
-    """Return the samples in this order, with columns id, rank and ``columns``, then all others."""
+    """Return the samples in this order. Id, rank and ``columns`` come before other columns."""
     rows = train.assign(**columns).iloc[order].reset_index(drop=True)
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *columns]
@@ -28,9 +28,9 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd
 
 
 def few_targets(targets: pd.DataFrame) -> bool:
-    """Return whether the table of targets of a scores file is too short for a list of suspects.
+    """Return whether a scores file has too few targets for a reliable list of suspects.
 
-    The result is False for a mean of targets, because its file lacks the number of targets.
+    The result is False for a mean of targets, because the file lacks the number of targets.
     """
     return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
@@ -73,11 +73,12 @@ def best_in_turn(
     """Return the most helpful training samples, which targets choose in turn.
 
     In each turn, a target chooses the most helpful of its top influences that is not chosen yet.
-    Therefore samples for all kinds of targets are chosen. In contrast, the samples with the largest
-    help minus harm can be very similar. These samples follow when all top influences are chosen.
+    Therefore samples for all kinds of targets are chosen, while the samples with the largest help
+    minus harm can be very similar. When no target has top influences to choose, the remaining
+    samples follow, by help minus harm.
 
     A positive score must improve its target. The tables are from a scores file. ``fraction`` of the
-    training samples, rounded up, are returned. Columns are those of ``most_harmful``.
+    training samples, rounded up, are returned. Columns are the same as for ``most_harmful``.
     """
     score = _help_minus_harm(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
@@ -101,9 +102,9 @@ def most_consistent(train: pd.DataFrame, fraction: float) -> pd.DataFrame:
     """Return the training samples with the largest (help - harm) / (help + harm).
 
     This is for regression, where some targets need a larger f and others a smaller one. A training
-    label that is much too large helps the first kind of target most, and harms the second kind as
-    much. The ratio does not depend on the size of the error. Arguments and columns are those of
-    ``best_in_turn``.
+    label that is much too large helps the first kind of target most, and harms the second kind
+    equally. The ratio does not depend on the size of the error. Arguments and columns are the same
+    as for ``best_in_turn``.
     """
     score = _help_minus_harm(train)
     size = train["help"].to_numpy(np.float64) + train["harm"].to_numpy(np.float64)
@@ -127,8 +128,8 @@ def nearest(
 
     The result has shape (5, m), float32, or fewer rows if ``n_rows`` is smaller. ``read`` returns
     rows of features from start to stop, shape (rows, k), and is called for ``block`` rows at a
-    time. ``others`` are the features of the samples, shape (m, k). If the samples are rows too,
-    ``first`` is the number of the first one, and a sample is not its own neighbour.
+    time. ``others`` are the features of the samples, shape (m, k). If the samples are also rows,
+    ``first`` is the row number of the first sample, and a sample is not its own neighbour.
     """
     unit = unit_rows(others).T.astype(np.float32)
     extremes: Extremes | None = None
@@ -146,7 +147,7 @@ def nearest(
 def copies(
     neighbours: Extremes, same_id: np.ndarray | int = -1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the samples that have a copy among the rows, with these rows, cosines and closeness.
+    """Return the samples that have a copy among the rows, the copies, cosines and closeness.
 
     Let d_i be the distance (1 minus the cosine) to the i-th nearest row. The closeness of the
     nearest row is 1 - d_1 / d_5. The row is a copy if its closeness is at least 0.9.

@@ -1,1 +1,1 @@
-"""Open a finished run as a fitted ``Attributor``, and score further samples with it."""
+"""Open a finished run as a fitted ``Attributor``, and score new samples with it."""

@@ -27,7 +27,7 @@ _SCORING_KEYS = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """The specs of a config, the results folder, and the folder to which paths are relative."""
+    """The specs of a config, the results folder, and the folder that paths are relative to."""
 
     specs: Specs
     results: Path
@@ -35,7 +35,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the finished run of a config that includes defaults. No file is written."""
+        """Return the finished run of a config with all defaults filled in. Writes no file."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
@@ -43,7 +43,7 @@ class FinishedRun:
                 if not others:
                     raise _not_finished(results, config["study"])
                 raise InputError(
-                    f"{results}: the run must have the config's study_arguments and this "
+                    f"{results}: the run must have used the config's study_arguments and this "
                     f"version of trak-core. Found {others[0].name}. Run the config again first.",
                     code="queries.other_study",
                 )
@@ -51,15 +51,15 @@ class FinishedRun:
             stored = [c.path for c in run.specs.checkpoints.values() if "://" in (c.path or "")]
             if stored:
                 raise InputError(
-                    f"Checkpoints must be on a local disk. Found {stored[0]}. Copy them, and name "
-                    "the copies in the config.",
+                    f"Checkpoints must be on a local disk. Found {stored[0]}. Copy them to a disk, "
+                    "and set the paths of the copies in the config.",
                     code="queries.stored",
                 )
             files = [run.files(name) for name in run.specs.checkpoints]
             gone = [path for path, *_ in files if not path.exists()]
             if gone and run.results not in gone[0].parents:
                 raise InputError(
-                    f"The checkpoints of the run must exist. Found nothing at {gone[0]} "
+                    f"The run's checkpoints must still exist. Found nothing at {gone[0]} "
                     f"(relative to {folder}). Restore it, or run the config again with a new path.",
                     code="queries.no_checkpoint",
                 )
@@ -98,12 +98,12 @@ class FinishedRun:
                     self.refuse_changed(path, differ)
 
     def refuse_changed(self, path: Path, keys: Sequence[str]) -> NoReturn:
-        """Raise an error for a file with a spec that differs from the current one in ``keys``."""
+        """Raise an error for a file whose spec differs from the current spec in ``keys``."""
         names = ", ".join(_NAMES.get(key, key) for key in keys)
         raise InputError(
-            f"{self.results}: the run must have the current config, study, data and checkpoints. "
-            f"Found {path.relative_to(self.results)} of another {names}. Run the config again "
-            "first.",
+            f"{self.results}: the run must have used the current config, study, data and "
+            f"checkpoints. Found {path.relative_to(self.results)} of another {names}. Run the "
+            "config again first.",
             code="queries.changed",
         )
 

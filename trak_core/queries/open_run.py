@@ -1,4 +1,4 @@
-"""Open a finished run as an attributor, which reads its scores and scores further samples."""
+"""Open a finished run as an attributor, which reads the run's scores and scores new samples."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +33,8 @@ class OpenRun(FittedAttributor):
     """A finished run as a fitted ``Attributor``, with the scores of its experiments.
 
     Scores are read on request, and each file is verified. When a sample is first scored, the study
-    and the checkpoints are loaded. They must be those of the run. Checkpoints stay in memory if all
-    of them need at most half of ``compute.memory_mb``.
+    and the checkpoints are loaded. They must be the same as in the run. Checkpoints stay in memory
+    if together they need at most half of ``compute.memory_mb``.
 
     Example:
         >>> run = trak_core.open("results")  # doctest: +SKIP
@@ -47,7 +47,7 @@ class OpenRun(FittedAttributor):
         super().__init__()
         self.folder, self._run = results, run
         self._notices: set[str] = set()
-        # The columns of the training samples, by id. The table is empty before the first answer.
+        # A table of the training samples by id, which is empty before the first answer.
         self.columns = pd.DataFrame()
 
     @property
@@ -56,7 +56,7 @@ class OpenRun(FittedAttributor):
         return sorted(path.stem for path in (self.folder / "scores").glob("*.h5"))
 
     def scores(self, experiment: str) -> Scores:
-        """Return an experiment's scores, with the column ``described_text`` if there are texts."""
+        """Return an experiment's scores. Its tables have ``described_text`` if there are texts."""
         path = self.folder / "scores" / f"{experiment}.h5"
         if not path.is_file():
             raise InputError(
@@ -98,12 +98,13 @@ class OpenRun(FittedAttributor):
             return self._train.samples[self._places[sample_id]]
 
     def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> Answer:
-        """Return the training samples that pushed the model output of a sample up and down.
+        """Return the training samples that pushed a sample's model output up and down most.
 
-        The scores equal those of an experiment with this target. No file is written. ``asked`` is a
-        sample as the study returns it, such as a tuple, or the input of the study's ``encode``: a
-        dict of the fields of a line, or a text for the field ``text``. The answer contains ``k``
-        training samples of either sign, and with ``tokens`` their scores by token.
+        The scores equal those of an experiment with this sample as a target. No file is written.
+        ``asked`` is a sample as the study returns it, such as a tuple, or the input of the study's
+        ``encode``: a dict of the fields of a data file's line, or the text of its field ``text``.
+        The answer contains ``k`` training samples of each sign, and with ``tokens``, their scores
+        by token.
 
         Raises:
             InputError: If the run is not finished, if it does not belong to the current study, data
@@ -115,10 +116,10 @@ class OpenRun(FittedAttributor):
         return answer
 
     def asked(self, given: Any, number: int = 0) -> Asked:
-        """Convert a line or a text to a sample. A sample from the study is not changed.
+        """Convert a line of a data file, or a text, to a sample. Samples remain unchanged.
 
-        A mapping of plain values is a line, unless training samples have the same keys and types.
-        ``number`` is the id of a sample without an id.
+        A mapping of plain values is treated as a line, unless training samples have the same keys
+        and types. ``number`` becomes the id of a sample that has no id.
 
         Returns:
             The sample with its id and fields.
@@ -135,7 +136,7 @@ class OpenRun(FittedAttributor):
         return Asked(number, given)
 
     def of_class(self, asked: Asked, label: str) -> Asked:
-        """Return a sample with another label, given by a class's name or number."""
+        """Return a sample with another label, which is the name or number of a class."""
         with self._at_work():
             return as_of_class(asked, label, self.study, self._spec.features.model_output)
 
@@ -178,14 +179,14 @@ class OpenRun(FittedAttributor):
         """Yield each sample with its answer, or with an error if it cannot be scored.
 
         As many samples as fit in memory are scored together, so that checkpoints that do not stay
-        in memory are read only once. With ``tokens``, gradients of the samples in the answers are
-        computed too. If scores by token are not possible, a notice is printed.
+        in memory are read only once. With ``tokens``, the gradients of the samples in the answers
+        are computed too. If scores by token cannot be computed, a notice is printed.
         """
         if tokens:
             self._check_projected("Scores by tokens")
         n = len(self._train.ids)
-        # A target needs memory for its scores and, for each checkpoint, for solved features or a
-        # column of a Gramian.
+        # A target needs memory for its scores and, for each checkpoint, for its solved features or
+        # a column of a Gramian.
         width = self._spec.features.projection.get("proj_dim", n)
         n_bytes = 4 * n + 8 * width * len(self.checkpoints)
         answers: Sequence[Answer | InputError] = []
@@ -205,7 +206,7 @@ class OpenRun(FittedAttributor):
         if len(asked) == len(answers):
             yield from zip(asked, answers, strict=True)
             return
-        # The samples do not fit in memory, or one of them raised an error. Try each half.
+        # The samples do not fit in memory, or one of them caused an error. Try each half.
         middle = len(asked) // 2
         for half in (asked[:middle], asked[middle:]):
             yield from self.answers(half, k, tokens=tokens)
@@ -257,7 +258,7 @@ class OpenRun(FittedAttributor):
                     texts += [*shown_tokens(self.study, *sample, n - 1), ""]
             return table.assign(text=texts)
         except InputError as error:
-            # Single samples may fit in memory.
+            # The caller then asks single samples, which may fit in memory.
             if len(group) > 1 and error.code == "gradients.memory_limit":
                 raise
             notice = f"Notice: answers have no scores by token. {error}"

@@ -19,9 +19,9 @@ from trak_core.study.study import Study
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sample to explain, its id, and the fields of the line from which it was encoded.
+    """A sample to explain, its id, and the fields of the data file's line that encodes it.
 
-    If the sample was given another label, ``own_label`` is the name or number of its own class.
+    If its label was replaced by another, ``own_label`` is the name or number of its original class.
     """
 
     id: int | str
@@ -33,11 +33,11 @@ class Asked:
 def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> Asked:
     """Return a sample with another label: the name of a class of the study, or a number.
 
-    Its scores explain the log-odds of that class, which may be a wrong prediction.
+    Its scores explain the log-odds of that class, for example of a wrong prediction.
     """
     if not about_output(model_output).labels_are_classes:
         raise InputError(
-            f"Another label needs a classifier. Found the model output {model_output}.",
+            f"Only a classifier's samples can get another label. Found the output {model_output}.",
             code="queries.label",
         )
     names = study.class_names()
@@ -51,7 +51,7 @@ def as_of_class(asked: Asked, label: str, study: Study, model_output: str) -> As
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The training samples that pushed a sample's model output up, and those that pushed it down.
+    """The training samples that pushed a sample's model output up and down most.
 
     Attributes:
         asked: The sample.
@@ -59,15 +59,15 @@ class Answer:
             last checkpoints of the runs) and ``output_sd``, as in the table ``targets``.
         text: The study's description of the sample.
         scores: The score of each training sample, by id, float32.
-        influences: The strongest scores of either sign, as in the table ``top_influences``.
-        train: The columns of these training samples, by id, and ``described_text``.
+        influences: The strongest scores of each sign, as in the table ``top_influences``.
+        train: The columns of these training samples, by id, including ``described_text``.
         model_output: The model output f, as in the config.
-        class_names: The names of the classes, by number; empty if the study has none.
+        class_names: The names of the classes, by number. Empty if the study has none.
         tokens: The scores of ``top`` by token, or None. The columns are ``train_id``, ``side``
             (``train`` or ``target``, the sample with the token), ``token`` (from 0, or -1 for terms
             that belong to no token), ``text`` and ``score``. For each side, the scores of all
-            tokens add up to the score of the training sample, except for the rounding of features
-            (with int8, 1 % of the largest score).
+            tokens add up to the training sample's score, up to the rounding of features (with
+            int8, 1 % of the largest score).
     """
 
     asked: Asked
@@ -88,10 +88,10 @@ class Answer:
         return both.join(self.train, on="train_id")
 
     def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
-        """Return ``text`` and ``score`` of the tokens of a training sample or of the asked sample.
+        """Return ``text`` and ``score`` of each token of a training sample, or of the asked sample.
 
-        Scores of the asked sample's tokens are sums over the training samples in ``top``. The table
-        is empty if ``tokens`` is None.
+        If ``train_id`` is None, the table has the asked sample's tokens, and their scores are sums
+        over the training samples in ``top``. The table is empty if ``tokens`` is None.
         """
         if self.tokens is None:
             return pd.DataFrame({"text": [], "score": []})
@@ -103,7 +103,7 @@ class Answer:
         return target.groupby("token").agg({"text": "first", "score": "sum"}).reset_index(drop=True)
 
     def side(self, sign: int) -> pd.DataFrame:
-        """Return the rows of ``top`` with scores of ``sign`` 1 or -1, the strongest first.
+        """Return the rows of ``top`` whose scores have ``sign`` 1 or -1, the strongest first.
 
         Columns that do not describe a training sample are left out.
         """
@@ -116,7 +116,7 @@ class Answer:
         return rows if sign > 0 else rows.iloc[::-1]
 
     def said(self) -> str:
-        """Return one line: the model output, then the sample's label and prediction."""
+        """Return a line of text with the model output and the sample's label and prediction."""
         about = about_output(self.model_output)
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
         if self.target["prediction"] == self.target["output"]:  # This is a regression.

@@ -1,4 +1,4 @@
-"""Render answers as an HTML page like that of an experiment, or as rows of a table."""
+"""Render answers as an HTML page, like the page of an experiment, or as rows of a table."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from trak_core.study.show_samples import (
 
 
 def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
-    """Return the HTML page of answers, with ``k`` training samples of either sign for each.
+    """Return the HTML page of answers, with ``k`` training samples of each sign per answer.
 
     The page has the same form as ``answers/{experiment}.html``.
     """
@@ -54,7 +54,7 @@ def asked_page(run: OpenRun, answers: Sequence[Answer], k: int) -> str:
 
 
 def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
-    """Return answers with the same tables as an experiment's scores file."""
+    """Return answers in the form of an experiment's scores file, with the same tables."""
     spec, output_words = run.settings, run.run.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
@@ -66,7 +66,7 @@ def _file(run: OpenRun, answers: Sequence[Answer]) -> File:
         columns.pop("label", None)
         pairs = zip(labels, own, strict=True)
         columns["own_label"] = [label if o is None else str(o) for label, o in pairs]
-        of_lines = ", or of the own label of a line" if len(asked) < len(answers) else ""
+        of_lines = ", or of the label in the line" if len(asked) < len(answers) else ""
         words = f"the more certain the model is of the class asked about, {asked[0]}{of_lines}"
         meaning = {"meaning": words}
     targets = pd.DataFrame([{**answer.target, "id": str(answer.asked.id)} for answer in answers])
