@@ -15,8 +15,8 @@ class Kind:
     """Properties of a kind of projection. ``projection/reference.py`` defines the entries of R.
 
     Attributes:
-        tag: The kind's number in Philox's counter. No other kind may ever use this number. None if R
-            is not random.
+        tag: The kind's number in Philox's counter. No other kind may ever use this number. None if
+            R is not random.
         nested: Whether the first k columns of a wider matrix equal the matrix with k columns.
         power_of_two: Whether proj_dim must be a power of two.
         of_matrices: Whether R depends on the shapes of the parameters as matrices. The spec then
