@@ -79,7 +79,8 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if most samples of a class a are predicted as b, and most of b as others.
 
-    This is so for classes in another order. If b were only predicted too often, it would be right.
+    That happens if classes are in the wrong order. If b were only predicted too often, most samples
+    of b would be predicted correctly.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()

@@ -1,8 +1,8 @@
 """Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
 
 A rule passes named files, params, resources and wildcards. The stage receives those that are among
-its keyword arguments. The param ``code`` starts with the name of the stage. The name of the rule is not
-used, because a workflow that imports this one as a module can rename its rules.
+its keyword arguments. The param ``code`` starts with the name of the stage. It does not depend on
+the rule's name, because a workflow that imports this one as a module can rename its rules.
 """
 
 import atexit
