@@ -51,10 +51,7 @@ def _fill_table(n):
 
     @intrinsic
     def fill_table(_, tables, table, x, row):
-        """Store the 16 signed sums of four rows of x: row, row + 8, row + 16 and row + 24.
-
-        Bit i of a sum's index is the sign of the i-th of these rows.
-        """
+        """Store 16 signed sums of rows row + 8 i of x, i < 4. Bit i of an index negates row i."""
 
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)

@@ -104,8 +104,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
     )
 
 
-# A kernel's test compares ROWS rows of R that are STEP coordinates apart. It compares whole rows, or
-# the first COLUMNS entries of each row if the kind is nested.
+# A kernel's test compares ROWS rows of R that are STEP coordinates apart. It compares whole rows
+# or, if the kind is nested, the first COLUMNS entries of each row.
 ROWS, STEP, COLUMNS = 32, 11, 515
 _ENTRIES = 2**21  # the largest number of entries in a test
 
