@@ -37,7 +37,7 @@ class ExecutorSettings(ExecutorSettingsBase):
     )
     late: bool = field(
         default=False,
-        metadata={"help": "Import when the first job starts, not yet while Snakemake plans jobs."},
+        metadata={"help": "Import when the first job starts, not while Snakemake plans jobs."},
     )
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ class Fit:
         guess: The relative frequency of the most frequent label. For regression it is 0, the R2 of
             always predicting the mean label.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
-            standard errors), predict most classes wrong, or take classes for each other.
+            standard errors), predict most classes wrong, or confuse classes with each other.
     """
 
     measure: str

@@ -203,8 +203,8 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
     """Return the first shown target with scores of both signs, or None if there is no such target.
 
-    ``target`` is its row. ``helpful`` and ``harmful`` are the rows of its largest and its lowest
-    score, and ``ratio`` is the ratio of their absolute values.
+    ``target`` is the row of that target. ``helpful`` and ``harmful`` are the rows of its largest
+    and its lowest score, and ``ratio`` is the ratio of the absolute values of these two scores.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
@@ -295,8 +295,8 @@ def report(
     """Return the report of a study as one HTML document, with the examples of each experiment.
 
     ``shared`` contains training samples that are prominent in several experiments, which are also
-    in ``examples``. ``study`` is its name. ``first`` contains the id of the first training sample,
-    and its model input as a text, or "" if the input is not known.
+    in ``examples``. ``study`` is the study's name on the page. ``first`` contains the id of the
+    first training sample, and its model input as a text ("" if the input is not shown).
     """
     return rendered(
         "report",

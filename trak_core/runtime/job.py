@@ -1,8 +1,8 @@
 """Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
 
 A rule passes named files, params, resources and wildcards. The stage receives those that are among
-its keyword arguments. The param ``code`` starts with the name of the stage. It does not depend on
-the rule's name, because a workflow that imports this one as a module can rename its rules.
+its keyword arguments. The param ``code`` starts with the name of the stage. The rule's
+name is not used, because a workflow that imports this one as a module can rename its rules.
 """
 
 import atexit
@@ -265,7 +265,7 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the dotted name of the module that defines a stage."""
+    """Return the full name of the module that defines a stage."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 

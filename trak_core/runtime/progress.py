@@ -62,7 +62,7 @@ def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
 
 
 def print_line(text: str) -> None:
-    """Print a line. A progress bar that is shown is erased before, and drawn again below."""
+    """Print a line. If a progress bar is shown, it is redrawn below the line."""
     tqdm = sys.modules.get("tqdm")  # ``progress_bar`` imports it.
     with tqdm.tqdm.external_write_mode(nolock=True) if tqdm else nullcontext():
         print(text, flush=True)

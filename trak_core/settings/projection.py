@@ -66,8 +66,8 @@ class ProjectionSpec:
         proj_dim: Number of columns, the size k of a projected gradient. It must be a power of two
             for ``hadamard``, and equal to n_params for ``identity``.
         seed: The seed in the config, an unsigned 64-bit integer.
-        stream: An unsigned 32-bit integer. Each checkpoint has a different one (``stream_of``), so
-            that its matrix differs from those of other checkpoints with the same seed.
+        stream: An unsigned 32-bit integer that ``stream_of`` derives from the checkpoint's id, so
+            that checkpoints with the same seed have different matrices.
         version: Version of the definition of R. Only version 1 exists.
         shapes: The shapes of the parameters as matrices (``matrix_shape``), in order, for
             ``tensor_sketch``. None for other kinds.
