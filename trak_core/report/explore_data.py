@@ -30,7 +30,7 @@ _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
 _CHARACTERS = 1000
 
 # A function (is_target, id, characters) that returns the sample as it is shown, with at most
-# ``characters`` characters, and a digest of its contents. ``is_target`` is whether it is a target.
+# ``characters`` characters, and a digest of its contents. ``is_target`` is false for training ids.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful samples. Compare their "
@@ -87,8 +87,8 @@ class Answer:
             contains an index in ``train``, a score, and the levels of the sample's tokens if known.
             If there are scores by token, ``tokens`` and ``levels`` contain the texts and levels of
             the target's tokens. ``equal`` maps indices in ``train`` to marks of samples with the
-            same contents as other samples or the target. ``equal_harms`` is a sentence if a most
-            harmful sample has the contents of the target, else "".
+            same contents as other samples or the target. ``equal_harms`` is a sentence if
+            one of the most harmful samples has the same contents as the target, else "".
         train: The id, texts, columns and ``sample`` of the targets' training samples, and of the
             most harmful training samples.
         columns: The names of the columns in ``values`` of ``targets`` and ``train``, in order.
@@ -171,7 +171,7 @@ def _study_columns(table: pd.DataFrame) -> list[str]:
 
 
 def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the texts of the columns that the page can filter by, by name."""
+    """Return the columns by which the page can filter: their names, with the values as texts."""
     pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
     named = [*pairs, *((name, name) for name in _study_columns(table))]
     return {word: [label(value) for value in table[key].tolist()] for word, key in named}
@@ -248,7 +248,7 @@ def _train(
 def _rows(
     experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
-    """Return the entries of the first targets and of their training samples, and column names."""
+    """Return the page's entries for targets and training samples, and the column names of both."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
     influences = experiment.tables["top_influences"]
     is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)
@@ -322,7 +322,7 @@ def explore(
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
-    """Return an experiment without the columns of targets that repeat a part of their texts.
+    """Return an experiment without the target columns whose values the targets' texts contain.
 
     If a user-defined ``encode`` makes a text from fields of a row, these fields are also columns.
     """

@@ -97,7 +97,7 @@ class Results:
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """The first experiment's spec. All have the same checkpoints, projection and scoring."""
+        """The first experiment's spec. All specs share checkpoints, projection and scoring."""
         return self.experiments[0].spec
 
     @property
@@ -352,7 +352,7 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return the tables of an evaluation, of removals or of groups, as ``kind`` says.
+    """Return the tables of a file of the given kind: an evaluation, removals or groups.
 
     Differences between groups are sorted by their absolute values, in descending order.
     """
@@ -379,8 +379,8 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
     """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` for the jobs of each rule.
 
     Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
-    peak memory is read from the job's log. If the log does not contain it, it is read from
-    Snakemake's file, and is NaN for short jobs. Files of an earlier config, whose names are not in
+    peak memory is read from the job's log. If the log does not contain the peak, it is read
+    from Snakemake's file, where it is NaN for short jobs. Files of an earlier config, whose names are not in
     ``known``, are ignored.
     """
     jobs = []
