@@ -380,8 +380,8 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
 
     Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
     peak memory is read from the job's log. If the log does not contain the peak, it is read
-    from Snakemake's file, where it is NaN for short jobs. Files of an earlier config, whose names are not in
-    ``known``, are ignored.
+    from Snakemake's file, where it is NaN for short jobs. Files of an earlier config, whose names
+    are not in ``known``, are ignored.
     """
     jobs = []
     for path in sorted(folder.rglob("*.tsv")):

@@ -99,8 +99,8 @@ def lock_tables_where_possible(results: Path) -> None:
     Otherwise PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
     errors of network file systems. Locks are not needed, because no two jobs write the same file.
 
-    Locks are turned off by an environment variable, unless that is already set. The variable
-    affects child processes, and also this process if PyTables has not been imported.
+    An environment variable turns locks off. It is not changed if the user has set it. It affects
+    child processes, and also this process if PyTables has not been imported yet.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return

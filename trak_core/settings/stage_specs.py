@@ -336,7 +336,7 @@ def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> Projec
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))
     values = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
-    # An unknown kind is no error here, because ProjectionSpec raises a better one.
+    # For an unknown kind, ProjectionSpec raises the error.
     of_matrices = any(k == values["kind"] and k.about.of_matrices for k in ProjectionKind)
     return ProjectionSpec(
         **values,
