@@ -219,8 +219,8 @@ def project(
     n_columns = sum(block.shape[1] for block in blocks)
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
-            "`offset`, and `offset` plus the number of columns of `gradients`, must be between 0 "
-            f"and n_params, {spec.n_params}. Found {offset} and {offset + n_columns}.",
+            "Starting at row `offset`, the columns of `gradients` must fit into the projection "
+            f"matrix, which has {spec.n_params} rows. Found rows {offset} to {offset + n_columns}.",
             code="projection.columns",
         )
     if threads < 1:
