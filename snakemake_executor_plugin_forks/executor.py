@@ -26,13 +26,13 @@ _execute_by_shell = PythonScript.execute_script
 
 @dataclass
 class ExecutorSettings(ExecutorSettingsBase):
-    """Settings. Snakemake creates them from the command line before it reads the workflow."""
+    """The command-line settings. Snakemake creates them before it reads the workflow."""
 
     preload: str = field(
         default="",
         metadata={
-            "help": "Comma-separated names to import before the first script: modules, names in "
-            "modules, and functions to call, which end with ()."
+            "help": "Comma-separated names to import before the first script: modules, objects in "
+            "modules, or functions to call, whose names must end with ()."
         },
     )
     late: bool = field(
@@ -60,10 +60,10 @@ class Executor(LocalExecutor):
 
 
 def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
-    """Run a script that Snakemake has prepared, in a fork if it needs no other Python or shell.
+    """Run a script that Snakemake has prepared: in a fork, unless it needs another Python or shell.
 
     Raises:
-        CalledProcessError: If the script fails. Snakemake's shell raises the same error.
+        CalledProcessError: If the script fails. Snakemake's shell would raise the same error.
     """
     other_python = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
     other_shell = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
@@ -84,7 +84,7 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
 
 @contextmanager
 def _measured(process: int | None, record: Any) -> Generator[None, None, None]:
-    """Measure a process for Snakemake's ``benchmark`` if the rule has one."""
+    """Measure a process if the rule has a ``benchmark``."""
     with ExitStack() as stack:
         if record is not None:
             record.running_time = 0.0
@@ -99,7 +99,7 @@ def _explain(rule: str, number: int) -> None:
     cause = ""
     if number == signal.SIGKILL:
         cause = (
-            " The system does this when memory runs out. Give the job more memory, or run fewer "
-            "jobs at a time (--cores, --resources)."
+            " The system sends this signal when memory runs out. Give the job more memory, or run "
+            "fewer jobs at a time (--cores, --resources)."
         )
     logger.error(f"Error: the script of {rule} was ended by {name}.{cause}")

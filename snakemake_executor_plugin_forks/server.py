@@ -1,9 +1,9 @@
-"""Run Python scripts in forks of one process that has imported the modules they need.
+"""Run Python scripts in forks of one process that has already imported the modules they need.
 
 The process is the forkserver of Python's ``multiprocessing``. A script gets the environment, folder
-and streams that it would have in a new Python. If a fork could behave differently, it starts a new
-Python by ``exec``. This is the case if an import left threads running or CUDA initialized, or if an
-environment variable that libraries read at import differs from the server's.
+and streams that it would have in a new Python process. If a fork could behave differently, it calls
+``exec`` to start a new Python. This happens if an import left threads running or CUDA initialized,
+or if an environment variable that libraries read at import differs from the server's.
 """
 
 import atexit
@@ -24,16 +24,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Snakemake sets these to the threads of a job. Libraries read them at import.
+# Snakemake sets these variables to the job's number of threads. Libraries read them at import.
 _LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM", "NUMEXPR_NUM")
 THREADS = [f"{library}_THREADS" for library in _LIBRARIES]
 TEMPORARY = ["TMPDIR", "TMP", "TEMPDIR", "TEMP"]
-# pandas imports pyarrow if it is installed. Without this, pyarrow's allocator starts a thread.
+# pandas imports pyarrow if it is installed. Without this setting, pyarrow's allocator would start a
+# thread.
 NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Variables that no library reads at import. Snakemake's plugin for S3 sets the last two.
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
-_TOLD = "SNAKEMAKE_FORKS_SERVER"  # the server's modules to import and environment, as JSON
+_TOLD = "SNAKEMAKE_FORKS_SERVER"  # names to import, environment, parent, as JSON
 _PR_SET_PDEATHSIG = 1
 _TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
@@ -43,7 +44,7 @@ _lock = threading.Lock()
 _modules: list[str] = []
 _is_started = False
 _running: set[int] = set()  # process ids of scripts
-# In the server and its forks: the environment at import; None if forks are unsafe.
+# In the server and its forks: the environment at import, or None if forks are unsafe.
 _seen: dict[str, str] | None = None
 _paths: list[str] = []
 _server = 0
@@ -52,7 +53,7 @@ _server = 0
 def set_preload(modules: Sequence[str]) -> None:
     """Set the names that the server imports: modules, or objects such as ``module.Class``.
 
-    A function whose name ends with ``()`` is called.
+    A name that ends with ``()`` is a function, which the server also calls.
     """
     _modules[:] = modules
 
@@ -72,7 +73,7 @@ def start() -> None:
         scripts = environment | dict.fromkeys(THREADS, "1")
         told = {_TOLD: json.dumps([_modules, scripts, os.getpid()]), "PYTHONSAFEPATH": "1"}
         forkserver.set_forkserver_preload([f"{__package__}.preload"])
-        resource_tracker.ensure_running()  # now, because it would unblock SIGINT below
+        resource_tracker.ensure_running()  # Later, this would unblock the SIGINT blocked below.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.environ.update(scripts | NO_ARROW_THREAD | told)
         try:
@@ -84,7 +85,7 @@ def start() -> None:
 
 
 def _end_running() -> None:
-    """Send SIGTERM to running scripts, and SIGCONT so that suspended ones receive it."""
+    """Send SIGTERM to running scripts, and SIGCONT so that suspended scripts receive it too."""
     for pid in [*_running]:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -102,13 +103,13 @@ def _end_with_parent(process: int) -> None:
 
 
 def serve() -> None:
-    """Import the preloaded names, in the server process of ``multiprocessing``."""
+    """Import the names of ``set_preload``. This runs in the server of ``multiprocessing``."""
     global _seen, _server
     _server = os.getpid()
-    # Ctrl-C ends scripts and the process that waits for them, not the server.
+    # Ctrl-C ends the scripts and the process that waits for them, but must not end the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    if _TOLD not in os.environ:  # multiprocessing has replaced a server that was killed
+    if _TOLD not in os.environ:  # multiprocessing restarted a killed server
         return
     modules, environment, caller = json.loads(os.environ[_TOLD])
     _end_with_parent(caller)
@@ -117,14 +118,14 @@ def serve() -> None:
     _paths[:] = sys.path
     terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
-    gc.disable()  # collections take a sixth of the time of imports and free almost nothing
+    gc.disable()  # Collections take a sixth of the import time and free almost nothing.
     for name in modules:
-        with suppress(Exception):  # a script that needs it will raise the error
+        with suppress(Exception):  # A script that needs the name will raise the error.
             attribute = pkgutil.resolve_name(name.removesuffix("()"))
             if name.endswith("()"):
                 attribute()
     gc.enable()
-    gc.freeze()  # otherwise a collection in a fork would copy the memory of imports
+    gc.freeze()  # Otherwise a collection in a fork would copy the imports' memory.
     sys.stderr.flush()
     os.dup2(terminal, 2)
     os.close(terminal)
@@ -143,7 +144,7 @@ def _run(script: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     """Run ``python script arguments`` in a fork."""
     _end_with_parent(_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # If memory runs out, the kernel kills this process and not the server, which others need.
+    # If memory runs out, the kernel must kill this process, not the server that other scripts need.
     with suppress(OSError):
         _OOM_SCORE.write_text("300")
     if _seen != _read_at_import(environment):
@@ -182,7 +183,7 @@ def status_of(program: Callable[[], None]) -> int:
             frames = frames.tb_next  # hide the frames of this module
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         status = 1
-    # In a fork, multiprocessing does not call these functions, or calls them too late.
+    # In a fork, multiprocessing would call these functions too late or not at all.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     return status & 255
@@ -216,7 +217,7 @@ class Fork:
         _running.add(self.pid)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return the exit status as ``subprocess`` does, or None if the script runs longer."""
+        """Return the exit status as ``subprocess`` does, or None if ``seconds`` have passed."""
         if not connection.wait([self._process.sentinel], seconds):
             return None
         with _lock:

@@ -1,6 +1,6 @@
-"""Show a part of Snakemake's log in `trak run`: one line for each job, warnings and errors.
+"""Show part of Snakemake's log in `trak run`: one line for each job, warnings and errors.
 
-Snakemake's log file contains the whole log.
+Snakemake's log file still contains everything.
 """
 
 import re
@@ -15,7 +15,7 @@ from snakemake.logging import ColorizingTextHandler, DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
-# Events and messages to hide. All others are shown.
+# Events and messages to hide. All other events and messages are shown.
 _HIDDEN_EVENTS = {
     LogEvent.WORKFLOW_STARTED,
     LogEvent.RESOURCES_INFO,
@@ -39,7 +39,7 @@ _ERROR = re.compile(r"^(?:Error: |Traceback \(most recent).*", re.M | re.S)
 
 
 class _Lines(DefaultFormatter):
-    """Snakemake's formatter, with one line for the number of jobs and one for each job's start."""
+    """Snakemake's formatter, with one line for the number of jobs and one when each job starts."""
 
     def __init__(self, show_failed_logs: bool) -> None:
         super().__init__(set(), show_failed_logs)
@@ -49,10 +49,10 @@ class _Lines(DefaultFormatter):
         self._messages: dict[int, str] = {}
 
     def is_shown(self, record: LogRecord) -> bool:
-        """Return whether to show a record. Update the progress from it."""
+        """Return whether to show a record, and update the progress from the record."""
         event = getattr(record, "event", None)
         if event == LogEvent.RUN_INFO:
-            # Snakemake repeats this event at the end of a run.
+            # Snakemake sends this event again at the end of a run.
             if self._began is not None:
                 return False
             self._began, self._total = record.created, record.__dict__["stats"]["total"]
@@ -72,7 +72,7 @@ class _Lines(DefaultFormatter):
 
     @property
     def kept(self) -> str:
-        """A text about finished jobs if a job has failed, else an empty text."""
+        """A text about finished jobs if a job has failed, else an empty string."""
         if not self._has_failed:
             return ""
         return (
@@ -85,7 +85,7 @@ class _Lines(DefaultFormatter):
         return f"{self._total} jobs: {', '.join(f'{n} {rule}' for rule, n in counts.items())}"
 
     def format_job_error(self, msg: dict[str, Any]) -> str:
-        """Return the error in a failed job's log, or Snakemake's message if there is none."""
+        """Return the error in a failed job's log, or Snakemake's message if the log has none."""
         for log in map(Path, msg["log"]):
             with suppress(OSError):
                 error = _ERROR.search(log.read_text(encoding="utf-8", errors="replace"))
@@ -101,7 +101,7 @@ class _Lines(DefaultFormatter):
 
 
 class LogHandler(LogHandlerBase):
-    """The logger plugin. With options such as `--quiet` and `-n`, it shows Snakemake's log."""
+    """The logger plugin. With options such as `--quiet` or `-n`, it shows Snakemake's own log."""
 
     def __post_init__(self) -> None:
         options = self.common_settings
@@ -119,7 +119,7 @@ class LogHandler(LogHandlerBase):
         self._shown.handle(record)
 
     def close(self) -> None:
-        """Write which jobs of a failed run are kept."""
+        """After a failed run, write how many finished jobs are kept."""
         if self._lines is not None:
             self._shown.stream.write(self._lines.kept)
             self._shown.flush()

@@ -382,7 +382,7 @@ def test_a_page_shows_how_much_it_leaves_out(results, shown_as, monkeypatch, way
     whole = explored(results, study_file)
     assert whole.n_left_out == (0, 0)
     page = Page(answer.read_text())
-    assert "has the scores of all" not in page.text
+    assert "contains the scores of all" not in page.text
     # A limit for the rows of some targets.
     entries = [*whole.targets[:2], *whole.train]
     most = len(json.dumps([{**entry, "sample": None} for entry in entries]))

@@ -248,8 +248,8 @@ def test_each_change_has_one_warning(change, title, also_of_scores):
 @pytest.mark.parametrize(
     ("scores", "told"),
     [
-        ([0.5, -0.5], "The effects of both samples have the same size."),
-        ([0.5, -0.501], "The effects of both samples have the same size."),
+        ([0.5, -0.5], "The effects of the two samples have the same size."),
+        ([0.5, -0.501], "The effects of the two samples have the same size."),
         ([0.5, -0.25], "The effect of the first sample is 2 times as large"),
         ([0.5, -0.6], "The effect of the second sample is 1.2 times as large"),
     ],

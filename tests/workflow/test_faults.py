@@ -152,7 +152,7 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     os.killpg(running.process.pid, signal.SIGINT)
     assert running.finish() != 0
     assert running.output.splitlines()[-2:] == [
-        "Stopping by Ctrl-C: waiting for jobs to clean up.",
+        "Stopping after Ctrl-C: waiting for jobs to clean up.",
         "Stopped by Ctrl-C. Finished files are kept in results, and unfinished files were deleted. "
         "To continue, run the same command again.",
     ]
@@ -172,7 +172,7 @@ def test_another_ctrl_c_ends_the_waiting_without_a_trace(study):
     job.suspend()
     for n_lines in (1, 0):
         os.killpg(running.process.pid, signal.SIGINT)
-        running.wait_for(lambda n=n_lines: running.output.count("Stopping by Ctrl-C") >= n)
+        running.wait_for(lambda n=n_lines: running.output.count("Stopping after Ctrl-C") >= n)
     assert running.finish() != 0
     assert "Traceback" not in running.output
     assert "Finished files are kept in results" in running.output.splitlines()[-1]
@@ -185,7 +185,7 @@ def test_ctrl_c_names_the_folder_that_a_prefix_leads_to(study):
     study.path("Snakefile").write_text(as_a_module("in/it") + interrupt)
     _, output = Workspace(study.folder, study.config, "Snakefile").snakemake("--dry-run")
     stopping, kept = output.splitlines()[-2:]
-    assert stopping == "Stopping by Ctrl-C: waiting for jobs to clean up."
+    assert stopping == "Stopping after Ctrl-C: waiting for jobs to clean up."
     assert "Finished files are kept in in/it/results, and" in kept
 
 

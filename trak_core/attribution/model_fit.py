@@ -10,25 +10,25 @@ from trak_core.model_outputs.about_outputs import About
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 from trak_core.study.dataset_split import Split
 
-# The most frequent part of labels, such as a token, is counted in this many random samples.
+# The number of random samples in which parts of labels are counted, to find the most frequent part.
 _MOST_READ = 256
-# A smaller fraction of correct predictions is doubtful, even if it exceeds that of the guess.
+# A smaller fraction of correct classes is doubtful even if a constant guess is right less often.
 _FEW_RIGHT = 0.5
 _FEWEST = 5  # Classes with fewer samples are not checked for being mistaken for each other.
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The quality of predictions for training samples, by the models and by a constant guess.
+    """How well the models and a constant guess predict the training samples.
 
     Attributes:
-        measure: Sentences in ASCII with both numbers.
-        value: The fraction of correct predictions, or R2 for regression. None if all labels of a
-            regression are equal.
-        guess: The relative frequency of the most frequent label. For regression, this is 0, the R2
-            of always guessing the mean label.
+        measure: Sentences in ASCII that state ``value`` and ``guess``.
+        value: The models' fraction of correct predictions, or their R2 for regression. None if all
+            labels of a regression are equal.
+        guess: The relative frequency of the most frequent label. For regression it is 0, the R2 of
+            always predicting the mean label.
         is_doubtful: Whether the models are not better than the guess (for classes and parts, by two
-            standard errors), predict most classes wrong, or mistake classes for each other.
+            standard errors), predict most classes wrong, or confuse classes with each other.
     """
 
     measure: str
@@ -38,10 +38,11 @@ class Fit:
 
 
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
-    """Return the fit of models to their training samples, or None if predictions are not labels.
+    """Return how well models fit their training samples, or None if predictions are not labels.
 
-    ``columns`` contains ``id``, ``label`` and ``prediction``, as in the table ``train`` of a scores
-    file. If labels have several parts, the guess is determined from at most 256 samples.
+    ``columns`` contains the columns ``id``, ``label`` and ``prediction`` of the table ``train`` in
+    a scores file. If labels have several parts, at most 256 samples of ``train`` are read to
+    determine the guess.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:
@@ -49,8 +50,8 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     if about.labels_are_classes:
         values, counts = np.unique(labels, return_counts=True)
         right, guessed = labels == predictions, labels == values[counts.argmax()]
-        # Let d be the number of samples for which either the models or the guess is right, but not
-        # both. The standard error of the difference between both fractions is at most sqrt(d) / n.
+        # Let d be the number of samples on which exactly one of the models and the guess is right.
+        # The standard error of the difference between the two fractions is at most sqrt(d) / n.
         error = np.sqrt((right != guessed).sum()) / len(labels)
         fit = _of_parts(right.mean(), guessed.mean(), error, "labels", _FEW_RIGHT)
         mistaken = _mistaken_classes(columns)
@@ -65,7 +66,7 @@ def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
 
 
 def _of_parts(value: float, guess: float, error: float, parts: str, least: float = 0) -> Fit:
-    """Return the fit for fractions ``value`` and ``guess``, whose difference has this error."""
+    """Return the fit. ``error`` is the standard error of the difference ``value - guess``."""
     measure = (
         f"The models predict {100 * value:.3g} % of the {parts} of their training samples "
         f"correctly. Always guessing the most frequent one would be right for {100 * guess:.3g} %."
@@ -78,8 +79,8 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if most samples of class a are predicted as b, but most of b are not.
 
-    This happens if classes are in another order than in training. If the models merely predicted b
-    too often, most samples of b would be predicted correctly.
+    That happens if classes are in the wrong order. If b were only predicted too often, most samples
+    of b would be predicted correctly.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()
@@ -106,13 +107,13 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> Fit:
     )
     measure = (
         f"The models predict the labels of their training samples with an R2 of {value:.3g}. "
-        "Always guessing the mean label has an R2 of 0."
+        "Always guessing the mean label would have an R2 of 0."
     )
     return Fit(measure, value, 0.0, is_doubtful=value <= 0)
 
 
 def _counted_parts(split: Split, output: ModelOutput) -> np.ndarray:
-    """Return the number of occurrences of 0, 1, 2, ... among the scored parts of labels."""
+    """Return how often each of 0, 1, 2, ... occurs among the scored parts of labels."""
     counts = np.zeros(0, dtype=np.int64)
     for i in range(len(split.ids)):
         labels = as_batch(split.batch(i, i + 1), output).labels[0]

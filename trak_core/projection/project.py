@@ -1,4 +1,4 @@
-"""Project gradients with the backend of their device, and project features back."""
+"""Project gradients with the backend for their device, and map vectors back to gradients."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
     blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
     if not blocks:
         raise InputError(
-            "`gradients` must have at least one block. Found an empty sequence.",
+            "`gradients` must contain at least one matrix. Found an empty sequence.",
             code="projection.no_block",
         )
     first = blocks[0]
@@ -49,7 +49,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         agrees = agrees and len(block) == len(first)
         if not agrees or (isinstance(block, Tensor) and block.device != first.device):
             raise InputError(
-                "The blocks of `gradients` must have the same type, number of rows, dtype and "
+                "The matrices in `gradients` must have the same type, number of rows, dtype and "
                 f"device. Found {_described(first)} and {_described(block)}.",
                 code="projection.blocks",
             )
@@ -57,7 +57,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return the array for the result, filled with zeros unless the caller accumulates."""
+    """Return the array for the result, filled with zeros unless ``accumulate`` is true."""
     shape = (len(like), proj_dim)
     if out is None:
         if isinstance(like, Tensor):
@@ -71,8 +71,9 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
         is_usable = is_usable and out.dtype == np.float32
     if not is_usable:
         raise InputError(
-            f"`out` must be float32 of shape {shape}, from the same library and on the same device "
-            f"as the gradients, and must not require gradients. Found {_described(out)}.",
+            f"`out` must have dtype float32 and shape {shape}, be an array of the same library and "
+            "on the same device as `gradients`, and not require gradients. Found "
+            f"{_described(out)}.",
             code="projection.out",
         )
     if not accumulate:
@@ -92,13 +93,13 @@ def _array(tensor: Matrix) -> np.ndarray:
 def _check_finite(out: Matrix) -> None:
     if isinstance(out, Tensor) and out.device.type == "cuda":
         finite = torch.isfinite(out)
-    else:  # NumPy takes a tenth of torch's time
+    else:  # NumPy takes a tenth of the time that torch takes.
         finite = np.isfinite(_array(out))
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
         raise InputError(
-            "`gradients` must be finite, and their sums must fit in float32. Found NaN or infinity "
-            f"in the projection of rows {listed(rows)}.",
+            "`gradients` must be finite, and their projection must not overflow float32. Found NaN "
+            f"or infinity in the projection of rows {listed(rows)}.",
             code="projection.not_finite",
         )
 
@@ -108,8 +109,8 @@ def add_projection(
 ) -> None:
     """Add the unscaled projection of blocks to ``out``, without the checks of ``project``.
 
-    The first column of the first block belongs to row ``offset`` of R. On CUDA this function only
-    queues work, because a check of the values would wait for the GPU.
+    The first column of the first block is multiplied by row ``offset`` of R. On CUDA, this function
+    only queues work. It does not check values, because a check would wait for the GPU.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         columns: Any = out
@@ -121,7 +122,7 @@ def add_projection(
         parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
         add_rows(out, parts, spec)
     elif isinstance(out, Tensor) and out.device.type == "cuda":
-        # This import is late because machines without a GPU need not have numba-cuda.
+        # This is imported here because machines without a GPU need not have numba-cuda.
         from trak_core.projection.cuda import project_cuda
 
         project_cuda(blocks, spec, offset, out)
@@ -147,30 +148,30 @@ def project(
 ) -> M:
     r"""Project each row of ``gradients`` to ``spec.proj_dim`` dimensions.
 
-    Compute ``Y = X R[o : o + n]``, where X are the gradients with n columns, and o is ``offset``.
-    Each entry of R depends only on the spec, its row and its column, as ``reference.py`` defines.
-    R does not depend on the device, the dtype of the gradients, the batch, the chunks or the number
-    of threads. If ``spec.is_nested``, the first k columns of a wider matrix are the k-column
-    matrix. Sums are computed in float32. On one device, Y does not depend on the batch, the blocks
-    or the threads. If chunks are projected in several calls, only rounding errors change.
+    Compute ``Y = X R[o : o + n]``, where X contains the gradients and has n columns, and o is
+    ``offset``. Each entry of R depends only on the spec, its row and its column (``reference.py``),
+    but not on the device, the dtype of the gradients, the batch, the chunks or the number of
+    threads. If ``spec.is_nested``, the first k columns of a wider matrix equal the matrix with k
+    columns. Sums are computed in float32. On one device, Y does not depend on the batch, the blocks
+    or the threads. Projecting chunks in several calls changes only rounding errors.
 
-    The work is done on the device of the gradients. A CUDA kernel is tested at its first use. A
-    kernel that fails raises an error; there is no silent fallback.
+    The work is done on the device of the gradients. A CUDA kernel is tested at its first use. If a
+    kernel fails, an error is raised. There is no silent fallback.
 
-    To choose ``proj_dim``: the error of the projected inner product of x and y has a standard
-    deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel
-    vectors. With the workflow's default of 1,024 columns, the error is 3 %. Four times as many
-    columns halve the error and take four times the time and memory. With more columns than training
-    samples, the normal matrix of the features is singular, and the damping dominates the scores.
+    To choose ``proj_dim``, consider that the error of the projected inner product of x and y has a
+    standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
+    parallel vectors. With the workflow's default of 1,024 columns, this is 3 % of ``|x| |y|``. Four
+    times as many columns halve the error and take four times the time and memory. With more columns
+    than training samples, the features' normal matrix is singular, and damping dominates scores.
 
     Args:
         gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy
             array (float32, float16), a torch tensor (float32, float16, bfloat16), or a sequence of
-            such matrices with consecutive columns, which are not concatenated. Rows may be strided.
+            such matrices (blocks), which contain consecutive columns. Rows may be strided.
         spec: The projection to apply.
-        offset: Row of R that belongs to the first column of ``gradients``.
+        offset: The row of R by which the first column of ``gradients`` is multiplied.
         out: Array for the result, shape (n_samples, spec.proj_dim), float32, of the same library
-            and device as the gradients. None to allocate it.
+            and on the same device as the gradients. If None, it is allocated.
         accumulate: Add to ``out`` instead of overwriting it.
         scale: Multiply ``out``, including its previous content, by ``spec.scale`` at the end, so
             that E<Rx, Ry> = <x, y>.
@@ -180,9 +181,9 @@ def project(
         ``out``, shape (n_samples, spec.proj_dim), float32.
 
     Raises:
-        InputError: If a shape, dtype or device is not one of the above, if the chunk exceeds
-            ``spec.n_params``, if a CUDA kernel cannot run or fails its test, or if a result is not
-            finite. The content of ``out`` is then undefined.
+        InputError: If a shape, dtype or device is not one of the above, if the chunk extends beyond
+            row ``spec.n_params`` of R, if a CUDA kernel cannot run or fails its test, or if a
+            result is not finite. The content of ``out`` is then undefined.
 
     Example:
         Project two gradients with 10,000 entries to 1,024 dimensions:
@@ -210,7 +211,7 @@ def project(
 
     Source:
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.
-        Achlioptas, "Database-friendly random projections", JCSS 2003 (entries of one bit).
+        Achlioptas, "Database-friendly random projections", JCSS 2003 (entries +1 and -1).
         Pham, Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013
         (tensor_sketch).
     """
@@ -218,8 +219,8 @@ def project(
     n_columns = sum(block.shape[1] for block in blocks)
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
-            "The columns of `gradients`, counted from `offset`, must be within the projection's "
-            f"{spec.n_params} rows. Found columns {offset} to {offset + n_columns}.",
+            "Starting at row `offset`, the columns of `gradients` must fit into the projection "
+            f"matrix, which has {spec.n_params} rows. Found rows {offset} to {offset + n_columns}.",
             code="projection.columns",
         )
     if threads < 1:
@@ -242,10 +243,10 @@ def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: 
     """Return ``vectors @ R[offset : offset + n_entries].T`` for the unscaled R of a projection.
 
     If g is the row returned for a vector v, then <x, g> = <x R, v> for every gradient x. For
-    ``tensor_sketch`` the coordinates must be those of exactly one parameter. For ``rademacher`` and
+    ``tensor_sketch``, the entries must be those of exactly one parameter. For ``rademacher`` and
     ``normal``, rows of R are formed, which costs as much as projecting 64 gradients.
 
-    Vectors have shape (m, k), and the result has shape (m, n_entries). Both are float32.
+    ``vectors`` has shape (m, k), and the result has shape (m, n_entries). Both are float32.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]
@@ -266,8 +267,8 @@ def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     starts = [0, *itertools.accumulate(rows * columns for rows, columns in spec.shapes)]
     (buckets0, signs0), (buckets1, signs1) = hashes_on(spec, vectors.device)[starts.index(offset)]
     directions = vectors.new_empty(len(vectors), len(buckets0), len(buckets1))
-    # Entry (i, j) is sign0[i] sign1[j] v[(bucket0[i] + bucket1[j]) mod k]. Only some rows i are
-    # computed at a time, to limit the memory for temporary tensors.
+    # Entry (i, j) is sign0[i] sign1[j] v[(bucket0[i] + bucket1[j]) mod k]. The rows i are computed
+    # a few at a time, to limit the memory for temporary tensors.
     step = max(1, _ENTRIES // max(1, len(vectors) * len(buckets1)))
     for first in range(0, len(buckets0), step):
         rows = slice(first, first + step)
@@ -285,7 +286,7 @@ def _transposed_hadamard(
     words = np.empty(max(k // 32, 4), np.uint32)
     row_signs, column_signs = np.empty(k, np.float32), np.empty(k, np.float32)
     parts = []
-    # R_b = D_b H E_b (`reference.py`), so v R_b^T = v E_b H D_b. The inner loop multiplies by H.
+    # With R_b = D_b H E_b (`reference.py`), v R_b^T = v E_b H D_b. The inner loop multiplies by H.
     for block in range(offset // k, (offset + n_entries - 1) // k + 1):
         fill_signs(row_signs, words, 0, block, key)
         fill_signs(column_signs, words, COLUMN_SIGNS, block, key)

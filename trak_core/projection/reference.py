@@ -1,14 +1,14 @@
-"""Define the projection matrix R, version 1, as readable NumPy code: dense and slow.
+"""Define the projection matrix R, version 1, as readable NumPy code, which is dense and slow.
 
-This definition is a file format. Features from two machines can be compared only because every
-backend computes exactly this matrix. The code here is independent of the backends.
+This definition is part of the file format. Features from two machines can be compared only because
+every backend computes exactly this matrix. The code here is independent of the backends.
 
-Random words are outputs of Philox4x32-10. The key is the two halves of the seed, and the counter is
+Random words are outputs of Philox4x32-10. The key consists of the seed's two halves. The counter is
 
     (c0, low 32 bits of q, high 32 bits of q | tag << 24, stream).
 
-Each call returns four words. Each kind defines c0, q and the word for coordinate g (the row of R)
-and column j:
+Each call returns four words. For coordinate g (the row of R) and column j, each kind defines c0, q
+and which of the four words is used:
 
 ``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word contains
 the signs of one column for 32 coordinates. The sign of g is bit
@@ -17,11 +17,11 @@ the signs of one column for 32 coordinates. The sign of g is bit
 ``normal`` (tag 1): c0 = j >> 2, q = g, word j & 3. Let s be the sum of the word's four bytes minus
 510. The constants SD, C1, C3 and C5 are defined below. Every operation is rounded to float32,
 without fused multiply-add: x = s * SD, x2 = x * x, p = C5 * x2 + C3, p = p * x2 + C1. The entry is
-p * x. Its 1,021 levels have mean 0, variance 0.99999 and excess kurtosis -0.003. Their distribution
-function is within 0.002 of that of N(0, 1).
+p * x. Its 1,021 possible values have mean 0, variance 0.99999 and excess kurtosis -0.003. Their
+distribution function differs from that of N(0, 1) by at most 0.002.
 
-``hadamard`` (tag 3): coordinates are split into blocks of k = proj_dim. Coordinate g is number
-i = g % k of block b = g // k. The entry is E_b[j] * H[i, j] * D_b[i], where H[i, j] is
+``hadamard`` (tag 3): coordinates are split into blocks of k = proj_dim. Coordinate g has index
+i = g % k in block b = g // k. The entry is E_b[j] * H[i, j] * D_b[i], where H[i, j] is
 (-1)^popcount(i & j), and D_b and E_b are vectors of k signs. Sign v of D_b is bit v & 31 of word
 w & 3 of the call c0 = w >> 2, q = b, where w = v >> 5. E_b is defined in the same way, but with
 c0 = (w >> 2) + 2^31. A set bit means -1.
@@ -48,7 +48,7 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return the words of Philox4x32-10, (4, n), for counters (4, n). They are 32 bits in uint64.
+    """Return the 32-bit words of Philox4x32-10, (4, n), uint64, for counters of shape (4, n).
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -67,7 +67,7 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
 
 
 def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return word ``index`` (0 to 3) of the call at (c0, q), uint64, after broadcasting."""
+    """Return word ``index`` (0 to 3) of the call at (c0, q), uint64. Arguments are broadcast."""
     c0, q, index = np.broadcast_arrays(c0, q, index)
     high = (q >> np.uint64(32)) | np.uint64(spec.kind.tag << 24)
     counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])
@@ -144,7 +144,7 @@ def projection_matrix(
 ) -> np.ndarray:
     """Return rows of the unscaled projection matrix R, shape (n_rows, spec.proj_dim), float64.
 
-    The rows start at coordinate ``first``. By default, all rows from there on are returned.
+    The rows start at coordinate ``first``. By default, all rows from ``first`` on are returned.
     """
     n_rows = spec.n_params - first if n_rows is None else n_rows
     g = np.uint64(first) + np.arange(n_rows, dtype=np.uint64)[:, None]

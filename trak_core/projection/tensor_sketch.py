@@ -1,15 +1,16 @@
-"""Compute tensor sketches with torch on any device, from outer products or formed gradients.
+"""Compute tensor sketches with torch on any device, from factors or from whole gradients.
 
-A gradient that is a sum of outer products, sum_t a_t b_t^T, can be sketched without forming it.
-Entry (i, j) is added to column (bucket0[i] + bucket1[j]) mod k. Therefore the sketch of a b^T is
-the circular convolution of two count sketches: x, the sketch of a with the buckets and signs of
-rows, and y, the sketch of b with the buckets and signs of columns. The discrete Fourier transform F
-turns the convolution into a product. The method of Pham and Pagh is changed in four ways:
+A gradient that is a sum of outer products, sum_t a_t b_t^T, can be sketched from its factors a_t
+and b_t without being formed. Entry (i, j) is added to column (bucket0[i] + bucket1[j]) mod k.
+Therefore the sketch of a b^T is the circular convolution of two count sketches: x, the sketch of a
+with the buckets and signs of rows, and y, the sketch of b with those of columns. The discrete
+Fourier transform F turns the convolution into a product. The method of Pham and Pagh is changed in
+four ways:
 
 1. One complex transform is enough for both factors, because F(x + i y)^2 is the transform of
    x * x - y * y + 2 i (x * y), where * is the convolution.
-2. The squares are summed in the frequency domain over all tokens and parameters. A single inverse
-   transform for each sample follows.
+2. The squares are summed in the frequency domain over all tokens and parameters. Then each sample
+   needs only one inverse transform.
 3. Each pair (x, y) is first scaled to equal norms. The unused real part is then no larger than the
    imaginary part and does not increase the rounding error.
 4. Buckets are balanced (``reference.py``), so the entries of a factor with at most k entries do not
@@ -31,13 +32,14 @@ from torch import Tensor
 from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, hashes_of
 from trak_core.settings import ProjectionSpec
 
-# The largest number of complex numbers that are transformed in one call. On a CPU they take 1 MiB,
-# which fits into a core's cache. On a GPU they take 64 MiB, because starting kernels takes 0.2 ms.
+# The largest number of complex numbers that are transformed in one call. On a CPU, they take 1 MiB,
+# which fits into a core's cache. On a GPU, they take 64 MiB, because a call takes 0.2 ms to start.
 _PIECE, _PIECE_OF_GPU = 2**17, 2**23
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
 # and layers of size 256 to 3,072. They decide which of two methods is used. ``_CALL_NS`` and
-# ``_LANE_NS`` were chosen on an Intel Xeon in 135 cases of size 10 to 768 and k = 64 to 4,096. In
-# these cases the selected method took 1.02 times as long as the faster one on average, at most 1.5.
+# ``_LANE_NS`` were chosen on an Intel Xeon from 135 cases of size 10 to 768 and k = 64 to 4,096. In
+# these cases, the selected method took on average 1.02 times as long as the faster method, and at
+# most 1.5 times.
 _TRANSFORM_NS = 0.33  # two transforms of a token and their product, divided by k log2(k)
 _COUNT_NS = 2.0  # the addition of one entry of a token's factor to its bucket
 _PRODUCT_NS = 0.035  # the addition of a token's term to one entry of a formed gradient
@@ -50,10 +52,10 @@ def _token_ns(rows: int, columns: int, proj_dim: int) -> float:
 
 
 def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj_dim: int) -> bool:
-    """Return whether sketching sums of outer products from factors is cheaper than forming them.
+    """Return whether it is cheaper to sketch gradients from their factors than to form them.
 
-    There are ``n_samples`` matrices of shape (rows, columns), each a sum of ``n_tokens`` outer
-    products. This is an estimate for one core.
+    The ``n_samples`` gradients have shape (rows, columns), and each is a sum of ``n_tokens`` outer
+    products. The costs are estimates for one core.
     """
     tiles = -(-n_samples // _LANES)
     by_entry = n_samples * n_tokens * _PRODUCT_NS + tiles * _LANE_NS
@@ -65,7 +67,7 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 def _flat_hashes_on(spec: ProjectionSpec, device: torch.device) -> tuple[Tensor, ...]:
     """Return each parameter's number of columns and the fields of ``Hashes``, on a device.
 
-    All are int64, except the signs, which are float32.
+    The tensors are int64, except the signs, which are float32.
     """
     assert spec.shapes is not None
     fields = (x if x.dtype == "float32" else x.astype("int64") for x in hashes_of(spec))
@@ -85,10 +87,10 @@ def hashes_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Ten
 
 @lru_cache(maxsize=2)
 def _entries_on(spec: ProjectionSpec, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return for each parameter the index in [a, b] of the entry in each bucket, and its sign.
+    """Return which entry of the concatenation [a, b] is in each bucket, and its sign.
 
-    Both tensors have shape (runs, k, 2), with the factors a and b in the last dimension. A run is k
-    consecutive entries, which are in different buckets. The sign is 0 for an empty bucket.
+    For each parameter, both tensors have shape (runs, k, 2), with the factors a and b in the last
+    dimension. A run has k consecutive entries, in different buckets. An empty bucket has sign 0.
     """
     assert spec.shapes is not None
     hashes, k = hashes_of(spec), spec.proj_dim
@@ -112,9 +114,9 @@ def _has_kernels(device: torch.device) -> bool:
 def _fill_counts(
     spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, dim: int
 ) -> None:
-    """Write the count sketches x and y of pairs of rows to ``counts``, float32.
+    """Write the count sketches x and y of pairs of rows a and b to ``counts``, float32.
 
-    On a CPU, pairs of rows are first scaled to equal norms if ``dim`` is 3.
+    On a CPU, the two rows of a pair are first scaled to equal norms if ``dim`` is 3.
 
     Args:
         spec: The projection.
@@ -147,7 +149,7 @@ def _fill_counts(
 
 
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Split samples and tokens into pieces of at most ``most`` tokens, but at least one token."""
+    """Split samples and tokens into pieces of at most ``most`` tokens, or one if that is 0."""
     n_samples, n_tokens = left.shape[:2]
     if n_tokens > most:
         starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
@@ -166,17 +168,17 @@ def _add_transforms(counts: Tensor, sums: Tensor) -> None:
         add_squares_cpu(transformed.flatten(2).numpy(), torch.view_as_real(sums).flatten(1).numpy())
         return
     norms = torch.linalg.vector_norm(counts, dim=2, keepdim=True, dtype=torch.float64)
-    # If x or y is 0, both are multiplied by 0. NaN and infinity then become NaN and are not hidden.
+    # If x or y is 0, both are multiplied by 0. NaN and infinity become NaN, so they are not hidden.
     counts *= (norms.flip(3) / norms).sqrt_().nan_to_num_(0, 0, 0).float()
     sums += torch.fft.fft(torch.view_as_complex(counts)).square_().sum(0)
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values (b, m) to the columns (b, m) or (m,) of the rows of ``out`` in a fixed order."""
+    """Add values (b, m) to the given columns, (b, m) or (m,), of each row of ``out``, in order."""
     columns = columns.expand_as(values)
     if out.device.type == "cpu":
         out.scatter_add_(1, columns, values)
-    else:  # index_put_ sorts the indices; scatter_add_ would use atomic additions
+    else:  # index_put_ sorts the indices, whereas scatter_add_ would add in a random order.
         rows = torch.arange(len(out), device=out.device).unsqueeze(1).expand_as(columns)
         out.index_put_((rows, columns), values, accumulate=True)
 
@@ -193,7 +195,7 @@ def _add_lookups(
 def _places(
     spec: ProjectionSpec, device: torch.device, bounds: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns and signs of all coordinates in the ranges (start, stop) of ``bounds``."""
+    """Return the columns and signs of R at all coordinates in the (start, stop) of ``bounds``."""
     widths, starts, positions, buckets, signs = _flat_hashes_on(spec, device)
     coordinates = torch.cat([torch.arange(*bound, device=device) for bound in bounds])
     numbers = torch.searchsorted(starts, coordinates, right=True) - 1
@@ -202,15 +204,16 @@ def _places(
     return (buckets[i] + buckets[j]) % spec.proj_dim, signs[i] * signs[j]
 
 
-# For few coordinates, such as those of all biases, columns and signs are cached between batches.
+# If there are few coordinates, as in biases, their columns and signs are cached between batches.
 _MOST_KEPT, _MOST_PLACES = 2**20, 2**22
 _kept_places = lru_cache(maxsize=4)(_places)
 
 
 def add_rows(out: Tensor, parts: Sequence[tuple[int, Tensor]], spec: ProjectionSpec) -> None:
-    """Add the sketches of formed gradients to ``out``, shape (b, k).
+    """Add the sketches of whole gradients to ``out``, shape (b, k).
 
-    A part has its first coordinate and the gradients of n_i consecutive coordinates, (b, n_i).
+    Each part is a pair of a first coordinate and the gradients at n_i consecutive coordinates from
+    there on, shape (b, n_i).
     """
     pieces = [
         (first + at, block[:, at : at + _MOST_PLACES])
@@ -232,10 +235,10 @@ def add_rows(out: Tensor, parts: Sequence[tuple[int, Tensor]], spec: ProjectionS
 class OuterProducts:
     """Sketches of sums of outer products, one sum for each sample.
 
-    The total is within 1e-6 sum_t |a_t| |b_t| of the definition, where t runs over all terms.
+    The error of ``total`` is at most 1e-6 sum_t |a_t| |b_t|, where t runs over all terms.
 
     Attributes:
-        rows: The sums of the terms that were not transformed, shape (b, k), float32.
+        rows: The sums of the terms that need no transform, shape (b, k), float32.
         spectrum: The sums of squared transforms, shape (b, k), complex128.
     """
 
@@ -244,7 +247,7 @@ class OuterProducts:
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
-        # Count sketches of parameters with few tokens are collected and transformed together.
+        # With few tokens, the count sketches of several parameters are transformed together.
         self._held, self._n_held = torch.empty(0, device=device), 0
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
@@ -256,7 +259,7 @@ class OuterProducts:
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
         most = (_PIECE if has_kernels else _PIECE_OF_GPU) // k
-        # Each run of k entries of a row takes as much memory as a sketch.
+        # On a GPU, each run of k entries of a row takes as much memory as a sketch.
         runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
         if 2 * runs * n_samples * n_tokens <= most:
             if not len(self._held):
@@ -292,15 +295,15 @@ class OuterProducts:
 class Contractions:
     """Inner products of vectors with the sketches of single outer products.
 
-    Each token is sketched once for all vectors. Let X, Y and V be the transforms of its count
-    sketches x and y and of a vector v. Then <sketch, v> = Re <X Y, V> / k. As x, y and v are real,
-    half of the frequencies suffice. One matrix product computes the results for all tokens and
-    vectors. The results are within 1e-6 |a_t| |b_t| |v| of the definition.
+    Each token is sketched once for all vectors. Let X, Y and V be the transforms of the token's
+    count sketches x and y and of a vector v. Then <sketch, v> = Re <X Y, V> / k. As x, y and v are
+    real, half of the frequencies suffice. One matrix product computes the results for all tokens
+    and vectors of a sample. The error of a result is at most 1e-6 |a_t| |b_t| |v|.
 
     Attributes:
         vectors: Shape (m, k), float32.
-        spectra: Weights of the real and imaginary parts of X Y, for each vector, shape
-            (m, 2 (k // 2 + 1)), float32.
+        spectra: For each vector, the weights of the real and imaginary parts of X Y in the inner
+            product, shape (m, 2 (k // 2 + 1)), float32.
     """
 
     spec: ProjectionSpec
@@ -309,7 +312,7 @@ class Contractions:
 
     @classmethod
     def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
-        """Return the contractions with vectors of shape (m, k), after transforming the vectors."""
+        """Transform vectors of shape (m, k), and return the contractions with them."""
         k = spec.proj_dim
         spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
         # Frequencies 0 and k / 2 have no conjugate partner, so they count once instead of twice.
@@ -317,7 +320,7 @@ class Contractions:
         return cls(spec, vectors, spectra.flatten(1).float())
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
-        """Return whether sketches are cheaper than products of the factors with each R v.
+        """Return whether it is cheaper to sketch tokens than to multiply their factors by each R v.
 
         There are ``n_pairs`` pairs of a sample and a vector, and ``n_tokens`` outer products in
         each sample.
@@ -342,8 +345,8 @@ class Contractions:
             number: Index of the parameter.
             left: Shape (b, tokens, n0).
             right: Shape (b, tokens, n1).
-            groups: Each sample b, in ascending order, with the slice of its pairs.
-            directions: The index in ``vectors`` of the vector v of each pair, shape (pairs,).
+            groups: For each sample b, in ascending order, (b, the slice of its pairs).
+            directions: For each pair, the index of its vector v in ``vectors``, shape (pairs,).
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         if len(groups) < len(left):
@@ -369,7 +372,10 @@ class Contractions:
         groups: Sequence[tuple[int, slice]],
         directions: Tensor,
     ) -> Tensor:
-        """Return <e_i right[b, t]^T, R v>, where e_i is the unit vector of i = indices[b, t]."""
+        """Return <e_i right[b, t]^T, R v>, where e_i is the unit vector of i = indices[b, t].
+
+        The other arguments and the shape are as for ``inner_with_products``.
+        """
         products = self.vectors.new_empty(len(directions), indices.shape[1])
         for b, pairs in groups:
             rows = self.vectors.new_zeros(indices.shape[1], self.spec.proj_dim)

@@ -1,7 +1,7 @@
-"""Render the results of a study as HTML pages, and a figure of each experiment.
+"""Render the results of a study as HTML pages, and draw a figure of each experiment.
 
-``templates`` contains the markup and the text, and ``style.css`` the colours and sizes. The modules
-read artifacts (``read_results``) and compute the values that templates show.
+``templates`` contains the markup and the text, and ``style.css`` the colours and sizes. The module
+``read_results`` reads the artifacts. The other modules compute the values that templates show.
 """
 
 # If packages of the extra are missing, this error names the extra before an import fails.

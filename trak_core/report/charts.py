@@ -23,8 +23,8 @@ from trak_core.report.read_results import File, output_of, part_with
 from trak_core.report.template_filters import of_target, of_training_sample, signed
 from trak_core.study.show_samples import Picture
 
-# The size of a chart in inches. An inch of an SVG is 96 CSS pixels, so that text in a chart is as
-# large as small text on the page.
+# The size of a chart in inches. An inch of an SVG is 96 CSS pixels, so text in a chart is as large
+# as small text on the page.
 _WIDTH, _HEIGHT = 3.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -53,16 +53,16 @@ _SWEPT = (
 )
 # The number of targets in a figure.
 TARGETS_IN_FIGURE = 6
-# The largest number of characters in a line and of lines, for texts above a tile and in a tile.
+# The largest number of characters in a line, and of lines, for texts above and inside a tile.
 _ABOVE, _WITHIN = (18, 2), (17, 9)
-# The titles of measures of retrained models.
+# The titles of the charts of each measure of retrained models.
 _MEASURES = {
     "change": "Change of the model output",
     "accuracy": "Accuracy",
     "target_loss": "Loss",
     "output": "Model output",
 }
-# The largest number of groups in a chart, and of characters and lines in the name of a group.
+# The largest number of groups in a chart, and of characters and lines in a group's name.
 _GROUPS, _NAME = 25, (22, 1)
 
 
@@ -84,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart. ``src`` is the picture as a data URL, and ``alt`` describes it.
+    """A chart. ``src`` is the picture as a data URL, and ``alt`` describes the picture.
 
     ``width`` and ``height`` are in CSS pixels.
     """
@@ -126,7 +126,7 @@ def _line_chart(
 ) -> Chart:
     """Return a chart of lines. ``ceiling`` is a row with ``lds``, ``low`` and ``high``, or None.
 
-    If there are more than ``most_ticks`` ticks, matplotlib chooses them.
+    If ``x_ticks`` has more than ``most_ticks`` values, matplotlib chooses the ticks instead.
     """
     legend = [*lines]
     with mpl.rc_context(_STYLE):
@@ -152,7 +152,7 @@ def _line_chart(
 
 
 def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
-    """Return a figure as a chart. ``shown`` describes its axes."""
+    """Return a figure as a chart. ``shown`` describes the axes for the alternative text."""
     for axes in figure.axes:
         axes.set_axisbelow(True)
     buffer = io.BytesIO()
@@ -200,7 +200,7 @@ def lds_charts(evaluation: File) -> list[Chart]:
 def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
     """Return a chart of LDS against one setting, with the config's values of the other settings.
 
-    It has a line for each ``combine``.
+    The chart has a line for each value of ``combine``.
     """
     config = evaluation.row("best", setting="config")
     others = {other: getattr(config, other) for other, *_ in _SWEPT if other != name}
@@ -224,9 +224,9 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 def removal_charts(removals: File, labels: Mapping[str, str]) -> list[Chart]:
     """Return a chart for each measure of models retrained without, or only on, chosen samples.
 
-    A chart shows the measure against the number of samples, with a line for chosen samples and a
-    line for as many random samples. ``labels`` contains a phrase for each subset. Its entry
-    ``treated`` is ``removed`` or ``trained on``. There are no charts for an empty list.
+    A chart shows the measure against the number of samples, with a line for the chosen samples and
+    a line for the same number of random samples. ``labels`` contains a phrase for each kind of
+    subset, and the entry ``treated``, ``removed`` or ``trained on``. An empty list has no charts.
     """
     summary, charts = removals.tables["summary"], []
     measures = [m for m in ("change", "accuracy", "target_loss") if m in set(summary["measure"])]
@@ -275,7 +275,7 @@ def group_charts(groups: File) -> list[Chart]:
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
-            # For small scores, the axis shows a power of ten at its end, so that labels are short.
+            # To keep tick labels short, the axis shows a power of ten once for small scores.
             axes.locator_params(axis="x", nbins=4)
             axes.ticklabel_format(axis="x", scilimits=(-2, 4))
             axes.grid(axis="x", color="#ddd", linewidth=0.6)
@@ -284,7 +284,7 @@ def group_charts(groups: File) -> list[Chart]:
 
 
 def influences_figure(examples: Examples) -> Figure:
-    """Return a figure with a row for each of the first targets and its strongest samples."""
+    """Return a figure whose rows show the first targets, each with its strongest samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
     output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
@@ -299,7 +299,7 @@ def influences_figure(examples: Examples) -> Figure:
     for axes in tiles.flat:
         axes.set_axis_off()
     for row, about in zip(tiles, shown, strict=True):
-        words = of_target(about, output).rsplit(", ", 1)  # The prediction is in a second line.
+        words = of_target(about, output).rsplit(", ", 1)  # The prediction is on a second line.
         _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
             strongest = examples.strongest(about.id, sign)[:EACH]
@@ -317,7 +317,7 @@ def _wrapped(text: str, characters: int, lines: int) -> str:
 
 
 def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
-    """Show a sample in a frame. Texts are not parsed as formulas."""
+    """Draw a sample in a frame. matplotlib must not parse its text as a formula."""
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
     axes.set_title(above, fontsize=8, color=color, parse_math=False)

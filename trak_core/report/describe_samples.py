@@ -1,7 +1,7 @@
 """Show samples to readers as pictures or texts from the study, or as printed values.
 
 The report (templates/examples.html.j2), the answers (templates/answer.html.j2) and the figures
-(``charts``) show samples in the same way.
+(``charts``) all show samples in this way.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from trak_core.study.study import Study
 
 # The largest number of training samples of each sign that are shown for a target.
 EACH = 4
-# The largest number of targets of an experiment and of the page, to limit the size of the page.
+# The largest number of targets per experiment and in total, which limits the size of the page.
 _TARGETS, _IN_ALL = 20, 120
 
 
@@ -26,9 +26,9 @@ _TARGETS, _IN_ALL = 20, 120
 class Examples:
     """Targets of an experiment and their strongest training samples, by id.
 
-    ``targets`` contains the targets in the table ``shown``. ``train`` can contain further samples.
-    ``drawn`` is whether samples are pictures, and ``described`` is whether they have texts from the
-    study's ``describe``.
+    ``targets`` contains the targets in the table ``shown``. ``train`` can also contain other
+    training samples. ``drawn`` is whether samples are pictures, and ``described`` is whether they
+    have texts from the study's ``describe``.
     """
 
     experiment: File
@@ -43,18 +43,18 @@ class Examples:
         return rows_with(self.experiment.tables["shown"])
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
-        """Return the rows of a target's strongest training samples of sign 1 or -1."""
+        """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
         return strongest(self.experiment, target, sign)
 
 
 def targets_shown(n_experiments: int) -> list[int]:
-    """Return the largest number of targets to show of each experiment, at most 120 in total."""
+    """Return how many targets to show at most for each experiment, at most 120 in total."""
     each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
 def targets_of_mean(experiment: File) -> Split | None:
-    """Return an experiment's target as a text if it is a mean of other targets, else None."""
+    """Return the experiment's targets as texts if they are means of others, else None."""
     targets = experiment.tables["targets"]
     if MEAN_OF not in targets:
         return None
@@ -73,7 +73,7 @@ def find_examples(
 
     The study's ``draw(axes, sample)`` draws a sample, and its ``describe(sample)`` returns a text.
     Without these functions, images are shown and other samples are printed. ``targets`` contains
-    the targets of each experiment, and ``also`` the ids of further training samples to show.
+    the targets of each experiment, and ``also`` contains ids of other training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 

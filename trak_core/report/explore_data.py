@@ -1,7 +1,7 @@
 """Prepare the data of an experiment's page: its targets and their training samples.
 
 A template shows the first targets. The page's script shows all targets, from the same data. Samples
-that would make the page too large are left out, and the page shows their number.
+that would make the page too large are left out, and the page says how many.
 """
 
 import json
@@ -23,14 +23,14 @@ from trak_core.study.show_samples import BEGINNING, Picture, readable
 # The number of training samples of each sign for a target, and the number of targets that the page
 # shows without its script.
 EACH_ON_PAGE, AT_ONCE = 10, 20
-# The largest sizes in bytes: of a page, of its ids, scores and columns, and of its text, style and
+# Size limits in bytes: for a page, for its ids, scores and columns, and for its text, style and
 # script, including the targets that are shown without the script.
 _PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
-# The largest number of characters of a text if all texts fit. Otherwise it is BEGINNING.
+# The largest number of characters of a text if all texts fit. Otherwise the limit is BEGINNING.
 _CHARACTERS = 1000
 
-# (is_target, id, characters) -> the target or training sample as it is shown, with at most this
-# number of characters, and a digest of its contents.
+# A function (is_target, id, characters) that returns the sample as it is shown, with at most
+# ``characters`` characters, and a digest of its contents. ``is_target`` is false for training ids.
 Show = Callable[[bool, Any, int], tuple[Picture | str, bytes]]
 _EQUAL_HARMS = (
     "A training sample equal to this target is among its most harmful samples. Compare their "
@@ -56,7 +56,7 @@ class Tokens:
 
     @classmethod
     def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
-        """Return the scores in a table ``tokens``."""
+        """Return the scores in the table ``tokens`` of a token-scores file."""
         train: dict[tuple[Any, Any], np.ndarray] = {}
         targets: dict[Any, np.ndarray] = {}
         keys = ["side", "target_id", "train_id"]
@@ -83,12 +83,12 @@ class Answer:
 
     Attributes:
         experiment: The scores. See ``read_experiment``.
-        targets: The id, texts, columns, ``sample`` and ``influences`` (index in ``train``, score,
-            and levels of its tokens if known) of each target. With scores by token, also the texts
-            and levels of the target's tokens. ``equal`` has a text, by index in ``train``, for
-            samples with the same contents as other samples or as the target. ``equal_harms`` is a
-            sentence if a sample with the contents of the target is among the most harmful ones,
-            else "".
+        targets: The id, texts, columns, ``sample`` and ``influences`` of each target. An influence
+            contains an index in ``train``, a score, and the levels of the sample's tokens if known.
+            If there are scores by token, ``tokens`` and ``levels`` contain the texts and levels of
+            the target's tokens. ``equal`` maps indices in ``train`` to marks of samples with the
+            same contents as other samples or the target. ``equal_harms`` is a sentence if
+            one of the most harmful samples has the same contents as the target, else "".
         train: The id, texts, columns and ``sample`` of the targets' training samples, and of the
             most harmful training samples.
         columns: The names of the columns in ``values`` of ``targets`` and ``train``, in order.
@@ -119,7 +119,7 @@ class Answer:
 
     @property
     def meanings(self) -> str:
-        """Sentences on the meaning of the label, the prediction, and the columns of the study."""
+        """Sentences that explain the label, the prediction, and the columns of the study."""
         about = output_of(self.experiment)
         sentences = []
         if about.label != "label" and not (about.is_own or self.is_mean):
@@ -143,7 +143,7 @@ class Answer:
 
     @property
     def data(self) -> str:
-        """The contents for the script, as JSON that is safe inside an HTML element."""
+        """The data for the script, as JSON that is safe inside an HTML element."""
         about = output_of(self.experiment)
         whole = {
             "targets": self.targets,
@@ -171,14 +171,14 @@ def _study_columns(table: pd.DataFrame) -> list[str]:
 
 
 def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
-    """Return label, prediction and columns of the study as texts. The page can filter by them."""
+    """Return the columns by which the page can filter: their names, with the values as texts."""
     pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
     named = [*pairs, *((name, name) for name in _study_columns(table))]
     return {word: [label(value) for value in table[key].tolist()] for word, key in named}
 
 
 def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[str, Any]]:
-    """Return the id, anchor, values, and the study's columns as one text, for each row."""
+    """Return an entry for each row: its id, anchor, values, and the study's columns as a text."""
     added = _study_columns(table)
     rows = zip(*values.values(), strict=True) if values else (() for _ in table["id"])
     return [
@@ -199,7 +199,7 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
 
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return entries of the first targets, without influences, and the names of their columns."""
+    """Return the entries of the first targets, without influences, and their column names."""
     output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     values = _values(table, (output.label, output.prediction))
@@ -219,7 +219,7 @@ def _train(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return entries of training samples with harm, help and self-influence, and column names.
 
-    ``places`` contains the sample's rank by each of these numbers, with 0 for the largest one.
+    ``places`` in an entry contains the sample's rank by each of these numbers, from 0.
     """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
@@ -232,7 +232,7 @@ def _train(
     numbers = {key: table[key] for key in ("harm", "help") if key in table}
     if self_influence is not None:
         numbers["self-influence"] = self_influence.loc[list(ids)]
-    # Sort as in the list of suspects: by the exact number, and then by the row in the study.
+    # Sort as in the list of suspects: by the number before rounding, then by the row in the study.
     of_study = experiment.tables["train"]["id"]
     row_of = {sample_id: row for row, sample_id in enumerate(of_study.tolist())}
     rows = [row_of[sample_id] for sample_id in ids]
@@ -248,7 +248,7 @@ def _train(
 def _rows(
     experiment: File, n_targets: int, self_influence: pd.Series | None, tokens: Tokens | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
-    """Return entries of the first targets and their training samples, and names of columns."""
+    """Return the page's entries for targets and training samples, and the column names of both."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
     influences = experiment.tables["top_influences"]
     is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)
@@ -290,12 +290,12 @@ def explore(
     """Return the contents of an experiment's page of at most 5 MB.
 
     Targets are added in order until their ids, scores and columns take half of the page. Then
-    pictures or texts of samples are added as far as they fit: first of the first targets and their
-    training samples, then of other targets, then of other training samples by their best rank. If
-    not all texts fit, texts are shortened.
+    pictures or texts of samples are added while they fit: first those of the first targets and
+    their training samples, then those of other targets, then those of other training samples,
+    ordered by their best rank. If not all texts fit, texts are shortened.
 
     ``show`` returns a sample as a picture if ``drawn``, and with the study's text if ``described``.
-    ``self_influence`` has the self-influence of training samples, by id.
+    ``self_influence`` contains the self-influence of training samples, by id.
     """
     n_targets = len(experiment.tables["targets"])
     short = _without_repeated(experiment, show) if described and not drawn else experiment
@@ -322,7 +322,7 @@ def explore(
 
 
 def _without_repeated(experiment: File, show: Show) -> File:
-    """Return an experiment without the columns of targets that the texts of targets contain.
+    """Return an experiment without the target columns whose values the targets' texts contain.
 
     If a user-defined ``encode`` makes a text from fields of a row, these fields are also columns.
     """
@@ -353,7 +353,7 @@ def _fill(
     *,
     drawn: bool,
 ) -> dict[str, str]:
-    """Add samples to entries up to ``n_bytes``. Return the pictures shown without the script."""
+    """Add samples to entries, up to ``n_bytes``. Return the pictures shown without the script."""
     samples, used = [], 0
     for is_target, entry in asked:
         shown, entry["digest"] = show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS)
@@ -384,7 +384,7 @@ def _mark_equal(
 ) -> None:
     """Mark training samples of a target that have equal contents, even if their labels differ.
 
-    Samples that are not shown are not compared.
+    Only samples that are shown are compared.
     """
     digests = [entry.get("digest") for entry in train]
     for target in targets:
@@ -402,7 +402,8 @@ def _mark_equal(
         target["equal"] = marks
         harmful = {place for place, score in influences if not score.startswith("+")}
         is_harmed = any(target_digest and digests[place] == target_digest for place in harmful)
-        # In regression, a copy of a target lowers the prediction if the prediction is too high.
+        # In regression, a copy of a target lowers the prediction if that is too high, so a negative
+        # score of the copy does not mean harm.
         target["equal_harms"] = _EQUAL_HARMS if is_harmed and not about.raises else ""
 
 

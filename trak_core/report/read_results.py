@@ -40,10 +40,10 @@ _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The contents of an artifact that the report shows.
+    """The part of an artifact that the report shows.
 
     ``name`` is the artifact's path in the results folder, and ``spec`` contains its settings.
-    ``tables`` contains tables by key, and ``attributes`` numbers and texts by name.
+    ``tables`` maps keys to tables, and ``attributes`` maps names to numbers and texts.
     """
 
     name: str
@@ -54,30 +54,30 @@ class File:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, table: str, **values: Any) -> Any:
-        """Return the first row of a table with these values, or None if there is none."""
+        """Return the first row with these values in a table, or None if there is no such row."""
         return next(iter(rows_with(self.tables[table], **values)), None)
 
 
 def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """Return the rows of a table with these values."""
+    """Return the rows of a table in which columns have the given values."""
     for column, value in values.items():
         table = table.loc[table[column] == value, :]
     return table
 
 
 def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
-    """Return the rows of a table with these values, as named tuples."""
+    """Return the rows that ``part_with`` returns, as named tuples."""
     return list(part_with(table, **values).itertuples())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The inputs of the report. Fields of measurements that were not made are empty.
+    """The inputs of the report. The field of a measurement that was not made is empty.
 
     ``config`` contains the keys that determine results. ``experiments`` are in the config's order.
-    The keys of ``evaluations`` and ``groups`` are experiments. A file of ``removals`` is for an
-    experiment or a list. ``matrices`` has a file for each checkpoint, and ``self_influence`` at
-    most one file.
+    The keys of ``evaluations`` and ``groups`` are experiments. Each file of ``removals`` is for an
+    experiment or a list. ``matrices`` contains a file for each checkpoint, and ``self_influence``
+    contains at most one file.
     """
 
     config: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Results:
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """The spec of the first scores. Checkpoints, projection and scoring are the same in all."""
+        """The first experiment's spec. All specs share checkpoints, projection and scoring."""
         return self.experiments[0].spec
 
     @property
@@ -128,28 +128,29 @@ def _file(
 def read_experiment(
     path: Path, results: Path, n_shown: int, each: int, train_split: Split | None = None
 ) -> File:
-    """Return the scores of an experiment, with all targets and the strongest influences on some.
+    """Return the scores of an experiment, with the strongest influences on its first targets.
 
-    There are at most ``each`` influences of each sign on the first ``n_shown`` targets. The
-    attribute ``fit`` is computed if the training samples ``train_split`` are given.
+    For each of the first ``n_shown`` targets, at most ``each`` influences of each sign are kept.
+    The attribute ``fit`` is computed if the training samples are given as ``train_split``.
 
     Returns:
-        A file with these tables. ``train`` and ``moved`` have the study's row numbers as index.
+        A file with these tables. The index of ``train`` and ``moved`` is the row in the study.
 
         - ``targets``: all targets. ``shown``: the first targets.
         - ``top_influences``: the influences on the first targets.
-        - ``train``: the training samples in ``top_influences`` and the most harmful ones.
+        - ``train``: the training samples in ``top_influences``, and the most harmful ones.
         - ``moved``: the harm and help of all training samples, if the model output has a better
           direction.
 
         It has these attributes:
 
-        - ``unit``: the unit of a score. ``defaults``: a text on default settings.
-        - ``output_words``: JSON of a user-defined model output in the config.
+        - ``unit``: the unit of a score. ``defaults``: a text about default settings.
+        - ``output_words``: JSON that describes a user-defined model output in the config.
         - ``one_loss_weight``: whether all loss weights are 1. ``saturated``: the fraction of
-          training samples with a loss weight near 0 at the ends of runs.
-        - ``n_train``, ``n_trained_on``, ``fit``: see the functions ``n_trained_on``, ``with_fit``.
-        - ``influential``: the ids in the file's ``top_influences``.
+          training samples whose loss weight is near 0 at the ends of runs.
+        - ``n_train``: the number of training samples. ``n_trained_on`` and ``fit``: see the
+          functions ``n_trained_on`` and ``with_fit``.
+        - ``influential``: the ids of the training samples in the stored ``top_influences``.
         - ``most_harmful``: the ids of up to 100 samples that harm targets most. ``n_harmful``: the
           number of samples that harm more than they help.
     """
@@ -191,13 +192,13 @@ def read_experiment(
 
 
 def with_fit(experiment: File, columns: pd.DataFrame, train: Split) -> File:
-    """Return an experiment's scores with the attribute ``fit``. See ``fit_of``."""
+    """Return an experiment's scores with the result of ``fit_of`` as the attribute ``fit``."""
     fit = fit_of(columns, output_of(experiment), train)
     return replace(experiment, attributes={**experiment.attributes, "fit": fit})
 
 
 def n_trained_on(targets: pd.DataFrame, train: pd.DataFrame) -> int:
-    """Return the number of targets with the id, label and model output of a training sample.
+    """Return the number of targets whose id, label and model output equal a training sample's.
 
     Equal ids are not enough, because training samples and targets can both be numbered from 0.
     """
@@ -222,12 +223,13 @@ def output_of(experiment: File) -> About:
     targets = experiment.tables.get("targets", pd.DataFrame())
     is_difference = MEAN_OF in targets and any(LESS in of for of in targets[MEAN_OF])
     about = replace(about, raises="the difference") if is_difference else about
-    # A mean of targets has no label, and a difference of means has no better direction.
+    # A mean over targets has no label that f could be closer to, and a difference of means is not
+    # better if it is larger or smaller. Therefore ``better`` is cleared.
     return replace(about, better="") if MEAN_OF in targets and about.raises else about
 
 
 def with_class_names(file: File, names: Sequence[str]) -> File:
-    """Return a file with names of classes instead of their numbers in its tables.
+    """Return a file whose tables contain the names of classes instead of their numbers.
 
     Numbers without a name, and labels that are not classes, remain unchanged.
     """
@@ -250,7 +252,7 @@ def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 
 
 def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Return a table of groups with names of classes for groups by label or prediction."""
+    """Return a table whose groups by label or prediction have names instead of class numbers."""
     is_class = table["column"].isin(["label", "prediction"]).tolist()
     groups = {name: table[name].tolist() for name in ("group", "other") if name in table}
     return table.assign(**{
@@ -260,12 +262,12 @@ def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFram
 
 
 def named(names: Sequence[str], number: Any) -> Any:
-    """Return the name of a class, or its number if it has none."""
+    """Return the name of a class, or its number if the class has no name."""
     return names[number] if 0 <= number < len(names) else number
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
-    """Return the rows of a target's strongest influences of sign 1 or -1."""
+    """Return the rows of a target's strongest influences with the given sign, 1 or -1."""
     return rows_with(experiment.tables["top_influences"], target_id=target, sign=sign)
 
 
@@ -273,8 +275,8 @@ def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
 class Shared:
     """A training sample that is prominent in more than one experiment.
 
-    ``moved`` contains its ``harm``, ``help``, ``score`` (help minus harm) and ``stands_out`` for
-    each experiment in which help is defined. ``stands_out`` is whether the sample is among the
+    For each experiment in which help is defined, ``moved`` contains the sample's ``harm``,
+    ``help``, ``score`` (help minus harm) and ``stands_out``: whether the sample is among the
     strongest samples of a shown target, or among the 100 most harmful samples.
     """
 
@@ -286,7 +288,8 @@ class Shared:
 def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     """Return training samples that are prominent in several experiments, the strongest first.
 
-    The strength of a sample is the sum over experiments of |score| / (their largest |score|).
+    The strength of a sample is the sum over experiments of |score| / (the experiment's largest
+    |score|).
     """
     experiments = [file for file in experiments if "harm" in file.tables["moved"]]
     if len(experiments) < 2:
@@ -303,7 +306,7 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     samples = []
     for row in shared[:_N_SHARED]:
         where = next(file for file, part in zip(experiments, rows, strict=True) if row in part)
-        # Single cells are read, because pandas converts an id in a row of numbers to float.
+        # Cells are read one by one, because pandas would convert an integer id in a row to float.
         sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
         moved_here = [
             {
@@ -317,7 +320,7 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
 
 
 def read_matrix(path: Path, results: Path) -> File:
-    """Return the smallest and largest eigenvalue of a normal matrix, as attributes.
+    """Return a file with the smallest and largest eigenvalue of a normal matrix as attributes.
 
     Eigenvalues that are negative due to rounding are replaced by 0.
     """
@@ -329,11 +332,11 @@ def read_matrix(path: Path, results: Path) -> File:
 
 
 def condition_number(matrix: File, damping: float) -> float:
-    """Return the condition number of a normal matrix with damping."""
+    """Return the condition number of a normal matrix after damping is added."""
     ends = matrix.attributes
     added = damping * ends["mean_squared_norm"]
     largest, smallest = ends["largest"] + added, ends["smallest"] + added
-    # Larger condition numbers cannot be computed in float64.
+    # In float64, an eigenvalue below this bound would be a rounding error.
     return largest / max(smallest, largest * 2.0**-52)
 
 
@@ -349,7 +352,7 @@ _SHOWN = {
 
 
 def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
-    """Return the tables of an evaluation, of removals or of groups.
+    """Return the tables of a file of the given kind: an evaluation, removals or groups.
 
     Differences between groups are sorted by their absolute values, in descending order.
     """
@@ -373,11 +376,12 @@ def read_self_influence(path: Path, results: Path) -> File:
 
 
 def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
-    """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` of the jobs of each rule.
+    """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` for the jobs of each rule.
 
     Snakemake's ``benchmark:`` writes a folder for each rule, or a file for a rule with one job. The
-    peak memory is read from the job's log, or else from Snakemake's file, in which it is NaN for
-    short jobs. Files of an earlier config, whose names are not in ``known``, are ignored.
+    peak memory is read from the job's log. If the log does not contain the peak, it is read
+    from Snakemake's file, where it is NaN for short jobs. Files of an earlier config, whose names
+    are not in ``known``, are ignored.
     """
     jobs = []
     for path in sorted(folder.rglob("*.tsv")):
@@ -396,10 +400,10 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
 
 
 def _job_times(path: Path, log: Path) -> pd.DataFrame:
-    """Return the seconds and the peak resident memory in MiB of the jobs in a file."""
+    """Return the time in seconds and the peak resident memory in MiB of the jobs in a file."""
     # If a job ends before Snakemake's first measurement, Snakemake writes "NA" or a dash.
     runs = pd.read_csv(path, sep="\t", na_values="-")
-    # If there is no CPU time, Snakemake measured only the shell, before the job's process began.
+    # Without CPU time, Snakemake measured only the shell, before the job's process started.
     is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
     peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
     return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})

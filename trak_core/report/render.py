@@ -1,7 +1,7 @@
 """Render HTML pages of results from templates, and determine the warnings on them.
 
-The folder templates/warnings/ contains the texts of warnings. Templates escape text. An undefined
-name in a template raises an error.
+The folder templates/warnings/ contains the texts of warnings. Templates escape text, and an
+undefined name in a template raises an error.
 """
 
 import base64
@@ -34,16 +34,16 @@ from trak_core.report.read_results import (
 )
 from trak_core.settings import EXACT, Combine
 
-# The limits of warnings. Features are float32 with a relative error of 6e-8. If a condition number
-# is above the limit, the second digit of a score can be wrong.
+# The limits at which warnings are shown. Features are float32, with a relative error of 6e-8. If a
+# condition number exceeds 1e6, the second digit of a score can therefore be wrong.
 LIMITS = {
     **{"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
     "targets": ENOUGH_TARGETS,
 }
-# The smallest number of targets from which the differences between targets are estimated.
+# With fewer targets, the standard deviation of outputs over targets is not estimated.
 _ENOUGH_TARGETS = 8
-# The largest number n of training samples for which the warning suggests exact scores. They need
-# three n x n matrices in float64, which take 0.6 GB.
+# The largest number n of training samples for which a warning suggests exact scores. Exact scores
+# need three n x n matrices in float64, which take 0.6 GB for this n.
 _MOST_EXACT = 5000
 
 
@@ -56,7 +56,7 @@ class StudyWarning:
 
 
 def study_warnings(results: Results) -> list[StudyWarning]:
-    """Return the warnings of a study, the most important first."""
+    """Return the warnings about a study, with the most important ones first."""
     scores = results.experiments
     measured = [*_lds(results), *_suspects(results)]
     first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
@@ -89,7 +89,7 @@ def _lds(results: Results) -> list[StudyWarning]:
             warnings.append(StudyWarning("predicts_nothing", shown))
         baselines = rows_with(evaluation.tables["summary"], kind="baseline")
         better = [row for row in baselines if row.lds > scores.lds]
-        # ends_of_runs uses only some checkpoints, so a small difference can be due to chance.
+        # ends_of_runs uses some of the same checkpoints, so it can be better by chance.
         better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
             warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
@@ -120,7 +120,7 @@ def _equal_checkpoints(scores: File) -> list[StudyWarning]:
     """Return a warning if checkpoint files are equal, or if the outputs of all runs are equal."""
     ids: dict[str, list[str]] = {}
     for checkpoint in scores.spec["checkpoints"]:
-        if isinstance(checkpoint, str):  # Answers contain only ids.
+        if isinstance(checkpoint, str):  # Answers of ``trak ask`` contain only ids.
             continue
         ids.setdefault(checkpoint["sha256"], []).append(checkpoint["id"])
     equal = [f"{', '.join(same[:-1])} and {same[-1]}" for same in ids.values() if len(same) > 1]
@@ -138,9 +138,9 @@ def _trained_on(scores: File) -> list[StudyWarning]:
 
 
 def _loss_weights(scores: File) -> list[StudyWarning]:
-    # Answers do not have this attribute.
+    # Answers of ``trak ask`` do not have this attribute.
     saturated = scores.attributes.get("saturated", 0)
-    # Loss weights that are residuals have a unit, so a fixed limit has no meaning.
+    # Loss weights that are residuals have the unit of the label, so a fixed limit is meaningless.
     if saturated <= 0.5 or not output_of(scores).weight_is_probability:
         return []
     along = scores.spec["combine"] == Combine.UNIT_AVERAGE
@@ -179,18 +179,18 @@ _FILTERS = (
     *("is_right", "of_target", "of_training_sample"),
 )
 _KINDS = ("ceiling", "scores", "baseline")
-# The largest number of shown entries of a list or mapping in the config.
+# The largest number of entries that are shown of each list or mapping in the config.
 _LONG = 40
 
 
 def ranked(evaluation: File) -> list[Any]:
-    """Return the rows of an evaluation's summary: ceiling, scores, and baselines sorted by LDS."""
+    """Return the rows of an evaluation's summary: ceiling, scores, then baselines by LDS."""
     rows = rows_with(evaluation.tables["summary"])
     return sorted(rows, key=lambda row: (_KINDS.index(row.kind), -row.lds))
 
 
 def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
-    """Return the id, the correlation and the ceiling (or None) of each target."""
+    """Return the id, the correlation, and the ceiling (None if unknown) of each target."""
     table = evaluation.tables["targets"]
     by_method = {
         method: dict(zip(rows["target_id"], rows["correlation"], strict=True))
@@ -201,10 +201,10 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 
 
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
-    """Return the first target with scores of both signs, as an example, or None.
+    """Return the first shown target with scores of both signs, or None if there is no such target.
 
-    ``helpful`` and ``harmful`` are the rows of its largest and its lowest score, and ``ratio`` is
-    the ratio of their absolute values.
+    ``target`` is the row of that target. ``helpful`` and ``harmful`` are the rows of its largest
+    and its lowest score, and ``ratio`` is the ratio of the absolute values of these two scores.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
@@ -228,7 +228,7 @@ def _shortened(value: Any) -> Any:
 
 def config_text(config: Mapping[str, Any]) -> str:
     """Return a config as YAML, with long lists shortened."""
-    # With flow style at the leaves, lists of ids need few lines.
+    # Flow style at the leaves puts many ids of a list on one line.
     return yaml.safe_dump(
         _shortened(config), sort_keys=False, default_flow_style=None, width=90, allow_unicode=True
     ).rstrip()
@@ -240,7 +240,7 @@ def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def versions(files: Sequence[File]) -> list[tuple[str, str]]:
-    """Return the names and versions of the software, and the devices, that computed files."""
+    """Return the names and versions of the software and the devices that computed the files."""
     versions: dict[str, set[str]] = {}
     for provenance in (made for file in files for made in _made(file.provenance)):
         for key, value in provenance.items():
@@ -275,13 +275,13 @@ def _environment() -> Environment:
 
 
 def script_hash(template: str) -> str:
-    """Return the hash of a page's script. The page's security policy allows no other script."""
+    """Return the hash of a script, for a page's security policy that allows no other script."""
     script = _environment().get_template(template).render()
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def rendered(template: str, **shown: Any) -> str:
-    """Render a template. Its name is given without ``.html.j2``."""
+    """Return a rendered template. ``template`` is its file name without ``.html.j2``."""
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
@@ -292,10 +292,11 @@ def report(
     study: str,
     first: tuple[int | str, str],
 ) -> str:
-    """Return the report of a ``study`` as one HTML document, with the examples of each experiment.
+    """Return the report of a study as one HTML document, with the examples of each experiment.
 
-    ``shared`` contains training samples of several experiments, which are also in ``examples``.
-    ``first`` contains the id of the first training sample, and the model's input as a text or "".
+    ``shared`` contains training samples that are prominent in several experiments, which are also
+    in ``examples``. ``study`` is the study's name on the page. ``first`` contains the id of the
+    first training sample, and its model input as a text ("" if the input is not shown).
     """
     return rendered(
         "report",
@@ -319,8 +320,8 @@ def listed_samples(**shown: Any) -> str:
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 
-    A target has at most ``each`` training samples of either sign. If the experiment has no file
-    name, it contains answers of ``trak ask``.
+    For each target, at most ``each`` training samples of each sign are shown. An experiment without
+    a file name contains answers of ``trak ask``.
     """
     output = output_of(shown.experiment)
     warnings = score_warnings(shown.experiment)

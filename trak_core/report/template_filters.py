@@ -1,4 +1,4 @@
-"""Format numbers and labels with the filters of templates."""
+"""The filters with which templates format numbers and labels."""
 
 from typing import Any
 from urllib.parse import quote
@@ -8,7 +8,7 @@ from trak_core.settings import MEAN_OF
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits, and without exponent below 1e6."""
+    """Format a number with ``digits`` significant digits, without an exponent below 1e6."""
     text = f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:.{digits}g}"
     if "e" in text and 1 <= abs(value) < 1e6:
         text = f"{value:,.0f}"
@@ -42,12 +42,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def label(value: Any) -> str:
-    """Return a label or prediction: a float with three digits, anything else as text."""
+    """Return a label or prediction as text. Floats get three significant digits."""
     return number(value) if isinstance(value, float) else str(value)
 
 
 def anchor(sample_id: Any) -> str:
-    """Return an id as a URL fragment. Different ids have different fragments."""
+    """Return an id as a URL fragment, which differs between different ids."""
     # Browsers compare fragments without decoding them.
     return quote(str(sample_id), safe="")
 
@@ -60,7 +60,7 @@ def is_right(target: Any, output: About) -> bool | None:
 
 
 def of_target(target: Any, output: About) -> str:
-    """Return a description of a row of ``targets``, such as ``label 3, predicted 5``."""
+    """Return a description of a row of the table ``targets``, such as ``label 3, predicted 5``."""
     if hasattr(target, MEAN_OF):
         return f"the mean of {target.mean_of}"
     parts = ((output.label, target.label), (output.prediction, target.prediction))

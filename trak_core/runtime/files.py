@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Errors of file systems that do not support locks.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-# The file in a results folder with the config of the last run.
+# The file in a results folder that contains the config of the last run.
 CONFIG_RECORD = "config.json"
 # Spreadsheets interpret a cell that begins with one of these characters as a formula. The last four
 # are full-width forms.
@@ -44,7 +44,7 @@ def _is_running(process: int) -> bool:
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
-    """Delete partial files that killed processes of this machine have left."""
+    """Delete partial files that were left by killed processes of this machine."""
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
     for partial in path.parent.iterdir():
@@ -99,8 +99,8 @@ def lock_tables_where_possible(results: Path) -> None:
     Otherwise PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
     errors of network file systems. Locks are not needed, because no two jobs write the same file.
 
-    The setting is an environment variable, which is not changed if it is already set. It affects
-    child processes, and this process if PyTables is not yet imported.
+    An environment variable turns locks off. It is not changed if the user has set it. It affects
+    child processes, and also this process if PyTables has not been imported yet.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
@@ -123,10 +123,10 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
-    """Yield a path to which the caller writes, and rename it to ``path`` at the end.
+    """Yield a path for the caller to write, and rename the written file to ``path`` at the end.
 
-    The folder is created. After an exception, for example if the disk is full, ``path`` is
-    unchanged.
+    The folder is created. If an exception occurs, for example because the disk is full, ``path``
+    is unchanged.
 
     Yields:
         A hidden path in the same folder that no other process uses. If the process is killed, the
@@ -155,12 +155,12 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def safe_cell(cell: Any) -> Any:
-    """Return a cell of a CSV, with an apostrophe added to a text that looks like a formula."""
+    """Return a cell for a CSV. A text that looks like a formula gets an apostrophe in front."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
-    """Write a table as CSV with a header. Texts that look like formulas get an apostrophe."""
+    """Write a table as CSV with a header. Cells are changed by ``safe_cell``."""
     texts = {
         name: [safe_cell(cell) for cell in rows[name]]
         for name in rows
@@ -186,11 +186,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
-    """Write values as JSON, with their hash, atomically.
+    """Write values and their hash atomically as JSON.
 
     Raises:
         InputError: If the file cannot be written (``config.results_folder``). If ``must`` is false,
-            a read-only folder is not an error.
+            no error is raised for a read-only folder.
     """
     try:
         with atomic_write(path) as partial:
@@ -212,17 +212,17 @@ def may_only_be_read(folder: Path) -> bool:
 def unwritable_error(results: Path, path: Path, error: OSError) -> InputError:
     """Return the error for a file in a results folder that could not be written."""
     named = Path(error.filename or path)
-    # Do not name a temporary file, because the user does not know it.
+    # The message does not name a temporary file, because the user does not know it.
     failed = path if named.absolute().parent == results.absolute() else named
     return InputError(
         f"{results}: the results folder must be writable. Found {error.strerror or error} at "
-        f"{failed}. Correct this, or set another folder as `results`.",
+        f"{failed}. Make the folder writable, or set another folder as `results`.",
         code="config.results_folder",
     )
 
 
 def check_results(results: Path) -> None:
-    """Raise an error if no file can be created in a results folder."""
+    """Raise an error if files cannot be created in a results folder."""
     try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
@@ -231,14 +231,14 @@ def check_results(results: Path) -> None:
         raise unwritable_error(results, results, error) from error
 
 
-# File systems round times to up to two seconds. If a file changed less than two seconds ago, it can
-# change again without a change of its time.
+# File systems round times to up to two seconds. A file that changed less than two seconds ago can
+# therefore change again while its time stays the same.
 CLOCK_NS = 2 * 10**9
 
 
 def _files(pattern: str) -> Iterator[Path]:
-    # A path can contain special characters of patterns. glob.glob is used because the meaning of
-    # `**` in Path.glob depends on the version of Python.
+    # The name of an existing file can contain special characters of patterns. glob.glob is used
+    # because the meaning of `**` in Path.glob depends on the version of Python.
     names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
     for path in map(Path, names):
         if path.is_file():
@@ -251,7 +251,7 @@ def _files(pattern: str) -> Iterator[Path]:
 
 
 def matches(path: Path, pattern: str) -> bool:
-    """Return whether a path, which need not exist, matches an entry of ``data_files``."""
+    """Return whether a path matches a pattern in ``data_files``. The path need not exist."""
 
     def fits(parts: Sequence[str], signs: Sequence[str]) -> bool:
         if not signs or not parts:
@@ -265,8 +265,8 @@ def matches(path: Path, pattern: str) -> bool:
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    # Results change during a run, so they cannot be data. Links are not resolved, because this
-    # would take long for thousands of files.
+    # Results change during a run, so they cannot be data. Links are not resolved, because that
+    # would take too long for thousands of files.
     plain = os.path.abspath
     folder = plain(results)
     files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
@@ -295,9 +295,9 @@ def file_digest(path: Path) -> str:
 
 
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
-    """Return ``file_digest`` of files, by path. Files that did not change are not read.
+    """Return ``file_digest`` of files, by path. Unchanged files are not read.
 
-    A file has not changed if its size, mtime and ctime equal those in the record. The record is
+    A file counts as unchanged if its size, mtime and ctime equal those in the record. The record is
     updated unless ``writes`` is false.
     """
     known, digests = read_record(record), {}
@@ -321,10 +321,10 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
 def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
     """Return ``file_digest`` of the files that match a config's ``data_files``, by sorted path.
 
-    A pattern is relative to the working folder. It is the path of a file, the path of a folder for
-    all files below it, or a shell pattern, in which ``**`` matches any folders. Hidden files and
-    the results folder, which contains ``record``, are ignored. A pattern without files raises an
-    error.
+    A pattern is relative to the working folder. It is the path of a file, the path of a folder (for
+    all files below it), or a shell pattern, in which ``**`` matches any number of folders. Hidden
+    files and the results folder, which contains ``record``, are ignored. A pattern that matches no
+    file raises an error.
     """
     if not patterns:
         return {}

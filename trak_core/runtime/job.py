@@ -1,8 +1,8 @@
 """Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
 
 A rule passes named files, params, resources and wildcards. The stage receives those that are among
-its keyword arguments. The param ``code`` starts with the name of the stage, because a workflow that
-imports this one as a module can rename its rules.
+its keyword arguments. The param ``code`` starts with the name of the stage. The rule's
+name is not used, because a workflow that imports this one as a module can rename its rules.
 """
 
 import atexit
@@ -27,8 +27,8 @@ from typing import Any
 
 from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
-# Options of glibc's mallopt: the free bytes that it keeps at the end of the heap, and the size of
-# the largest allocation on the heap, which glibc limits to 32 MiB.
+# Options of glibc's mallopt: how many free bytes glibc keeps at the end of the heap, and up to what
+# size it allocates on the heap (at most 32 MiB).
 _OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
 _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
@@ -48,16 +48,16 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed heap memory to the kernel. Call this after a large temporary array is freed."""
+    """Return freed heap memory to the kernel. Call this after freeing a large temporary array."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
 
 
 def export_library_path() -> None:
-    """Put this copy of trak_core first in PYTHONPATH, unless it is installed.
+    """Put this copy of trak_core first in PYTHONPATH, so that child processes import it.
 
-    Then child processes import the same copy.
+    An installed copy is not added.
     """
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
@@ -65,15 +65,15 @@ def export_library_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
 
 
-# Libraries read these variables at import. TQDM_DISABLE is not set, because a study can show
-# progress bars.
+# Libraries read these variables at import. TQDM_DISABLE is not set, because it would also hide a
+# study's progress bars.
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
 def quiet_libraries() -> None:
     """Turn off Hugging Face's progress bars and warnings about future versions.
 
-    With ``python -W`` or ``PYTHONWARNINGS`` all warnings are shown.
+    If ``python -W`` or ``PYTHONWARNINGS`` is used, warnings are not changed.
     """
     for name in _NO_BARS:
         os.environ.setdefault(name, "1")
@@ -89,14 +89,14 @@ _STOP_REASONS = {
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    # Further signals are ignored, because they would interrupt the deletion of unfinished files.
+    # Later signals are ignored, because they would interrupt the deletion of unfinished files.
     for each in _STOP_REASONS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
     report = sys.unraisablehook
 
     def repeat(ignored: "sys.UnraisableHookArgs") -> None:
-        """Send the signal again if Python ignores the error, as in callbacks and ``__del__``."""
+        """Send the signal again if Python ignored the error, as it does in ``__del__``."""
         if isinstance(ignored.exc_value, StoppedError):
             sys.unraisablehook = report
             stop_cleanly()
@@ -124,10 +124,10 @@ def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
 
 
 def stop_before_jobs() -> None:
-    """Make Ctrl-C end this process with a one-line message, until ``explain_interrupts``."""
+    """Make Ctrl-C end this process with one line, until ``explain_interrupts`` is called."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _end_before_jobs)
-    if os.name == "posix":  # A blocked SIGINT is delivered now.
+    if os.name == "posix":  # A SIGINT that was blocked until now is delivered.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
@@ -135,8 +135,8 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Make Ctrl-C end Snakemake with a message about finished files instead of tracebacks.
 
     Snakemake still waits for running jobs and unlocks the folder. A second Ctrl-C ends the wait.
-    SIGINT handlers of other programs are not replaced. Only the Snakemake process that the user
-    started (``is_main``) prints the message.
+    A SIGINT handler that another program has set is not replaced. Only the Snakemake process that
+    the user started (``is_main``) prints the message.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -152,10 +152,11 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
 
     def end(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, end_at_once)
-        # Snakemake would report each interrupted job as failed. Logs of jobs contain the reason.
+        # Otherwise Snakemake would report each interrupted job as failed. The jobs' logs contain
+        # the reason.
         logging.disable(logging.CRITICAL)
         if is_main:
-            print("\nStopping by Ctrl-C: waiting for jobs to clean up.", file=sys.stderr)
+            print("\nStopping after Ctrl-C: waiting for jobs to clean up.", file=sys.stderr)
             atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler handles this like a KeyboardInterrupt.
         raise SystemExit(128 + signal.SIGINT)
@@ -163,19 +164,19 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The beginning of the last line of a job's log. This peak is exact, while Snakemake measures memory
-# at intervals and can miss it.
+# The beginning of a log's last line, which states the exact peak memory. Snakemake measures memory
+# only at intervals and can miss the peak.
 PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
-    "job more memory: it needs compute.memory_mb, 1500 MiB for torch and the study's data, and "
+    "job more memory. A job needs compute.memory_mb, 1500 MiB for torch and the study's data, and "
     "space for the weights of a large model. On a cluster, use --set-resources RULE:mem_mb=... "
     "On one machine, run fewer jobs at the same time (--cores)."
 )
 
 
 def _explained(error: Exception) -> str | None:
-    """Return a message with a remedy for an error, or None for a bug of this library."""
+    """Return a message that says how to correct an error, or None for a bug in this library."""
     if isinstance(error, InputError):
         return str(error)
     reason = disk_full_reason(error)
@@ -201,7 +202,7 @@ def _write_error(message: str, terminal: int) -> None:
 
 
 def _peak_mib() -> float | None:
-    """Return the peak resident memory of this process in MiB, or None if it is not known."""
+    """Return the peak resident memory of this process in MiB, or None if it is unknown."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         (line,) = (line for line in lines if line.startswith("VmHWM:"))
@@ -211,14 +212,14 @@ def _peak_mib() -> float | None:
 
 @contextmanager
 def logged_to(path: str) -> Generator[None, None, None]:
-    """Redirect standard output and error, also of C libraries, to a job's log file.
+    """Redirect standard output and error, including those of C libraries, to a job's log file.
 
     The file is emptied first. SIGTERM and Ctrl-C end the job, delete its unfinished files, and
-    write a message to the log. After a successful job, the last line of the log is its peak memory.
+    write a message to the log. The last line of a successful job's log states its peak memory.
 
     Raises:
-        SystemExit: Instead of an ``InputError``, or of the error for a full disk or for too little
-            memory. The log contains a message without traceback.
+        SystemExit: In place of an ``InputError`` and of the errors for a full disk and for too
+            little memory. The log then contains a message without a traceback.
     """
     stop_cleanly()
     terminal = os.dup(2)
@@ -240,18 +241,18 @@ def logged_to(path: str) -> Generator[None, None, None]:
             sys.stdout.flush()
         _write_error(message, terminal)
         if disk_full_reason(error) is not None:
-            # HDF5 would try to write again at exit, and crash.
+            # At a normal exit, HDF5 would try to write again and crash.
             os._exit(1)
         raise SystemExit(1) from None
 
 
-# Params by which Snakemake decides whether to run a job again. Stages need not take them.
+# Params by which Snakemake decides whether to rerun a job. Stages need not accept them.
 _TRIGGERS = {"code", "signature", "digest"}
-# Modules and a function that jobs import when they need them. The server that forks jobs imports
-# them first.
+# Modules that jobs import only when they need them, and a function that loads the compiler. The
+# server that forks jobs imports and calls them in advance.
 _LATER = ("pandas", "tables", "matplotlib.backends.backend_agg")
 _LOAD_COMPILER = "trak_core.projection.cpu.project:load_compiler"
-# The modules of stages whose module has a different name.
+# The modules of stages that are not in a module of the same name.
 _MODULES = {
     "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
@@ -264,17 +265,17 @@ _MODULES = {
 
 
 def stage_module(name: str) -> str:
-    """Return the dotted name of a stage's module. Most modules are named after their stage."""
+    """Return the full name of the module that defines a stage."""
     return f"trak_core.stages.{_MODULES.get(name, name)}"
 
 
 def stage_of(name: str) -> Callable[..., None]:
-    """Return the function of a stage."""
+    """Return the function that implements a stage."""
     return getattr(importlib.import_module(stage_module(name)), name)
 
 
 def convert_param(value: Any, hint: Any) -> Any:
-    """Convert a value from Snakemake to the type of a stage's parameter."""
+    """Return a value from Snakemake, converted to the type ``hint`` of a stage's parameter."""
     from trak_core.settings import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
     kinds = (hint, *typing.get_args(hint))
@@ -290,7 +291,7 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return the rule, the log and the named values in the object that Snakemake passes to scripts.
+    """Return ``rule``, ``log``, ``named`` and ``own`` of Snakemake's object for scripts.
 
     ``named`` contains all values by name. ``own`` lists the names of the rule's files and params.
     """
@@ -314,7 +315,7 @@ def import_stages() -> None:
 
 
 def run_script(job: Any) -> None:
-    """Run the job of a Snakemake script. Its output is written to its log."""
+    """Run the job of a Snakemake script, and write its output to its log."""
     described = describe_job(job)
     with logged_to(described["log"]):
         run(described)
@@ -324,7 +325,7 @@ def run(job: Mapping[str, Any]) -> None:
     """Call the stage of a job with the values from its rule.
 
     Raises:
-        TypeError: If the rule has a named file or param that the stage does not take.
+        TypeError: If the rule has a named file or param that the stage does not accept.
     """
     named = dict(job["named"])
     name, named["code"] = named["code"].split()

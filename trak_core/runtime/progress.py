@@ -1,4 +1,4 @@
-"""Show progress as lines in the log files of jobs, and as progress bars elsewhere."""
+"""Show progress: as lines in the logs of jobs, and as progress bars elsewhere."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from typing import TypeVarTuple
 
 _WIDTH = 20
 _SECONDS = 10.0
-# A function that takes the number of finished rows, or None in a job.
+# A function that takes the number of rows that were just finished, or None in a job.
 _advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
 Rest = TypeVarTuple("Rest")
@@ -20,7 +20,7 @@ Rest = TypeVarTuple("Rest")
 
 @contextmanager
 def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]:
-    """Make ``with_progress`` call ``advance`` with the rows of each block instead of printing."""
+    """Make ``with_progress`` call ``advance`` with each block's number of rows, and not print."""
     token = _advance.set(advance)
     try:
         yield
@@ -30,7 +30,7 @@ def reported_to(advance: Callable[[int], object]) -> Generator[None, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar. ``advance`` takes the number of rows that have been processed."""
+    """A progress bar. ``advance`` takes the number of rows processed since the last call."""
 
     advance: Callable[[int], object]
 
@@ -45,7 +45,7 @@ class Bar:
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
-    """Yield a progress bar for terminals and notebooks, or lines on standard error elsewhere."""
+    """Yield a progress bar. Outside terminals and notebooks, it prints lines on standard error."""
     outer = _advance.get()
     if outer is not None:  # An outer bar counts the rows.
         yield Bar(outer)
@@ -62,7 +62,7 @@ def progress_bar(name: str, total: int) -> Generator[Bar, None, None]:
 
 
 def print_line(text: str) -> None:
-    """Print a line. A progress bar that is shown is erased before, and drawn again below."""
+    """Print a line. If a progress bar is shown, it is redrawn below the line."""
     tqdm = sys.modules.get("tqdm")  # ``progress_bar`` imports it.
     with tqdm.tqdm.external_write_mode(nolock=True) if tqdm else nullcontext():
         print(text, flush=True)
@@ -75,7 +75,7 @@ def notice(text: str) -> None:
 
 
 def log(text: str) -> None:
-    """Print a line for the log of a job, or nothing if a bar shows the progress."""
+    """Print a line in a job's log. If a progress bar is shown, print nothing."""
     if _advance.get() is None:
         print_line(text)
 
@@ -83,11 +83,11 @@ def log(text: str) -> None:
 def with_progress(
     blocks: Iterable[tuple[int, int, *Rest]], n_rows: int, unit: str
 ) -> Iterator[tuple[int, int, *Rest]]:
-    """Yield blocks of rows, and print a line every ten seconds and at the end.
+    """Yield blocks of rows, and print the progress every ten seconds and at the end.
 
     Args:
         blocks: Tuples that begin with the start and stop of consecutive rows.
-        n_rows: The number of rows of all blocks.
+        n_rows: The total number of rows in all blocks.
         unit: The plural name of the rows, such as "samples".
     """
     advance = _advance.get()
@@ -108,6 +108,6 @@ def with_progress(
 
 
 def blocks_with_progress(n_rows: int, block: int, unit: str) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of blocks of rows, and print progress as ``with_progress`` does."""
+    """Yield (start, stop) of blocks of rows, and print progress as ``with_progress`` does."""
     starts = range(0, n_rows, block)
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, unit)

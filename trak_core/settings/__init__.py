@@ -1,4 +1,4 @@
-"""Specifications: frozen dataclasses of the settings that determine the numbers of a job."""
+"""Specs: frozen dataclasses with the settings that determine the numeric results of a job."""
 
 from trak_core.settings.projection import (
     ProjectionKind,

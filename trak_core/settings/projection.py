@@ -1,4 +1,4 @@
-"""The kinds of projection, and the settings that determine one projection matrix."""
+"""The kinds of projection, and the settings that determine a projection matrix."""
 
 import hashlib
 import math
@@ -15,12 +15,12 @@ class Kind:
     """Properties of a kind of projection. ``projection/reference.py`` defines the entries of R.
 
     Attributes:
-        tag: The kind's number in the counter of Philox. No other kind may ever use it. None if R is
-            not random.
-        nested: Whether the first k columns of a wider matrix are the k-column matrix.
+        tag: The kind's number in Philox's counter. No other kind may ever use this number. None if
+            R is not random.
+        nested: Whether the first k columns of a wider matrix equal the matrix with k columns.
         power_of_two: Whether proj_dim must be a power of two.
         of_matrices: Whether R depends on the shapes of the parameters as matrices. The spec then
-            has these shapes, and each row of R has one nonzero entry, +1 or -1.
+            contains these shapes, and each row of R has one nonzero entry, +1 or -1.
     """
 
     tag: int | None
@@ -41,7 +41,7 @@ class ProjectionKind(StrEnum):
     IDENTITY = "identity", Kind(tag=None)
 
     def __new__(cls, name: str, about: Kind) -> Self:
-        """Create a member that equals its name and has its properties as ``about``."""
+        """Create a member that equals its name and stores its properties as ``about``."""
         kind = str.__new__(cls, name)
         kind._value_, kind.about = name, about
         return kind
@@ -65,9 +65,10 @@ class ProjectionSpec:
         n_params: Number of rows, the size p of a flattened gradient, below 2^56.
         proj_dim: Number of columns, the size k of a projected gradient. It must be a power of two
             for ``hadamard``, and equal to n_params for ``identity``.
-        seed: The user's seed, an unsigned 64-bit integer.
-        stream: The number of the matrix for this seed (see ``stream_of``), unsigned 32-bit.
-        version: Version of the definition. Only 1 exists.
+        seed: The seed in the config, an unsigned 64-bit integer.
+        stream: An unsigned 32-bit integer that ``stream_of`` derives from the checkpoint's id, so
+            that checkpoints with the same seed have different matrices.
+        version: Version of the definition of R. Only version 1 exists.
         shapes: The shapes of the parameters as matrices (``matrix_shape``), in order, for
             ``tensor_sketch``. None for other kinds.
 
@@ -142,7 +143,7 @@ class ProjectionSpec:
             return
         if self.shapes is None:
             raise InputError(
-                f"The projection kind {self.kind} needs the shapes of the parameters. Found None.",
+                f"The projection kind {self.kind} requires the parameters' `shapes`. Found None.",
                 code="spec.no_shapes",
             )
         shapes = tuple((int(rows), int(columns)) for rows, columns in self.shapes)
@@ -157,7 +158,7 @@ class ProjectionSpec:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the first k columns of a wider matrix are the k-column matrix."""
+        """Whether the first k columns of a wider matrix equal the matrix with k columns."""
         return self.kind.about.nested
 
     @property
@@ -176,17 +177,17 @@ class ProjectionSpec:
         return {name: value for name, value in values.items() if value is not None}
 
     def scaled(self) -> dict[str, Any]:
-        """Return the fields for the spec of a file of scaled features."""
+        """Return the fields as plain values, with ``scale``, for a file of scaled features."""
         return {**self.as_dict(), "scale": "1" if self.scale == 1 else "1/sqrt(proj_dim)"}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return a parameter's shape as a matrix: the first dimension and the product of the others."""
+    """Return a parameter's shape as a matrix. All dimensions after the first are flattened."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-# If n_params * proj_dim is at most the first number, a dense matrix takes 1 to 2 ms for each sample
-# on one core. If n_params is at most the second number, the fast transform takes about as long as a
+# The limits of n_params * proj_dim for a dense matrix, which then takes at most 1 to 2 ms for each
+# sample on one core, and of n_params for the fast transform, which then takes about as long as a
 # tensor sketch from factors (benchmarks/RESULTS.md).
 _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 
@@ -194,7 +195,7 @@ _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
     """Return the default kind: the cheapest kind that is as accurate as a dense matrix.
 
-    It is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
+    The default is ``rademacher`` for small models, ``hadamard`` up to 16.8 million parameters if
     ``proj_dim`` is a power of two, and ``tensor_sketch`` otherwise.
     """
     if n_params * proj_dim <= _DENSE_PRODUCTS:
@@ -207,6 +208,6 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 def stream_of(checkpoint: str) -> int:
     """Return the projection stream of a checkpoint: the 32-bit blake2b digest of its id.
 
-    Adding or removing other checkpoints does not change the matrix of a checkpoint.
+    The matrix of a checkpoint does not change if other checkpoints are added or removed.
     """
     return int.from_bytes(hashlib.blake2b(checkpoint.encode(), digest_size=4).digest(), "little")

@@ -15,15 +15,16 @@ from trak_core.settings.projection import (
     usual_kind,
 )
 
-# The projection kind of scores from gradients that are not projected, in a config and in files.
+# The name for gradients that are not projected, used as the projection kind in configs and files.
 EXACT = "exact"
-# The split of the training samples. All other splits except the pool are targets of an experiment.
+# The split of the training samples. Each other split except the pool contains an experiment's
+# targets.
 TRAIN = "train"
 # The split of samples that are candidates for selection. No model was trained on them.
 POOL = "pool"
-# The column that names the experiments whose mean is the target of an experiment.
+# The column of targets that are means over experiments. It contains the experiments' names.
 MEAN_OF = "mean_of"
-# In the column MEAN_OF, the text between the names of a group and of the group that is subtracted.
+# The text in MEAN_OF between the experiments that are averaged and those that are subtracted.
 LESS = ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
@@ -45,14 +46,14 @@ class Combine(StrEnum):
 
     @property
     def divides_by_norm(self) -> bool:
-        """Whether each checkpoint's scores are divided by their norm ||B|| (scores.md)."""
+        """Whether each checkpoint's scores are divided by the norm ||B|| (``scores.md``)."""
         return self is Combine.UNIT_AVERAGE
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
     """Return the power of the curvature in W, or None for W = 1.
 
-    If the loss weights are probabilities (``is_probability``), it is their ``power``, else 1.
+    The power is ``power`` if the loss weights are probabilities (``is_probability``), else 1.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -63,7 +64,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """Settings of scores that an evaluation compares (docs/explanation/scores.md)."""
+    """A combination of score settings that an evaluation compares (docs/explanation/scores.md)."""
 
     damping: float
     loss_weight_power: float
@@ -79,8 +80,8 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
     """Return the Cartesian product of a sweep's values, sorted, or [] without a sweep.
 
-    A sweep has values for each field of ``Setting`` except ``combine``. All values of ``combine``
-    are used. The values of the config, ``own``, are added.
+    A sweep contains values for each field of ``Setting`` except ``combine``, of which all values
+    are used. The config's values (``own``) are added to those of the sweep.
     """
     if sweep is None:
         return []
@@ -91,7 +92,7 @@ def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list
 
 
 def ordered(value: Any) -> Any:
-    """Return plain values with the keys of every mapping sorted, and tuples as lists.
+    """Return plain values with the keys of every mapping sorted and tuples converted to lists.
 
     Snakemake compares params as text, which must not depend on the order of keys in a config.
     """
@@ -105,13 +106,14 @@ class FeaturesSpec:
     """The settings that determine features, a Gramian or embeddings.
 
     A spec is a param of the rule, is stored in the file, and is compared when files are combined.
-    A spec without checkpoint and split describes the features of all checkpoints and splits.
+    If checkpoint and split are None, the spec describes the features of all of them.
 
     Attributes:
         model_output: Name of the model output f.
-        parameter_patterns: Patterns of names of the parameters to differentiate. None for all.
-        projection: The projection in the config, without ``kind`` if the size of the model
-            determines it; or ``{"kind": "exact"}``.
+        parameter_patterns: Patterns for the names of the parameters with respect to which f is
+            differentiated. None for all parameters.
+        projection: The projection in the config, without ``kind`` if the model's size determines
+            the kind, or ``{"kind": "exact"}`` if gradients are not projected.
         dtype: The dtype of stored features.
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` if gradients are divided by the square root of the optimizer's
@@ -119,15 +121,16 @@ class FeaturesSpec:
         checkpoint: Id of the checkpoint.
         split: ``train``, ``pool``, or the name of an experiment.
         targets_digest: Hash of the experiment's target ids. None for the training samples.
-        state_dicts: For each checkpoint id, the keys that lead to the state dict in the checkpoint.
+        state_dicts: For each checkpoint id, the path of keys to the state dict in the checkpoint.
             None if the config does not select a state dict.
         label_draws: The number of labels that are drawn from the model for each training sample, to
-            compute the normal matrix. 0 if it is computed from the features.
+            compute the normal matrix. 0 if the normal matrix is computed from the features.
         precision: The precision of float32 products, ``highest`` or ``high`` (``float32_precision``
             of ``attribution/device.py``).
     """
 
-    # ``as_dict`` omits these values of fields that were added later, so older files stay valid.
+    # ``as_dict`` omits these fields, which were added later, if they have these values. Therefore
+    # files of earlier versions remain valid.
     LEFT_OUT: ClassVar[Mapping[str, Any]] = {"label_draws": 0, "precision": "highest"}
 
     model_output: str
@@ -149,19 +152,19 @@ class FeaturesSpec:
         return self.projection.get("kind") == EXACT
 
     def under(self, checkpoint: str) -> Self:
-        """Return the spec of one checkpoint."""
+        """Return the spec of one checkpoint's features."""
         state_dict = (self.state_dicts or {}).get(checkpoint)
         state_dicts = state_dict and {checkpoint: state_dict}
         return replace(self, checkpoint=checkpoint, state_dicts=state_dicts)
 
     def of(self, split: str, targets_digest: str | None = None) -> Self:
-        """Return the spec of one split. The training samples have no digest of targets."""
+        """Return the spec of one split. ``targets_digest`` is None for the training samples."""
         # Features of targets do not depend on draws, but exact products with drawn gradients do.
         draws = self.label_draws if split == TRAIN or self.is_exact else 0
         return replace(self, split=split, targets_digest=targets_digest, label_draws=draws)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values for JSON, without those of ``LEFT_OUT``."""
+        """Return the fields as plain values for JSON, without the values in ``LEFT_OUT``."""
         values = ordered(asdict(self))
         return {k: v for k, v in values.items() if k not in self.LEFT_OUT or v != self.LEFT_OUT[k]}
 
@@ -174,8 +177,8 @@ class NormalSpec:
         features: The spec of the features.
         weighting: ``plain`` or ``curvature``.
         curvature_power: Power of the curvature in W. None if ``plain``.
-        norm_power: Power of the loss weights in ||B||, by which scores are divided. None if they
-            are not divided.
+        norm_power: Power of the loss weights in the norm ||B||, by which scores are divided. None
+            if scores are not divided.
         normalize: Whether the training samples' features are divided by their norms.
     """
 
@@ -196,15 +199,15 @@ class NormalSpec:
 class ScoresSpec(NormalSpec):
     """The settings that determine the scores of one checkpoint, or of all if ``runs`` is given.
 
-    They include the settings of the normal matrix. ``features`` has a checkpoint only if ``runs``
+    They include the settings of the normal matrix. ``features.checkpoint`` is None unless ``runs``
     is None.
 
     Attributes:
-        damping: Relative damping, at least 0.
+        damping: Damping relative to the weighted mean of the features' squared norms, at least 0.
         experiment: Name of the experiment. None for self-influences.
         targets_digest: Hash of the experiment's target ids.
-        runs: Ids of the checkpoints of every run, in the order in which they were saved. For the
-            scores of one checkpoint, ``runs``, ``combine`` and ``loss_weight_power`` are None.
+        runs: For each run, the ids of its checkpoints in the order of saving. For the scores of one
+            checkpoint, ``runs``, ``combine`` and ``loss_weight_power`` are None.
         combine: How checkpoints and loss weights are combined.
         loss_weight_power: Power of the loss weights, in (0, 1].
         pool_digest: Hash of the pool if its samples are scored. None for the training samples.
@@ -220,19 +223,19 @@ class ScoresSpec(NormalSpec):
 
     @property
     def checkpoints(self) -> list[str]:
-        """Ids of all checkpoints, sorted. Lists of their files have this order."""
+        """The sorted ids of all checkpoints. Lists of files of the checkpoints have this order."""
         assert self.runs is not None
         return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
 
     @property
     def ends(self) -> list[str]:
-        """Ids of the last checkpoint of every run, sorted. Tables show outputs of these models."""
+        """The sorted ids of every run's last checkpoint. Tables contain these models' outputs."""
         assert self.runs is not None
         return sorted(run[-1] for run in self.runs.values())
 
     @property
     def along_runs(self) -> list[str]:
-        """Ids of all checkpoints, ordered so that the first ones differ in run and time.
+        """The ids of all checkpoints, ordered so that the first ones differ in run and in time.
 
         The order begins with the last checkpoint of the first run and the second-to-last checkpoint
         of the second run.
@@ -280,18 +283,18 @@ class RetrainedSpec:
     """The settings that determine models retrained on subsets of the training samples.
 
     Attributes:
-        subsets: The kind of subsets, such as ``random``. ``stages/retrain.py`` describes the kinds.
+        subsets: The kind of subset, such as ``random``. ``stages/retrain.py`` describes the kinds.
         arguments: Arguments of the study's ``train`` other than ``seed`` and ``data``.
         model_output: Name of the model output f, which is stored for every target.
-        seeds: Number of trainings on each subset.
-        seed: Seed of draws and trainings.
-        n_removed: Numbers of samples to remove, each in separate trainings. Numbers below 1 are
-            fractions of the training samples.
+        seeds: Number of training runs on each subset.
+        seed: Seed of the draws and of the training runs.
+        n_removed: Numbers of samples to remove, each in separate training runs. Numbers below 1 are
+            fractions of the number of training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
-        run_seeds: Seeds of the study's runs, if all subsets are trained with them. ``arguments``
-            are then those of the runs, and ``train`` gets ``sample_weights`` instead of ``data``.
-            None if the seeds differ between subsets.
+        run_seeds: Seeds of the study's runs, if every subset is trained on with these seeds.
+            ``arguments`` are then the arguments of the runs, and ``train`` gets
+            ``sample_weights`` instead of ``data``. None if the seeds differ between subsets.
     """
 
     subsets: str
@@ -316,9 +319,9 @@ def subset_size(n_train: int, fraction: float) -> int:
 
 
 def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
-    """Return the numbers of samples to remove, without repetitions.
+    """Return the numbers of samples to remove, without duplicates.
 
-    Numbers below 1 are fractions of ``n_train``, rounded to at least one sample.
+    Numbers below 1 are fractions of ``n_train``, which give at least one sample.
     """
     sizes = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
     return list(dict.fromkeys(map(int, sizes)))
@@ -327,13 +330,13 @@ def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
 def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients, with the default kind if none is set.
 
-    ``shapes`` has the shapes of the differentiated parameters, in order.
+    ``shapes`` contains the shapes of the differentiated parameters, in order.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))
     values = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
-    # ProjectionSpec raises an error for unknown kinds.
+    # For an unknown kind, ProjectionSpec raises the error.
     of_matrices = any(k == values["kind"] and k.about.of_matrices for k in ProjectionKind)
     return ProjectionSpec(
         **values,

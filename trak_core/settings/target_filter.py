@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from trak_core.errors import InputError
 
-# Columns that every target has. A study can add more.
+# Columns of every target. A study can add other columns.
 TARGET_COLUMNS = ("id", "label", "prediction", "output", "output_sd")
 MOST_TARGETS = 2000  # the largest number of targets that a condition may select
 _LONGEST = 1000  # characters
@@ -42,7 +42,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a condition. An ``InputError`` is raised for anything other than comparisons."""
+        """Return the parsed condition. Anything other than comparisons raises an ``InputError``."""
         shown = text if len(text) <= _LONGEST else f"{text[:40]}..., {len(text)} characters"
         try:
             tree = ast.parse(text.strip(), mode="eval").body if shown is text else None
@@ -55,16 +55,16 @@ class Condition:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns in the condition, sorted."""
+        """The sorted names of the columns in the condition."""
         return sorted({node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)})
 
     def check_columns(self, study_columns: Iterable[str]) -> None:
-        """Raise an error for a column that neither ``TARGET_COLUMNS`` nor the study contains."""
+        """Raise an error for a column that is not in ``TARGET_COLUMNS`` or ``study_columns``."""
         known = [*TARGET_COLUMNS, *study_columns]
         for name in self.columns:
             if name not in known:
                 raise InputError(
-                    f"experiments: `where: {self.text}` must compare columns of the targets: "
+                    f"experiments: `where: {self.text}` may only use columns of the targets: "
                     f"{', '.join(known)}. Found {name}. Put texts in quotes. The study's "
                     "target_columns() can add columns.",
                     code="spec.condition_column",
@@ -73,7 +73,7 @@ class Condition:
     def holds(self, table: Mapping[str, Any]) -> Any:
         """Return whether the condition is true for each target, shape (n,), bool.
 
-        ``table`` maps column names to NumPy arrays of numbers, or of dtype object for texts.
+        ``table`` maps column names to NumPy arrays of shape (n,). Texts have dtype object.
         """
         return self._holds(self.tree, table)
 
@@ -113,7 +113,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the number or text of a node, or None."""
+    """Return the number or text in a node, or None if the node contains neither."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = _constant(node.operand)
         return -number if isinstance(number, int | float) else None
@@ -132,7 +132,7 @@ def _refusal(piece: str) -> InputError:
 
 
 def _check(node: ast.expr) -> None:
-    """Raise an error that quotes the first part of a condition that is not a comparison."""
+    """Raise an error that quotes the first invalid part of a condition."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             _check(value)

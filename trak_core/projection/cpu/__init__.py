@@ -1,4 +1,4 @@
-"""Projection on a CPU: one kernel for each kind, applied to fixed slices of coordinates."""
+"""Projection on a CPU. Each kind has a kernel, which is applied to fixed slices of coordinates."""
 
 from trak_core.projection.cpu.project import project_cpu
 

@@ -1,15 +1,15 @@
-"""Project on a CPU with dense matrices of independent entries: rademacher and normal.
+"""Project on a CPU with dense matrices of independent entries, ``rademacher`` and ``normal``.
 
-``normal`` forms a small tile of R at a time and multiplies by it while it is in the cache.
+``normal`` forms a small tile of R at a time, and multiplies by this tile while it is in the cache.
 
 ``rademacher`` uses the Method of Four Russians. Four coordinates of a sample can enter a sum with
-16 patterns of signs. For every four coordinates the 16 signed sums are stored in a table. For each
-column one table row is added, selected by four bits of the column's random word. A matrix product
+16 patterns of signs. For every four coordinates, the 16 signed sums are stored in a table. For each
+column, one table row is added, which four bits of the column's random word select. A matrix product
 would need four multiplications and four entries of R instead. On processors with wide vectors, a
-table row has the sums of two tiles of eight samples.
+table row contains the sums of two tiles of eight samples.
 
 Source: Arlazarov, Dinic, Kronrod, Faradzev, "On economical construction of the transitive closure
-of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of few rows).
+of a directed graph", Soviet Mathematics Doklady 11, 1970 (tables of the sums of a few rows).
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ from trak_core.projection.cpu.simd_lanes import (
 from trak_core.settings import ProjectionKind
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
-_BLOCK = 128  # coordinates whose signs are in the same four words of a column
+_BLOCK = 128  # coordinates whose signs are in the same four words for a column
 _WORDS = 4  # words for one column and block
 _NIBBLES = 8  # groups of 4 bits in a word
 _CHAINS = 4  # independent sums, which hide the latency of additions
@@ -47,11 +47,11 @@ def _aligned(n):
 
 
 def _fill_table(n):
-    """Return the intrinsic that fills a table with rows of n tiles (1 or 2)."""
+    """Return the intrinsic that fills a table whose rows contain n tiles (1 or 2)."""
 
     @intrinsic
     def fill_table(_, tables, table, x, row):
-        """Store the 16 signed sums of rows row, row + 8, ... of x. Bit i is the sign of row i."""
+        """Store 16 signed sums of rows row + 8 i of x, i < 4. Bit i of an index negates row i."""
 
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)
@@ -82,7 +82,7 @@ def _add_table_rows(n):
 
     @intrinsic
     def add_table_rows(_, sums, row, tables, words, column, n_columns):
-        """Add to the sums of ``column`` one table row for each 4 bits of its words."""
+        """For every 4 bits of a column's words, add a table row to the sums of the column."""
 
         def generate(context, builder, signature, arguments):
             i64 = ir.IntType(64)
@@ -117,7 +117,7 @@ _add_to_one, _add_to_two = _add_table_rows(1), _add_table_rows(2)
 
 @compiled
 def _project_slice(rows, start, stop, first, key, in_pairs, out):
-    """Compute ``rademacher_slice_cpu``. If ``in_pairs``, process two tiles of samples together."""
+    """Compute ``rademacher_slice_cpu``, with two tiles of samples at a time if ``in_pairs``."""
     n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)
@@ -160,7 +160,7 @@ def rademacher_slice_cpu(
     """Write ``rows[:, start:stop] @ R[first : first + stop - start]`` to ``out``.
 
     ``out`` has shape (n_samples, proj_dim), float32. ``first`` is the coordinate of column
-    ``start``. The key is as in ``fill_words``.
+    ``start``. ``fill_words`` describes the key.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 
@@ -176,9 +176,9 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 @njit(inline="always")
 def normal_entry(word):
-    """Return the normal entry of a word, as ``reference.py`` defines it.
+    """Return the normal entry for a word, as ``reference.py`` defines it.
 
-    Each operation is rounded to float32 separately, in this order.
+    Every operation is rounded to float32, and the order of operations matters.
     """
     pairs = (word & np.uint32(0x00FF00FF)) + ((word >> np.uint32(8)) & np.uint32(0x00FF00FF))
     byte_sum = (pairs & np.uint32(0xFFFF)) + (pairs >> np.uint32(16))

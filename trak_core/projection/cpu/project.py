@@ -1,8 +1,8 @@
 """Project gradients on a CPU with several threads, in fixed slices of coordinates.
 
 Slices start at multiples of their length, and their sums are added in order. Therefore the result
-does not depend on the number of threads or on the blocks of the gradient. If each chunk ends at the
-end of a slice, the result does not depend on the chunks either.
+does not depend on the number of threads or on the blocks of the gradient. If all chunks end where a
+slice ends, the result does not depend on the chunks either.
 """
 
 import ctypes
@@ -26,24 +26,24 @@ from trak_core.settings import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-# Number of kernel calls for each thread. With several calls, no thread is idle for long at the end.
+# Number of kernel calls for each thread. With several calls, no thread idles long at the end.
 _CALLS = 4
-# The limit in bytes for results that wait to be added in order. Each thread may always have one.
+# The limit in bytes for results that wait to be added in order. One per thread is always allowed.
 _WAITING_BYTES = 2**26
 _TWO_TILES = 2 * LANES  # samples that a kernel may process together
-# The process that imported this module, or None if multiprocessing forked this process, because
-# OpenMP may have been used before the fork.
+# The process that imported this module. None if multiprocessing forked this process, because OpenMP
+# may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
 _PAUSE_SOFT = 1  # omp_pause_soft keeps the user's settings of OpenMP
 
 
 def pause_openmp() -> None:
-    """Stop OpenMP's threads until they have work again.
+    """Stop OpenMP's threads until there is work for them again.
 
     An idle thread of OpenMP waits actively for some milliseconds and occupies a core that another
-    thread could use. Starting the threads again takes less than 0.1 ms. This function does nothing
-    if no OpenMP 5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for
-    the threads of the parent process. It cannot detect an ``os.fork`` before this module's import.
+    thread could use. Restarting the threads takes less than 0.1 ms. This function does nothing if
+    no OpenMP 5.0 is loaded. It also does nothing in a forked process, where GNU's OpenMP would wait
+    forever for the parent's threads. An ``os.fork`` before this module's import is not detected.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -55,22 +55,23 @@ def pause_openmp() -> None:
 
 
 def load_compiler() -> None:
-    """Load the parts of numba that the first kernel needs, so that each forked job saves 0.25 s.
+    """Load the parts of numba that the first kernel needs, which saves 0.25 s in each forked job.
 
-    No kernel is compiled and no thread is started.
+    No kernel is compiled, and no thread is started.
     """
     cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind, and the sizes of slices and of shares of the samples.
+    """The kernel of a kind, with the sizes of slices of coordinates and of shares of samples.
 
     Attributes:
         call: A function of rows, a range of columns, the first coordinate, the key and the result.
-        length: Number of coordinates of a slice. A slice is enough work for a thread.
-        share: Smallest number of samples in a share, because each share computes R again.
-        most: Largest number of samples whose rows and sums fit into the caches.
+        length: Number of coordinates in a slice. A slice is enough work for a thread.
+        share: Smallest number of samples in a share. Each share computes R again, so small shares
+            are inefficient.
+        most: Largest number of samples in a share, whose rows and sums still fit into the caches.
     """
 
     call: Callable[..., None]
@@ -79,7 +80,7 @@ class _Kernel:
     most: int
 
 
-# Slice lengths of kinds whose work is proportional to proj_dim, and of the other kinds.
+# Slice lengths for kinds whose work is proportional to proj_dim, and for the other kinds.
 _DENSE, _SPARSE = 2**14, 2**17
 _KERNELS = {
     ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
@@ -103,10 +104,11 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return a matrix and the range of its columns that are ``start`` to ``stop`` of the blocks.
+    """Return a matrix that contains the columns ``start`` to ``stop`` of the blocks, and where.
 
-    The matrix is C-contiguous and float32, because Numba would compile another kernel for any
-    other layout. If a single such block contains all columns, it is not copied.
+    The last two values are the range of these columns in the matrix. The matrix is C-contiguous and
+    float32, because Numba would compile another kernel for any other layout. A block that has this
+    layout and contains all columns is not copied.
     """
     parts = []
     first = 0
@@ -123,7 +125,7 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
-    """Return the kernel as a function of rows, column range, first coordinate and result."""
+    """Return the kernel as a function of rows, column range, first coordinate, and ``out``."""
     if spec.shapes is not None:
         hashes, shapes = hashes_of(spec), np.array(spec.shapes, np.int64)
         return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *hashes, shapes, out)
@@ -134,11 +136,11 @@ def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return a thread pool. It is reused, because new threads may share a core for some time."""
+    """Return a thread pool. The pool is reused, because new threads may share a core at first."""
     return ThreadPoolExecutor(threads)
 
 
-if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+if hasattr(os, "register_at_fork"):  # A forked process has no pool threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
@@ -157,7 +159,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, ahead: int) -> Ite
             pending.append(_pool(threads).submit(call))
         while pending:
             yield pending.popleft().result()
-    finally:  # After an error no thread may continue to use memory and cores.
+    finally:  # After an error, threads must not continue to use memory and cores.
         for future in pending:
             future.cancel()
         wait(pending)
@@ -177,16 +179,16 @@ def project_cpu(
     """Add the unscaled projection of the gradient blocks to ``out``.
 
     Each thread uses memory for a result, the kernel's sums, and a slice of the gradients. Two more
-    results may wait if they fit into 64 MiB. The slice is copied only if it is not float32, not
-    contiguous, or in several blocks.
+    results may wait if they fit into 64 MiB. A slice is copied only if it is not float32, is not
+    contiguous, or extends over several blocks.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype: float32, float16,
             or uint16 with the bits of bfloat16.
         spec: The projection, of any kind except ``identity``.
         offset: Coordinate of the first column.
-        threads: Number of threads, which process slices or shares of their samples. The result is
-            the same, bit for bit, for every number of threads.
+        threads: Number of threads. Each thread processes slices, or shares of the samples of a
+            slice. Results are bitwise equal for any number of threads.
         out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)

@@ -1,9 +1,9 @@
 """Helpers of the CPU kernels: vectors of eight samples, compilation, and random words.
 
 Samples are grouped into tiles of eight, with one sample in each vector lane. For each coordinate of
-the gradients or column of the result, a tile has a row of eight float32 numbers. The results of a
-sample are computed in its lane and do not depend on the other samples of its batch. Lanes without a
-sample are zero.
+the gradients or column of the result, a tile contains a row of eight float32 numbers. The results
+of a sample are computed in its lane and do not depend on the other samples of the batch. Lanes
+without a sample are zero.
 
 Intrinsics generate vector instructions, because LLVM does not vectorize loops over the lanes.
 """
@@ -26,7 +26,7 @@ _HALF = np.uint64(32)
 
 
 # Numba caches compiled code until the kernel's file changes. It does not detect changes in other
-# modules that the kernel uses, so each version of the projection's source has a separate folder.
+# modules that the kernel uses, so each version of the projection's source has its own cache folder.
 _CACHE_FOLDER = Path(
     os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).with_name("__pycache__"),
     code_digest("projection"),
@@ -34,7 +34,7 @@ _CACHE_FOLDER = Path(
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Return Numba's dispatcher of a function. It releases the interpreter's lock.
+    """Return Numba's dispatcher for a function. A call releases the global interpreter lock.
 
     Machine code is cached in NUMBA_CACHE_DIR if this variable is set, else in ``__pycache__`` next
     to this file, or in the user's cache folder if ``__pycache__`` is not writable.
@@ -50,7 +50,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @njit(inline="always")
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Return the four words of Philox4x32-10 for one counter and key, all ``uint32``.
+    """Return the four words of Philox4x32-10 for a counter and a key, all ``uint32``.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -81,13 +81,16 @@ def fill_words(words, first_call, q, tag, key):
 
 
 LANES = 8
-# The type is declared because an intrinsic is called without the first argument of its definition.
+# The type is declared because callers omit the first argument in an intrinsic's definition.
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 class LaneArrays:
-    """Read and write the float32 array arguments of an intrinsic by rows of lanes."""
+    """Read and write rows of lanes in an intrinsic's array arguments, which are float32.
+
+    In all methods, ``argument`` is the index of the array among the intrinsic's arguments.
+    """
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Sequence[Any]):
         """Store the arguments that Numba passes to a code generator."""
@@ -107,13 +110,13 @@ class LaneArrays:
         return self._builder.bitcast(self.pointer(argument, first), vector.as_pointer())
 
     def load(self, argument: int, row: Any, n: int = 1) -> Any:
-        """Return n consecutive rows of lanes of an array argument as one vector."""
+        """Return n consecutive rows of lanes, starting at ``row``, as one vector."""
         vector = self._builder.load(self._row(argument, row, n))
         vector.align = 4
         return vector
 
     def strided(self, argument: int, index: Sequence[Any]) -> Any:
-        """Return eight consecutive numbers of a matrix argument with any row stride."""
+        """Return eight consecutive numbers, from ``index`` on, of a matrix with any row stride."""
         array = self._context.make_array(self._types[argument])(
             self._context, self._builder, self._arguments[argument]
         )
@@ -126,7 +129,7 @@ class LaneArrays:
         return vector
 
     def store(self, vector: Any, argument: int, row: Any, n: int = 1) -> None:
-        """Write n consecutive rows of lanes of an array argument."""
+        """Write a vector to n consecutive rows of lanes, starting at ``row``."""
         self._builder.store(vector, self._row(argument, row, n)).align = 4
 
     def gather(self, argument: int, rows: Sequence[Any]) -> Any:
@@ -156,11 +159,11 @@ class LaneArrays:
 
 @cache
 def holds_two_tiles() -> bool:
-    """Return whether this processor adds rows of two tiles as fast as rows of one tile.
+    """Return whether this processor can add the rows of two tiles as fast as those of one tile.
 
-    That needs vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles together took 0.58
-    times as long as two tiles in sequence. On AMD's Zen 3, with vectors of 256 bits, they took
-    longer.
+    This requires vectors of 512 bits. On an Intel Xeon with AVX-512, processing two tiles together
+    took 0.58 times as long as processing them in sequence. On AMD's Zen 3, whose vectors have 256
+    bits, it took longer.
     """
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
     return is_native and bool(binding.get_host_cpu_features().get("avx512f"))
@@ -168,13 +171,13 @@ def holds_two_tiles() -> bool:
 
 @compiled
 def tiles_of(n_samples):
-    """Return the number of tiles of eight samples."""
+    """Return the number of tiles for ``n_samples`` samples."""
     return (n_samples + LANES - 1) // LANES
 
 
 @compiled
 def flush(total, sums):
-    """Add sums to a total and set them to 0. Adding short sums reduces rounding errors."""
+    """Add sums to a total, and set the sums to 0. Summing in stages reduces rounding errors."""
     total = total.reshape(-1)
     sums = sums.reshape(-1)
     for i in range(len(total)):
@@ -183,7 +186,7 @@ def flush(total, sums):
 
 
 def _interleaved(builder: Any, first: Any, second: Any, width: int) -> tuple[Any, Any]:
-    """Exchange blocks of ``width`` lanes between two rows, a step of a matrix transpose."""
+    """Exchange blocks of ``width`` lanes between two rows. This is a step of a transpose."""
     low = [i if not i & width else i - width + LANES for i in range(LANES)]
     high = [i + width if not i & width else i + LANES for i in range(LANES)]
     i32 = ir.IntType(32)
@@ -219,8 +222,8 @@ def _transpose(_, x, row, matrix, first, column):
 def fill_lanes(x, rows, at, start, stop):
     """Copy the columns ``at, at + 1, ...`` of ``rows`` to the lanes ``x``, shape (n_tiles, n * 8).
 
-    Columns outside of ``start`` to ``stop`` become zeros. ``at`` may be less than ``start``.
-    ``rows`` is C-contiguous and has one row for each sample. Both arrays are float32.
+    Columns outside the range ``start`` to ``stop`` become zeros. ``at`` may be less than ``start``.
+    ``rows`` is C-contiguous and contains one row for each sample. Both arrays are float32.
     """
     n = x.shape[1] // LANES
     if at < start or at + n > stop:

@@ -1,7 +1,7 @@
-"""Sketches on a CPU: block-Hadamard projection and tensor sketches.
+"""Sketches on a CPU: block-Hadamard projections and tensor sketches.
 
-The fast Walsh-Hadamard transform takes log2(k) additions for each coordinate. Three butterfly steps
-are computed at a time in registers. A tensor sketch adds each coordinate to one column.
+The fast Walsh-Hadamard transform needs log2(k) additions for each coordinate. Three butterfly steps
+at a time are computed in registers. A tensor sketch adds each coordinate to one column.
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ COLUMN_SIGNS = 2**31  # the first Philox call of E_b; the calls of D_b start at 
 
 
 def _butterfly(radix):
-    """Return the intrinsic that transforms ``radix`` rows of lanes, ``step`` apart."""
+    """Return the intrinsic that transforms ``radix`` rows of lanes, which are ``step`` apart."""
 
     @intrinsic
     def butterfly(_, x, first, step):
@@ -75,7 +75,7 @@ def _multiply(_, x, row, sign):
 
 @intrinsic
 def _add_signed(_, sums, column, x, row, sign):
-    """Add a row of ``x``, multiplied by its sign, to the sums of ``column``."""
+    """Add a row of ``x``, multiplied by ``sign``, to the sums of ``column``."""
 
     def generate(context, builder, signature, arguments):
         lanes = LaneArrays(context, builder, signature, arguments)
@@ -143,7 +143,7 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
 _TENSOR_SKETCH = ProjectionKind.TENSOR_SKETCH.tag
 _BLOCK = 128  # coordinates that are copied to lanes at a time
 _FREQUENCIES = 512  # complex numbers whose squares are summed at a time
-_FLUSH = 32  # mean number of additions to a column after which the sums are added to the total
+_FLUSH = 32  # mean number of additions to a column before the sums are added to the total
 
 
 class Hashes(NamedTuple):
@@ -152,7 +152,7 @@ class Hashes(NamedTuple):
     Each parameter's rows come first, then its columns, then the next parameter's rows.
 
     Attributes:
-        starts: Coordinate of each parameter's first entry, then the number of coordinates, int64.
+        starts: Coordinate of each parameter's first entry, and at the end n_params, int64.
         positions: Index of each parameter's first row and first column in ``buckets`` and
             ``signs``, shape (n_parameters, 2).
         buckets: Bucket of each row and column, uint32.
@@ -202,7 +202,7 @@ def tensor_sketch_slice_cpu(
 ):
     """Compute the tensor sketch, with the arguments of ``rademacher_slice_cpu``.
 
-    The fields of ``Hashes`` and the parameters' shapes, (n, 2), int64, replace the key.
+    Instead of the key, it takes the fields of ``Hashes`` and the parameters' shapes, (n, 2), int64.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]
@@ -212,7 +212,7 @@ def tensor_sketch_slice_cpu(
     flush_blocks = max(_FLUSH * proj_dim // _BLOCK, 1)
     x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
     number = np.searchsorted(starts, first, side="right") - 1
-    # i and j are indices of the buckets of the next coordinate's row and column.
+    # i and j are the indices in ``buckets`` of the next coordinate's row and column.
     row, column = divmod(first - starts[number], shapes[number, 1])
     i, j = positions[number, 0] + row, positions[number, 1] + column
     i_stop = positions[number, 0] + shapes[number, 0]
@@ -243,7 +243,7 @@ def tensor_sketch_slice_cpu(
 
 @njit(fastmath={"reassoc"})
 def _norm(numbers):
-    """Return the norm of float32 numbers. The squares could overflow or underflow in float32."""
+    """Return the norm of float32 numbers, in float64 so that squares do not over- or underflow."""
     total = 0.0
     for number in numbers:
         total += np.float64(number) * np.float64(number)
@@ -256,8 +256,8 @@ def fill_pairs_cpu(left, right, bucket0, sign0, bucket1, sign1, out, step, secon
 
     The factors have shapes (b, tokens, n0) and (b, tokens, n1). Entry i of the sketch of ``left``
     is ``out[..., step * i]``, and entry i of the sketch of ``right`` is
-    ``out[..., step * i + second]``. Numbers are float32. If ``is_balanced``, the factors of each
-    token are first scaled to equal norms. If one of them is 0, both are multiplied by 0.
+    ``out[..., step * i + second]``. All numbers are float32. If ``is_balanced``, the two factors of
+    each token are first scaled to equal norms. If one factor is 0, both are multiplied by 0.
     """
     scale0 = scale1 = np.float32(1)
     for b in range(len(left)):

@@ -1,4 +1,4 @@
-"""Projection on a GPU with kernels that numba compiles. Only jobs that use a GPU import it.
+"""Projection on a GPU with kernels that numba compiles. Only jobs on a GPU import this package.
 
 ======================= =============================== ============================================
 kind                    capability 8.0 and later        7.0 and 7.5
@@ -9,11 +9,11 @@ kind                    capability 8.0 and later        7.0 and 7.5
 ``hadamard``            ``hadamard``                    ``hadamard``
 ======================= =============================== ============================================
 
-``tensor_sketch`` has no kernel; ``projection/tensor_sketch.py`` computes it with torch.
+``tensor_sketch`` has no kernel. ``projection/tensor_sketch.py`` computes it with torch.
 
-The tensor-core kernel uses mma.sync on every GPU. On an H200 it reaches 0.42 to 0.48 of the rate of
-a float16 matrix product. Hopper's wgmma should be faster from 32 rows on. It is not used, because
-tests without a GPU could not detect errors in its descriptors and its asynchronous use.
+The tensor-core kernel uses mma.sync on every GPU. On an H200, it reaches 0.42 to 0.48 of the
+rate of a float16 matrix product. Hopper's wgmma should be faster for 32 or more rows. It is not
+used, because tests without a GPU could not detect errors in its descriptors and asynchronous use.
 """
 
 from trak_core.projection.cuda.project import project_cuda

@@ -1,14 +1,14 @@
-"""Compile kernels once for each machine, cache the machine code, and launch it with CUDA's driver.
+"""Compile kernels once on each machine, cache the machine code, and launch it by CUDA's driver.
 
-numba-cuda compiles a kernel for one compute capability, one set of argument types and one version
-of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so that later
-processes import neither numba.cuda nor a compiler.
+numba-cuda compiles a kernel for one compute capability, one set of argument types, and one version
+of this folder's source. The machine code is cached under ``XDG_CACHE_HOME``, so later processes
+import neither numba.cuda nor a compiler.
 
 A launch writes the arguments to an array that the driver reads, with 8 bytes for each argument.
-Unlike numba's launches, it inspects no types and passes tensors as addresses. In numba's calling
-convention a one-dimensional array has seven arguments: two unused addresses, the number of entries,
-their size, the address, the length and the stride. A tuple has one argument for each element.
-Numbers of 4 bytes are in the lower half of their 8 bytes.
+Unlike numba's launches, it does not inspect types, and it passes tensors as addresses. In numba's
+calling convention, a one-dimensional array is passed as seven arguments: two unused addresses, the
+number of entries, their size, the address, the length and the stride. A tuple is passed as one
+argument for each element. A 4-byte number is in the lower half of its 8 bytes.
 """
 
 import ctypes
@@ -52,9 +52,9 @@ def launch(
     Args:
         kernel: The kernel. It is compiled if its machine code is not cached.
         types: Types of the arguments, such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8
-            numbers, or ``float32[:]`` for a contiguous tensor of one dimension.
+            numbers, or ``float32[:]`` for a contiguous one-dimensional tensor.
         grid: Number of thread blocks in up to three dimensions.
-        n_threads: Threads in a block.
+        n_threads: Number of threads in a block.
         arguments: Tensors, integers, and tuples of integers.
     """
     if is_simulated():
@@ -91,7 +91,7 @@ def _simulated(type_name: str, argument: Any) -> Any:
 
 
 def definition(kernel: Kernel) -> Any:
-    """Return the kernel's function with numba's decorator."""
+    """Return the kernel's Python function, decorated by numba."""
     module, _, name = kernel.factory.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*kernel.arguments)
 
@@ -159,14 +159,14 @@ def driver_version() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make torch's context of a device current in this thread if the thread has none."""
+    """Make torch's context for a device current in this thread if no context is current."""
     driver = _driver()
     if not int(_check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")):
         torch.cuda.current_stream(device).synchronize()
 
 
 def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    """Return the machine code of a kernel, read from the cache or compiled."""
+    """Return the machine code of a kernel, from the cache or newly compiled."""
     path = kept_path(".cubin", kernel, types, capability)
     code = kept(path)
     if code is None:
@@ -176,7 +176,7 @@ def machine_code(kernel: Kernel, types: tuple[str, ...], capability: tuple[int, 
 
 
 def kept_path(suffix: str, *key: Any) -> Path:
-    """Return the path of a cached file. It depends on the key and on this folder's source."""
+    """Return the path of a cached file, which depends on the key and on this folder's source."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         try:
@@ -197,7 +197,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write the content, after its SHA-256. If writing fails, the next process compiles again."""
+    """Write the content after its SHA-256. If this fails, the next process compiles again."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,21 +3,21 @@
 The *portable kernel* uses plain float32 arithmetic and runs on any GPU and in the simulator. A
 block of threads processes one slice of coordinates and ``samples`` rows. Each thread processes four
 columns. The block loads 128 coordinates at a time into shared memory. Each thread computes the
-entries of R for its columns in registers and multiplies them with every row. The result does not
+entries of R for its columns in registers and multiplies every row by them. The result does not
 depend on the size of warps. Sums of 128 products are computed first and then added, which keeps
 rounding errors below 1e-6.
 
 The *tensor-core kernel* for ``rademacher`` uses mma.sync (compute capability 8.0 and later). R is
 never in memory. A warp computes the operands of m16n8k16 products from Philox words. An operand
-register has two 16-bit entries, +1 or -1, and takes one shift and one logical operation. One Philox
-call returns all signs that a thread needs for 4 columns and 128 coordinates, in the order of the
-operands. Gradients are copied to shared memory one stage ahead of their use.
+register holds two 16-bit entries, +1 or -1, and is computed by one shift and one logical operation.
+One Philox call returns all signs that a thread needs for 4 columns and 128 coordinates, in the
+order of the operands. Gradients are copied to shared memory one stage before they are used.
 
-The products are exact. Tensor cores add them in float32 and round toward zero. Every 4096
-coordinates, the sums are added to totals in registers, with rounding to nearest.
+The products are exact. Tensor cores add them in float32, rounding toward zero. After every 4096
+coordinates, the sums are added to totals in registers, rounding to nearest.
 
 A float32 gradient is split into two rows of bfloat16 numbers, its high and its low part. The
-entries of R are exact in bfloat16, so the error is at most 2^-18 of each entry of the gradient.
+entries of R are exact in bfloat16, so the relative error of a gradient entry is at most 2^-18.
 
 Source: NVIDIA, "Parallel Thread Execution ISA", "Matrix fragments for mma.m16n8k16".
 """
@@ -62,7 +62,7 @@ _STAGE = 256  # coordinates in shared memory at a time, for the tensor cores
 def _rademacher_block(samples):
     @device_function
     def add_block(tile, g, call, stream, keys, sums):
-        """Add the products of coordinates g to g + 127, where g is a multiple of 128."""
+        """Add the products for coordinates g to g + 127, where g is a multiple of 128."""
         for t in range(4):
             words = words_at(call, 4 * (g >> 7) + t, _RADEMACHER, stream, keys)
             for bit in range(32):
@@ -83,7 +83,7 @@ def _rademacher_block(samples):
 def _normal_block(samples):
     @device_function
     def add_block(tile, g, call, stream, keys, sums):
-        """Add the products of coordinates g to g + 127."""
+        """Add the products for coordinates g to g + 127."""
         for i in range(_BLOCK):
             words = words_at(call, g + i, _NORMAL, stream, keys)
             r0, r1 = normal_of(words[0]), normal_of(words[1])
@@ -146,7 +146,7 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
 def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     """Return the kernel for one tile and dtype.
 
-    After ``flush`` coordinates, a power of two and at least 256, sums are added to totals.
+    After every ``flush`` coordinates, a power of two and at least 256, sums are added to totals.
     """
     mma = ptx.mma_bfloat16 if bfloat16 else ptx.mma_float16
     ones = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
@@ -154,7 +154,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     sample_tiles, column_tiles = tile.sample_tiles, tile.column_tiles
     rows, n_threads = 8 * sample_tiles, 32 * tile.n_warps
     n_warps, warp_columns = tile.n_warps, 16 * column_tiles
-    # With 16 bytes of padding, 8 rows at one coordinate are in 32 different banks.
+    # With 16 bytes of padding, the entries of 8 rows at a coordinate are in 32 different banks.
     row_bytes = 2 * _STAGE + 16
     stage_bytes = rows * row_bytes
     n_shared = stage_bytes + 8  # 16-bit numbers in two stages, and 16 bytes for alignment
@@ -168,7 +168,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_copies)
     def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
-        """Start to copy 256 coordinates from g on. Coordinates outside of the slice become 0."""
+        """Start to copy 256 coordinates, from g on. Coordinates outside the slice become 0."""
         e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
         row, part = e // uint32(per_row), e & uint32(per_row - 1)
         first = g + int64(part) * 8
@@ -217,7 +217,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(2 * column_tiles)
     def add_step(step, quarter, words, gradients, sums):
-        """Add the products of 16 columns and 16 coordinates."""
+        """Add the products for 16 columns and 16 coordinates."""
         m, s = step >> 1, step & 1
         bit = 4 * quarter + 2 * s
         upper, lower = words[2 * m], words[2 * m + 1]
@@ -229,13 +229,13 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(4)
     def add_quarter(quarter, address, words, gradients, sums):
-        """Add the products of coordinates 32 * quarter to 32 * quarter + 31 of a block of 128."""
+        """Add the products for coordinates 32 * quarter to 32 * quarter + 31 in a block of 128."""
         load(uint32(address + uint32(quarter * 64)), gradients)
         add_step(quarter, words, gradients, sums)
 
     @unrolled(n_sums)
     def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
-        """Write sum i of a thread that starts at ``first_row`` and ``first_column``."""
+        """Write sum i of a thread whose sums start at ``first_row`` and ``first_column``."""
         m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
         row = first_row + 8 * n + (i & 1)
         j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)
@@ -282,7 +282,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
                     q = uint64(4 * ((g >> 7) + block) + member)
                     low = uint32(q & uint64(0xFFFFFFFF))
                     high = uint32(uint32(q >> uint64(32)) | uint32(_RADEMACHER << 24))
-                    # Without the copy, the compiler would keep the first Philox products of all
+                    # Without the copy, the compiler would keep the first Philox products for all
                     # blocks in registers.
                     make_words(ptx.opaque_copy(call), low, high, stream, keys, words)
                     address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)

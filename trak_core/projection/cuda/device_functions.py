@@ -1,7 +1,7 @@
-"""Device functions of the kernels: Philox, signs and normal entries, as in ``reference.py``.
+"""Device functions for the kernels: Philox, signs and normal entries, as in ``reference.py``.
 
-Each call processes a single word. In numba's simulator the functions run as plain Python, so tests
-can compare their results with the definition, bit for bit, on machines without a GPU.
+Each call processes a single word. In numba's simulator, the functions run as plain Python, so tests
+can compare their results bit for bit with the definition on machines without a GPU.
 """
 
 from collections.abc import Callable
@@ -24,25 +24,25 @@ _LOW = uint64(0xFFFFFFFF)
 
 
 def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
-    """Return the decorator of a kernel with at most ``n_threads`` threads in a block.
+    """Return the decorator for a kernel with at most ``n_threads`` threads in a block.
 
-    The registers are limited so that ``n_blocks`` blocks fit on a multiprocessor. The simulator
-    ignores both bounds.
+    Each thread gets few enough registers for ``n_blocks`` blocks to fit on a multiprocessor. The
+    simulator ignores both bounds.
     """
     return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(n_threads, n_blocks))
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that kernels call. It is inlined, so that its arrays stay in registers."""
+    """Return a function for calls in kernels. It is inlined so that arrays stay in registers."""
     return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
 
 
 def unrolled(n: int) -> Callable[..., Any]:
-    """Return the decorator of a loop's body, a device function ``f(i, *arguments)``.
+    """Return the decorator for the body of a loop, a device function ``body(i, *arguments)``.
 
-    The decorated function is called as ``f(*arguments)`` and calls f for i = 0 ... n - 1 without a
-    loop. Each i is a constant, so arrays that are indexed by i can stay in registers. Not every
-    version of the compiler would unroll a loop.
+    The decorated function takes ``*arguments``, and calls the body for i = 0 ... n - 1 without a
+    loop. Each i is a constant, so arrays that are indexed by i can stay in registers. Some versions
+    of the compiler would not unroll a loop.
     """
 
     def decorate(body):
@@ -73,7 +73,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @device_function
 def philox(c0, c1, c2, c3, keys):
-    """Return the four words of one counter, uint32, with the ``round_keys`` of the seed."""
+    """Return the four words of a counter, uint32. ``keys`` are the ``round_keys`` of the seed."""
     # The rounds are written out, because the compiler might not unroll a loop.
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
     c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])
@@ -89,7 +89,7 @@ def philox(c0, c1, c2, c3, keys):
 
 @device_function
 def words_at(c0, q, tag, stream, keys):
-    """Return the four words of the call at (c0, q) for the tag of a kind."""
+    """Return the four words of the call at (c0, q) for a kind's tag (``reference.py``)."""
     high = uint32(uint32(uint64(q) >> _HALF) | uint32(tag << 24))
     return philox(uint32(c0), uint32(uint64(q) & _LOW), high, stream, keys)
 
@@ -106,7 +106,7 @@ else:
 
     libdevice: Any = numba.cuda.libdevice
 
-# The compiler would contract a * b + c to one fused operation with a single rounding.
+# These functions prevent the compiler from fusing a * b + c to one operation with one rounding.
 _multiply, _add = libdevice.fmul_rn, libdevice.fadd_rn
 
 

@@ -2,14 +2,15 @@
 
 The result is the sum of E_b H D_b x_b over blocks b of k = proj_dim coordinates, where x_b is the
 gradient in a block. A block of threads computes one transform of n = min(k, 8192) numbers of a row
-at a time. Each thread has 16 numbers in registers. It computes the butterflies of four bits of
-their index, exchanges the numbers with other threads through shared memory, and continues with the
-next bits. The sums over a slice stay in registers. If k is small, a slice has many blocks of
-coordinates, and their sums are added in two stages.
+at a time. Each thread holds 16 numbers in registers. It computes the butterflies for four bits of
+the numbers' index, exchanges numbers with other threads through shared memory, and continues with
+the next bits. The sums over a slice stay in registers. If k is small, a slice contains many blocks
+of coordinates, and their sums are added in two stages.
 
-For k > 8192, let u be the upper bits of an index. The transform is linear, so the outputs with
-upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u. Each z has a block
-of threads, which adds these k / n inputs while it reads them.
+For k > 8192, let u be the upper bits of an input's index, x_u the n inputs with these bits, and D
+their signs. The transform is linear, so the outputs with upper bits z are the transform of the sum
+over u of (-1)^popcount(u & z) D x_u. Each z has a block of threads, which adds these k / n terms
+while it reads them.
 """
 
 from functools import cache
@@ -41,7 +42,7 @@ def _butterflies(held, n_bits):
 
     @device_function
     def transform(x):
-        """Compute a thread's butterflies for the lowest ``n_bits`` bits of the index."""
+        """Compute the butterflies of a thread's values for the ``n_bits`` lowest bits of v."""
         for bit in range(n_bits):
             for v in range(n_values):
                 if v & (1 << bit) == 0:
@@ -53,7 +54,7 @@ def _butterflies(held, n_bits):
 
 
 def _rounds(n_bits, held):
-    """Return the lowest index bit of a thread's values and the number of new bits in each round."""
+    """Return (lowest index bit of a thread's values, number of new bits) for each round."""
     low = n_bits - held
     rounds = [(low, held)]
     while low > 0:
@@ -66,8 +67,9 @@ def _rounds(n_bits, held):
 def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
     """Return the kernel for one proj_dim.
 
-    ``inner`` is the length of a transform, and ``n_rows_held`` is the number of rows of a block of
-    threads. After ``flush`` blocks of coordinates, a power of two, sums are added to totals.
+    ``inner`` is the length of a transform, and ``n_rows_held`` is the number of rows that a block
+    of threads processes. Sums are added to totals after every ``flush`` blocks of coordinates, a
+    power of two.
     """
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
@@ -90,17 +92,17 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def position_of(thread, low):
-        """Return the position of a thread's value 0. Its values differ in the bits from ``low`` on.
+        """Return the index in ``exchange`` of a thread's value 0.
 
-        Positions are indices in ``exchange``.
+        The indices of the thread's values differ in the bits from ``low`` on.
         """
         upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
         i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
-        return uint32(i + uint32(i >> uint32(4)))  # gaps after every 16 avoid bank conflicts
+        return uint32(i + uint32(i >> uint32(4)))  # A gap after every 16 avoids bank conflicts.
 
     @device_function
     def swap(exchange, base, thread, x, before, after):
-        """Exchange values, so that a thread's values differ in the bits from ``after`` on."""
+        """Exchange values so that each thread's indices differ in the bits from ``after`` on."""
         at = uint32(base + position_of(thread, before))
         for v in range(n_values):
             # The bits of v and of the thread are disjoint, so their gaps add.
@@ -113,7 +115,7 @@ def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool,
 
     @device_function
     def sign_in(signs, first, v, thread):
-        """Return the word and the bit of the sign of input first + v * n_threads + thread.
+        """Return the word with the sign of input first + v * n_threads + thread, and its bit.
 
         ``first`` is a multiple of 32.
         """

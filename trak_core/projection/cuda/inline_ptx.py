@@ -1,6 +1,6 @@
-"""PTX instructions for the tensor cores that numba does not provide.
+"""PTX instructions for tensor cores that numba does not provide.
 
-The matrix products are marked as having side effects. All 32 threads of a warp must execute them
+Matrix products are marked as having side effects. All 32 threads of a warp must execute them
 together, so the compiler must not move them into code that only some threads reach.
 """
 
@@ -91,14 +91,14 @@ def and_xor(_, a, mask, b):
 
 @intrinsic
 def opaque_copy(_, word):
-    """Return a copy that the compiler cannot identify with ``word``, so it reuses no results."""
+    """Return a copy of ``word`` for which the compiler cannot reuse results from ``word``."""
     del word
     return _instruction(types.uint32(types.uint32), _INT32, "mov.b32 $0, $1;", "=r,r")
 
 
 @intrinsic
 def shared_address(_, array):
-    """Return the 32-bit address of a shared array in the shared state space."""
+    """Return the 32-bit address of an array in shared memory."""
     text = "cvta.to.shared.u64 $0, $1;"
     _, convert = _instruction(None, _INT64, text, "=l,l", side_effect=False)
 
@@ -117,7 +117,7 @@ def global_address(_, array):
 
 @intrinsic
 def copy_async(_, destination, source, n_bytes):
-    """Start to copy 16 bytes to shared memory. Bytes after ``n_bytes`` become zeros."""
+    """Start to copy 16 bytes to shared memory. Bytes beyond ``n_bytes`` become zeros."""
     del destination, source, n_bytes
     text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
     signature = types.void(types.uint32, types.uint64, types.uint32)
@@ -126,13 +126,13 @@ def copy_async(_, destination, source, n_bytes):
 
 @intrinsic
 def wait_for_copies(_):
-    """Wait for all copies that this thread started."""
+    """Wait for all copies that this thread has started."""
     return _instruction(types.void(), _VOID, "cp.async.wait_all;", "~{memory}")
 
 
 @intrinsic
 def load_matrices(_, address):
-    """Return one register of each of four 8 x 8 matrices of 16-bit numbers (ldmatrix.x4)."""
+    """Return this thread's register for each of four 8 x 8 matrices of 16-bit numbers."""
     del address
     text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];"
     signature = types.UniTuple(types.uint32, 4)(types.uint32)

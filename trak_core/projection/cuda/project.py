@@ -24,7 +24,7 @@ INSTEAD = "Or project on the CPU."
 
 @cache
 def require_numba_cuda() -> None:
-    """Raise an error if numba-cuda, which compiles kernels and installs cuda.bindings, is missing.
+    """Raise an error if numba-cuda is missing, which compiles kernels and installs cuda.bindings.
 
     Without numba-cuda, numba would use its own unmaintained CUDA target, which is not tested.
     """
@@ -43,8 +43,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     if is_simulated():
         if device.type == "cuda":
             raise InputError(
-                "Projecting on a GPU needs compiled kernels. Found numba's CUDA simulator enabled. "
-                "Unset NUMBA_ENABLE_CUDASIM.",
+                "Projecting on a GPU needs compiled kernels. Found that numba's CUDA simulator is "
+                "enabled. Unset NUMBA_ENABLE_CUDASIM.",
                 code="projection.simulated",
             )
         return LEAST_CAPABILITY
@@ -60,7 +60,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a device for messages."""
+    """Return the name of a device, for error messages."""
     return "numba's simulator" if is_simulated() else torch.cuda.get_device_name(device)
 
 
@@ -68,10 +68,10 @@ _TENSOR_CORES = (8, 0)  # the first capability with m16n8k16 products and asynch
 
 
 def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
-    """Return the method that projects gradients of a dtype on a device. There is no fallback.
+    """Return the method that projects gradients of the given dtype on a device.
 
-    An ``InputError`` is raised if the GPU is too old, the kind has no kernel, or proj_dim is too
-    large.
+    There is no fallback: an ``InputError`` is raised if the GPU is too old, the kind has no kernel,
+    or proj_dim is too large.
     """
     capability = capability_of(device)
     n_planes = alignment = 1
@@ -104,8 +104,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
     )
 
 
-# The test of a kernel compares ROWS rows of R that are STEP coordinates apart. It compares all of
-# their entries, or the first COLUMNS entries if the kind is nested.
+# A kernel's test compares ROWS rows of R that are STEP coordinates apart. It compares whole rows
+# or, if the kind is nested, the first COLUMNS entries of each row.
 ROWS, STEP, COLUMNS = 32, 11, 515
 _ENTRIES = 2**21  # the largest number of entries in a test
 
@@ -119,12 +119,13 @@ def require_right_matrix(
     device: torch.device,
     n_samples: int,
 ) -> None:
-    """At a kernel's first use on a device, compare its entries of R with the definition.
+    """At a kernel's first use on a device, compare the entries of R with the definition.
 
-    Unit vectors select single rows of R, at coordinates beyond 2^32, on both sides of the edge of a
-    slice and at all positions in a block of 128. ``method`` is a result of ``choose``.
-    ``n_samples``, the number of gradients, determines the variant of the kernel. An ``InputError``
-    is raised if the kernel does not compile, does not run, or computes a wrong entry.
+    Projected unit vectors are rows of R. The tested rows have coordinates beyond 2^32, on both
+    sides of the boundary between two slices and at all positions in a block of 128. ``method`` is
+    a result of ``choose``. ``n_samples``, the number of gradients, determines the variant of the
+    kernel. An ``InputError`` is raised if the kernel does not compile or run, or if an entry is
+    wrong.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:
@@ -153,8 +154,8 @@ def require_right_matrix(
         matrix = out.cpu().numpy()
     except Exception as error:
         remedy = (
-            "Install numba-cuda[cu13], or [cu12] for a driver of CUDA 12, or set CUDA_HOME to a "
-            "toolkit. Compare `python -m numba -s` with `nvidia-smi`."
+            "Install numba-cuda[cu13], or numba-cuda[cu12] for a CUDA 12 driver, or set CUDA_HOME "
+            "to a CUDA toolkit. Compare `python -m numba -s` with `nvidia-smi`."
         )
         if isinstance(error, AttributeError | ImportError):  # as with NumPy 2.5
             remedy = "`pip install 'trak-core[cuda]'` installs versions that work together."
@@ -172,7 +173,7 @@ def require_right_matrix(
             f"of {wrong.size} entries of {spec.kind} with {dtype} gradients on {name_of(device)}, "
             f"the first at coordinate {offset + picks[row]}, column {column}: "
             f"{matrix[row, column]} instead of {expected[row][column]}. Project on the CPU, and "
-            "report this with the versions of numba-cuda and of the driver.",
+            "report this error with the versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",
         )
     _passed.add((device, kernel, dtype))
@@ -204,12 +205,12 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
 
     Compute out += X R[offset : offset + n], where X is the concatenation of the blocks. R equals
     the matrix of ``reference.py`` bit for bit, which is tested before the first use of a kernel.
-    Sums are float32. On tensor cores a float32 gradient is replaced by the sum of two bfloat16
+    Sums are float32. On tensor cores, a float32 gradient is replaced by the sum of two bfloat16
     numbers, with a relative error of at most 2^-18. Infinity and NaN give infinity or NaN.
 
-    On one device the result does not depend on the blocks or the batch, bit for bit. Calls for
-    chunks that end at multiples of 65536 give the same bits as a single call. Work is queued on
-    PyTorch's current stream. The function uses less than 256 MiB beyond its arguments.
+    On one device, results are bitwise equal for any split into blocks and batches. Calls for chunks
+    that end at multiples of 65536 give the same bits as a single call. Work is queued on PyTorch's
+    current stream. The function allocates less than 256 MiB in addition to its arguments.
 
     Args:
         blocks: Matrices (n_samples, n_i) with consecutive columns and one dtype, float32, float16

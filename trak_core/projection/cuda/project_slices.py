@@ -1,19 +1,19 @@
-"""Project on a GPU in fixed slices of coordinates, with a limit on the memory of each launch.
+"""Project on a GPU in fixed slices of coordinates, with a memory limit for each launch.
 
-Slice s has the coordinates from s * SLICE to (s + 1) * SLICE - 1 for every offset of a call. The
+Slice s contains the coordinates s * SLICE to (s + 1) * SLICE - 1, for any offset of a call. The
 sums of each slice are computed separately and added to the result in the order of the slices.
 Therefore the result does not depend on the number of slices in a launch or on the blocks of the
 gradient.
 
 Every kernel has the arguments ``values, sizes, partials, keys, stream``:
 
-- ``values``: the gradients, flat; bfloat16 as int16. The entry of row b and coordinate g is
-  ``values[b * row_stride + g - origin]``.
+- ``values``: the gradients as a flat array, with bfloat16 viewed as int16. The entry for row b and
+  coordinate g is ``values[b * row_stride + g - origin]``.
 - ``sizes``: row_stride, origin, start, stop, n_rows, first_slice, slice_size and proj_dim. Thread
-  blocks with blockIdx.y = i process the coordinates of slice first_slice + i that are at least
+  blocks with blockIdx.y = i process those coordinates of slice first_slice + i that are at least
   ``start`` and less than ``stop``.
-- ``partials``: the sums, written to ``partials[i]``. Its shape is (n_slices, n_rows, proj_dim),
-  float32, passed flat.
+- ``partials``: the result, float32, a flat array of shape (n_slices, n_rows, proj_dim). The sums of
+  slice first_slice + i are written to ``partials[i]``.
 - ``keys``, ``stream``: the ``round_keys`` of the seed, and the stream of the spec.
 """
 
@@ -29,10 +29,10 @@ from trak_core.projection.cuda.variants import Kernel, Variant
 from trak_core.settings import ProjectionSpec
 
 SLICE = 65536
-BUDGET_BYTES = 224 * 2**20  # for gathered gradients and the sums of slices together
+BUDGET_BYTES = 224 * 2**20  # total for gathered gradients and the sums of slices
 _FILL = 512  # number of thread blocks that occupy a large GPU
 _MOST_SLICES = 32768
-_STEP = 256  # gathered coordinates start and stop at multiples of this divisor of SLICE
+_STEP = 256  # Gathered coordinates start and stop at multiples of this divisor of SLICE.
 _THREADS = 256  # threads of a block that adds the sums of slices
 _ADD_PARTIALS = Kernel("partials.add_partials_kernel", (_THREADS,))
 _ARRAYS = {torch.float32: "float32[:]", torch.float16: "float16[:]", torch.int16: "int16[:]"}
@@ -49,8 +49,8 @@ class Method:
     Attributes:
         variant: A function that returns the kernel for a number of rows.
         n_planes: 2 if float32 gradients are split into high and low parts in bfloat16, else 1.
-        alignment: A kernel can read a block in place if its first coordinate and its row stride are
-            multiples of this number.
+        alignment: A kernel can read a block in place if the block's first coordinate and row stride
+            are multiples of this number.
     """
 
     name: str
@@ -71,7 +71,7 @@ def round_keys(seed: int) -> tuple[int, ...]:
 def flat(matrix: torch.Tensor) -> torch.Tensor:
     """Return a one-dimensional view of the memory that a matrix spans, with bfloat16 as int16.
 
-    All matrices then have one layout, so that compiled kernels depend on the dtype alone.
+    All matrices then have the same layout, so compiled kernels depend only on the dtype.
     """
     spanned = 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
     memory = matrix.as_strided((spanned,), (1,))
@@ -81,8 +81,8 @@ def flat(matrix: torch.Tensor) -> torch.Tensor:
 def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: torch.Tensor) -> None:
     """Add the sums of all slices to ``out``, (n_rows, proj_dim), in the order of the slices.
 
-    ``partials`` has shape (n_slices, n_planes * n_rows, proj_dim), float32, flat. The planes of a
-    slice are added first.
+    ``partials`` has shape (n_slices, n_planes * n_rows, proj_dim), float32, as a flat array. The
+    planes of a slice are added to each other first.
     """
     n_rows, proj_dim = out.shape
     n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
@@ -93,7 +93,7 @@ def _add_partials(partials: torch.Tensor, n_slices: int, n_planes: int, out: tor
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive slices for one launch, read from ``block``, or from a copy if that is None."""
+    """Consecutive slices for a launch, read from block number ``block``, or copied if None."""
 
     first_slice: int
     last_slice: int
@@ -111,9 +111,9 @@ def runs(
     """Split the coordinates of consecutive blocks into runs that cover each slice once, in order.
 
     Args:
-        bounds: First and last (exclusive) coordinate of each block. No block is empty.
+        bounds: The coordinates (start, stop) of each block. No block is empty.
         in_place: Whether the kernel can read each block in place.
-        least: Smallest number of slices of a block for which reading in place is faster.
+        least: Smallest number of slices in a block for which reading in place is faster.
         most_in_place: Largest number of slices in a run that is read in place.
         most_gathered: Largest number of slices in a run that is copied.
 
@@ -129,7 +129,7 @@ def runs(
             yield Run(s, min(s + step, stop), block)
 
     for block, ((start, stop), usable) in enumerate(zip(bounds, in_place, strict=True)):
-        # Slices within this block. The first and the last slice of all coordinates may be partial.
+        # The slices that lie within this block. Only the first and the last slice may be partial.
         low = start // SLICE if start == first else -(-start // SLICE)
         high = -(-stop // SLICE) if stop == end else stop // SLICE
         if usable and (high - low >= least or (start == first and stop == end)):
@@ -153,11 +153,11 @@ def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
 def _gather(
     buffer: torch.Tensor, blocks: Sequence[torch.Tensor], starts: Sequence[int], origin: int
 ) -> None:
-    """Copy coordinates ``origin`` to ``origin + n`` to ``buffer``; those outside all blocks are 0.
+    """Copy the coordinates from ``origin`` on to ``buffer``. Outside all blocks, they become 0.
 
-    ``buffer`` has shape (n_planes, n_rows, n). With two planes, the first has the values rounded to
-    bfloat16, and the second has the rounding errors. ``starts`` has the first coordinate of each
-    block.
+    ``buffer`` has shape (n_planes, n_rows, n). Of two planes, the first contains the values rounded
+    to bfloat16, and the second contains the rounding errors. ``starts`` contains the first
+    coordinate of each block.
     """
     buffer.zero_()
     for block, start in zip(blocks, starts, strict=True):
@@ -180,7 +180,7 @@ def project_slices(
 ) -> None:
     """Add the projection of consecutive blocks to ``out``. No block may be empty.
 
-    The arguments other than the method are as in ``project_cuda``.
+    ``project_cuda`` describes the arguments other than the method.
     """
     n_samples, proj_dim = out.shape
     row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
@@ -232,8 +232,8 @@ def _project_rows(
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
         n_slices = run.last_slice - run.first_slice
         if run.block is None:
-            # At multiples of _STEP, rows are aligned for every kernel. As _STEP divides SLICE, the
-            # slices remain the same.
+            # Rows that start at multiples of _STEP are aligned for every kernel. As _STEP divides
+            # SLICE, the slices remain the same.
             start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
             width = stop - start
             buffer = memory[: n_rows * width].view(n_planes, n_samples, width)

@@ -1,6 +1,6 @@
-"""Choose the variant of a kernel and its launch sizes from the projection and the number of rows.
+"""Choose a variant of a kernel and its launch sizes for a projection and a number of rows.
 
-This module does not import numba, because a job with cached kernels needs no compiler.
+This module does not import numba, because a job whose kernels are cached needs no compiler.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Kernel(NamedTuple):
     """A kernel, identified by the function that returns it.
 
     Attributes:
-        factory: Module in this folder and function, such as ``dense.portable_kernel``.
-        arguments: The arguments of the function.
+        factory: The module in this folder and the function, such as ``dense.portable_kernel``.
+        arguments: The arguments with which the function is called.
     """
 
     factory: str
@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its launch sizes. ``grid`` has the numbers of blocks for a slice in x and z."""
+    """A kernel with its launch sizes. ``grid`` is the number of blocks per slice in x and in z."""
 
     kernel: Kernel
     grid: tuple[int, int]
@@ -31,7 +31,7 @@ class Variant:
 
 
 THREADS = 128  # threads of a block of the portable kernel
-SAMPLES = (8, 16)  # rows of a block: the first number that is enough for all rows, or the last
+SAMPLES = (8, 16)  # rows of a block: the smallest number that covers all rows, else the last
 
 
 def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
@@ -43,15 +43,15 @@ def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Varia
 
 
 ALIGNMENT = 8  # coordinates in an asynchronous copy of 16 bytes by the tensor-core kernel
-FLUSH = 4096  # coordinates that tensor cores add before the sums are added to totals
+FLUSH = 4096  # coordinates that tensor cores sum before their sums are added to totals
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The size of a block of threads of the tensor-core kernel.
+    """The size of a thread block's result in the tensor-core kernel.
 
     Attributes:
-        sample_tiles: Number of tiles of 8 rows.
+        sample_tiles: Number of tiles, each of 8 rows.
         column_tiles: Number of tiles of 16 columns for each warp. It is even.
         n_warps: Number of warps, which process different columns.
         n_blocks: Number of blocks that should fit on a multiprocessor.
@@ -64,7 +64,7 @@ class Tile:
 
     @property
     def n_columns(self) -> int:
-        """The number of columns of a block of threads."""
+        """The number of columns that a block of threads computes."""
         return 16 * self.column_tiles * self.n_warps
 
 
@@ -73,7 +73,7 @@ TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
 
 
 def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the tensor-core kernel for a number of rows of bfloat16 (as int16) or float16.
+    """Return the tensor-core kernel for rows of float16, or of bfloat16 (passed as int16).
 
     The rows must be aligned to ``ALIGNMENT`` coordinates.
     """
@@ -84,17 +84,17 @@ def tensor_core_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Va
 
 
 HADAMARD_INNER = 8192  # the longest transform of a thread block, with 34 KiB of shared memory
-HADAMARD_THREADS = 128  # minimum number of threads of a block, which may process several rows
+HADAMARD_THREADS = 128  # minimum number of threads in a block, which may process several rows
 HADAMARD_FLUSH = 256  # blocks of coordinates between two flushes, if proj_dim is less than this
 
 
 def held_bits(inner: int) -> int:
-    """Return the number of index bits that distinguish the numbers of one thread."""
+    """Return the number of index bits in which the numbers held by one thread differ."""
     return min(4, inner.bit_length() - 1)
 
 
 def hadamard_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
-    """Return the Hadamard kernel for the spec's proj_dim, which must divide the slice length."""
+    """Return the Hadamard kernel. The spec's proj_dim must divide the slice length."""
     inner = min(spec.proj_dim, HADAMARD_INNER)
     n_threads = inner >> held_bits(inner)
     n_rows_held = max(1, HADAMARD_THREADS // n_threads)
