@@ -1,4 +1,4 @@
-"""Choose the checkpoints of one network among files of weights, and read times from their names."""
+"""Choose files of weights that belong to one network, and read times from their names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,17 +10,17 @@ from trak_core.study.load_checkpoint import read_weights
 from trak_core.study.match_state_dict import shared_prefixes
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.
+# Patterns for an epoch or a step, and for a measure of quality. "sweep_1" matches neither.
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
-# The shapes of tensors by their names, without the common prefix.
+# The shape of each tensor by its name, without the prefix that all names share.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shapes]:
-    """Return the tensor shapes of all loadable checkpoints, without reading their values.
+    """Return the tensor shapes in each checkpoint that can be loaded, without reading its values.
 
-    A line with the reason is added to ``report`` for each file that does not load.
+    For each other file, a line with the reason is added to ``report``.
     """
     loaded: dict[Path, Shapes] = {}
     for path in checkpoints:
@@ -39,9 +39,10 @@ def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shape
 
 
 def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Path]:
-    """Return the checkpoints of the most frequent network, by names and shapes of tensors.
+    """Return the checkpoints of the most frequent network, sorted.
 
-    A line is added to ``report`` for each other network.
+    Checkpoints with the same names and shapes of tensors belong to one network. A line is added to
+    ``report`` for each other network.
     """
     networks = _grouped(loaded, lambda path: frozenset(loaded[path].items()))
     first = max(networks, key=len)
@@ -55,8 +56,8 @@ def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Pat
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
 
-    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
-    its folder if each run has its own.
+    The names may also differ in a measure of quality, as in ``epoch=3-val_loss=0.25.ckpt``. Runs
+    are named after their folders if each run is in a different folder.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
@@ -73,7 +74,9 @@ def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return a different name for each folder, from a part of its path, or {} without such a part.
+    """Return a different name for each folder, from the last part of the paths that differs.
+
+    Return {} if no part differs in all paths.
 
     Example:
         >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]
