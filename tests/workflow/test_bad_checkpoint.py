@@ -146,7 +146,7 @@ CHECKPOINTS = {
         scripted,
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
     ),
-    "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
+    "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 is wrong: the file"),
     "a part marked as a folder": (marked_as_folder, r"its parts are compressed or folders"),
     "a bomb": (bomb, r"its parts are compressed or folders, which torch\.save never writes"),
     "a pickle that runs code": (

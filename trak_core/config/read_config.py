@@ -388,7 +388,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "exclusiveMaximum": lambda: f"must be below {limit}",
         **dict.fromkeys(("minItems", "minLength", "minProperties"), lambda: "must not be empty"),
         "uniqueItems": lambda: "must list each value once",
-        "pattern": lambda: "must have the form described below",
+        "pattern": lambda: "must have the form described under Meaning",
     }.get(str(error.validator), lambda: error.message)()
     text = f"{where}: {expected}. Found {error.instance!r}."
     return f"{text} Meaning: {meaning}" if meaning else text
