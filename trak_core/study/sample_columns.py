@@ -166,7 +166,7 @@ def _is_float64(value: float) -> bool:
 def _column(values: Sequence[Any]) -> np.ndarray:
     """Return a column as int64, as float64, or as texts without line breaks.
 
-    A column is converted to texts if float64 would round its integers.
+    If a column contains floats, and integers that float64 would round, it is converted to texts.
     """
     if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)
