@@ -255,8 +255,8 @@ def shared_training(
             pairs = {"seed": seeds[run], **arguments}.items()
             shown.append(f"{run}: {{{', '.join(f'{key}: {value}' for key, value in pairs)}}}")
         raise InputError(
-            f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (one for "
-            "each of `seeds`) must have different integers as `seed`, and their other training "
+            f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (as many "
+            "as `seeds` says) must have different integers as `seed`, and their other training "
             f"arguments must be equal. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )
