@@ -1,4 +1,4 @@
-"""Choose files of weights that belong to one network, and read times from their names."""
+"""Choose the checkpoints of one network among files of weights, and read times from their names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,10 +10,10 @@ from trak_core.study.load_checkpoint import read_weights
 from trak_core.study.match_state_dict import shared_prefixes
 
 ENDING = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
-# Patterns for an epoch or a step, and for a measure of quality. "sweep_1" matches neither.
+# The patterns of an epoch or a step, and of a measure of quality. "sweep_1" matches no pattern.
 _TIME = re.compile(r"(?<![a-z])(epochs?|ep|steps?|iter(?:ation)?s?)[-_=]?(\d+)", re.I)
 _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.?\d+", re.I)
-# The shape of each tensor by its name, without the prefix that all names share.
+# The shapes of tensors by their names, without the common prefix.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -56,8 +56,8 @@ def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Pat
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
 
-    The names may also differ in a measure of quality, as in ``epoch=3-val_loss=0.25.ckpt``. Runs
-    are named after their folders if each run is in a different folder.
+    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
+    its folder if each run has its own.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 

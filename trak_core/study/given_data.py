@@ -74,9 +74,9 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         shapes = [str(getattr(v, "shape", type(v).__name__)) for v in given.values()]
         raise InputError(
-            "Data in tensors must be a tuple of the model's inputs followed by the labels, or a "
-            "dict with `labels`. Each tensor must have a row for each sample. Found "
-            f"{', '.join(shapes) or 'nothing'}. To pass samples one by one, use a list.",
+            "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
+            "with `labels`. Each tensor must have a row for each sample. Found "
+            f"{', '.join(shapes) or 'nothing'}. In a list, each entry is read as a sample.",
             code="study.given_tensors",
         )
     return _Columns(columns, isinstance(data, Mapping))
