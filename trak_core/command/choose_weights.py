@@ -74,9 +74,7 @@ def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def folder_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """Return a different name for each folder, from the last part of the paths that differs.
-
-    Return {} if no part differs in all paths.
+    """Return a different name for each folder, from a part of its path, or {} without such a part.
 
     Example:
         >>> [*folder_names([Path("out/a/saved"), Path("out/b/saved")]).values()]

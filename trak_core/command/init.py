@@ -335,7 +335,7 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     arguments.append(("label", label, note))
     inputs = [name for name in cells if name not in {label, *texts}]
     if len(inputs) + 1 < len({*trained[0]} - {"id"}):
-        arguments.append(("columns", inputs, "the model's inputs, in the order it expects"))
+        arguments.append(("columns", inputs, "the model's inputs, in the model's order"))
     if label in texts:
         classes = sorted({str(value) for value in cells[label] if value})
         arguments.append(("classes", classes, "give them in the order of the logits"))

@@ -127,7 +127,7 @@ def find_duplicates(
     """Compare the features of all samples, from one checkpoint, and list the duplicate pairs.
 
     The time is proportional to the square of the number of training samples. ``spec`` is the spec
-    of the checkpoint's scores. ``study_file`` is as in ``write_list``.
+    of the checkpoint's scores. ``study_file`` is given if the study can have names of classes.
     """
     with open_artifact(train_path, FEATURES) as train, open_artifact(targets_path, FEATURES) as new:
         check_made_for(train, spec.of_train())
@@ -146,7 +146,7 @@ def find_duplicates(
 
 
 def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.DataFrame:
-    """Return the pairs of a training sample and another sample that are duplicates, each once."""
+    """Return the pairs of a training sample and another sample that are copies, without repeats."""
     features, samples = train.matrix("features"), other.matrix("features")
     # A float64 block of each file, and the cosines between them, must fit in memory.
     block = max(64, min(1024, memory_mb * 2**20 // (100 * features.shape[1])))

@@ -89,7 +89,7 @@ def encoded_line(
     If a line is not a JSON object, it is the value of the field ``text``.
 
     Returns:
-        The id, the sample, and the other fields. The id is the field ``id``, or else ``number``.
+        The id (the field ``id``, by default ``number``), the sample, and the other fields.
     """
     line = line if isinstance(line, Mapping) else _parsed_line(line)
     fields = {key: value for key, value in line.items() if key != "id"}
