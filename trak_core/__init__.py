@@ -5,8 +5,8 @@
     attributor = Attributor(model, "image_classification", checkpoints).fit(train_data)
     scores = attributor.score(target_data)
 
-The import of this package is fast, because each start of Snakemake imports it. torch, numba and
-h5py are imported only by the modules that use them.
+Importing this package must be fast, because Snakemake imports it for every run. Therefore torch,
+numba and h5py are imported only by the modules that use them.
 """
 
 # ruff: file-ignore[non-empty-init-module]
@@ -30,7 +30,8 @@ def __getattr__(name: str) -> Any:
 def open(results: str | Path = "results") -> Any:
     """Return a finished run of the pipeline as a fitted ``Attributor``.
 
-    ``trak_core.open("results").scores("hard").top(10)`` returns the training samples with the
-    largest scores for the targets of the experiment "hard". ``.score(targets)`` scores new targets.
+    ``results`` is the results folder. ``trak_core.open("results").scores("hard").top(10)`` returns
+    the training samples with the largest scores for each target of the experiment "hard".
+    ``trak_core.open("results").score(targets)`` scores new targets.
     """
     return import_module("trak_core.queries.open_run").OpenRun(Path(results))

@@ -1,7 +1,7 @@
-"""Compute digests of the code and files on which a job depends, for Snakemake to compare.
+"""Hash the code and files on which a job depends, so that Snakemake notices changes.
 
-Whole files are hashed. Only the standard library is imported, because each start of Snakemake
-imports this module.
+Whole files are hashed. Only the standard library is imported, because Snakemake imports this module
+for every run.
 """
 
 import ast
@@ -17,8 +17,7 @@ from trak_core.errors import InputError
 
 _PACKAGE = Path(__file__).parent
 _CODE = {".py", ".j2", ".css"}
-# Folders whose code does not change the results of every job. ``own_parts`` adds the code of stages
-# and pages.
+# Folders with code that not all jobs run. ``own_parts`` returns the code that only some stages run.
 _APART = {"command", "compat", "queries", "report", "stages", "workflow"}
 _OF_PAGES = {"draw_influences", "write_report"}
 _Name = tuple[str, ...]
@@ -40,9 +39,10 @@ def _code_files(*parts: str) -> set[Path]:
 
 @cache
 def code_digest(*parts: str) -> str:
-    """Hash modules, templates and styles of ``trak_core``. A process hashes them only once.
+    """Hash the modules, templates and styles of ``trak_core``, only once per process.
 
-    ``parts`` are files and folders in the package. The default is all folders that compute results.
+    ``parts`` are files and folders in the package. By default, all code that every job may run is
+    hashed.
 
     Returns:
         16 hexadecimal digits.
@@ -55,13 +55,16 @@ def code_digest(*parts: str) -> str:
 
 
 def own_parts(module: str) -> list[str]:
-    """Return the code of a stage, in addition to ``code_digest()``. ``module`` is a dotted name."""
+    """Return the files and folders that a stage runs and that ``code_digest()`` does not include.
+
+    ``module`` is the stage's dotted name.
+    """
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
 
 
 def stage_digest(module: str) -> str:
-    """Return a 16-digit hash of the code that computes results and of a stage's module."""
+    """Return a 16-digit hash of all code that a stage may run. ``module`` is its dotted name."""
     return content_digest(code_digest(), code_digest(*own_parts(module)))[:16]
 
 
@@ -72,7 +75,7 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
         nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(
-            f"{file}: the study must be code that Python can read. Found: {error}.",
+            f"{file}: the study must be code that Python can parse. Found: {error}.",
             code="provenance.python",
         ) from error
     package = name if file.name == "__init__.py" else name[:-1]
@@ -86,16 +89,16 @@ def _imported(file: Path, name: _Name) -> Iterable[_Name]:
 
 
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
-    """Return a study's Python file and the local modules that it imports, by name.
+    """Return the paths of a study's Python file and of the local modules that it imports, by name.
 
-    Imports in functions are included. Modules are searched for in ``folders``, in order, or by
+    Imports inside functions are included. Modules are searched for in ``folders``, in order, or by
     default in the study's folder.
     """
     if study.suffix != ".py" or not study.is_file():
         kind = "a file with another ending" if study.is_file() else "no such file"
         raise InputError(
             f"{study}: the study's Python file must exist, and its name must end with .py. Paths "
-            f"are relative to the folder that Snakemake runs in. Found {kind}.",
+            f"are relative to the folder in which Snakemake runs. Found {kind}.",
             code="provenance.study_file",
         )
     modules: dict[_Name, Path] = {(study.stem,): study}
@@ -128,7 +131,7 @@ def study_digest(
 ) -> str:
     """Hash a study's Python file, the local modules that it imports, and its data files.
 
-    Installed packages are not included. ``data_files`` contains digests by path. ``study_modules``
+    Installed packages are not included. ``data_files`` maps paths to digests. ``study_modules``
     documents ``folders``.
 
     Returns:
@@ -148,7 +151,7 @@ def mentions(study: Path, *names: str) -> bool:
 
 
 def content_digest(*parts: Any) -> str:
-    """Return a hash of the JSON of plain values, as 32 hexadecimal digits."""
+    """Return a hash of plain values, which are converted to JSON, as 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

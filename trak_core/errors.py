@@ -1,4 +1,4 @@
-"""Define the errors that a user can correct, and recognize exhausted memory and full disks."""
+"""Define the error for problems that the user can fix, and recognize full memory and disks."""
 
 import errno
 import os
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 class InputError(ValueError):
     """The error for input that cannot be used.
 
-    The message says which rule was broken, which value was found, and how to correct it. Jobs print
-    it without a traceback. Any other exception is a bug, and jobs print its traceback.
+    The message says what must hold, what was found, and how to fix it. Jobs print the message
+    without a traceback. Any other exception is a bug, and jobs print its traceback.
 
     Attributes:
         code: A stable identifier of the broken rule, such as ``"gradients.label_value"``. The text
@@ -24,17 +24,17 @@ class InputError(ValueError):
 
 
 class StoppedError(SystemExit):
-    """The exception of a job that SIGTERM or Ctrl-C stops. Like ``SystemExit``, it ends Python."""
+    """The exception that SIGTERM or Ctrl-C raises in a job. Like ``SystemExit``, it ends Python."""
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return a text with at most eight values and the number of further values."""
+    """Return a text with the first eight values, and the number of other values, if any."""
     texts = [str(value) for value in values]
     shown = ", ".join(texts[:8])
     return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown
 
 
-# Errors for a full device, an exceeded quota, and a file that is too large.
+# The error numbers for a full device, an exceeded quota, and a file that is too large.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

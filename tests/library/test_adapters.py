@@ -163,7 +163,7 @@ def test_settings_that_decide_no_numbers_may_differ(saved):
     assert_loads(lora.adapted(lora.llama(), config), saved)
 
 
-OTHER, LACKS = "of another setting: ", r"missing in the checkpoint: \S*"
+OTHER, LACKS = "in settings: ", r"missing from the checkpoint: \S*"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_settings_that_decide_numbers_must_be_those_of_the_training(saved, setti
 
 def test_another_kind_of_adapter(saved):
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    with refused("study.adapter_kind", "adapter_config.json", "LORA for IA3"):
+    with refused("study.adapter_kind", "adapter_config.json", "LORA instead of IA3"):
         load_checkpoint(lora.adapted(lora.llama(), config), saved)
 
 

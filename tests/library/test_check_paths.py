@@ -45,7 +45,7 @@ def test_spaces_parentheses_and_patterns_are_paths():
 def test_every_path_of_a_config_is_looked_at(changed):
     with refused("config.shell_sign", FOUND) as error:
         check_paths(CONFIG | changed, [])
-    assert f"in {HOSTILE!r}, {next(iter(changed))}" in str(error.value)
+    assert f"in {HOSTILE!r} ({next(iter(changed))}" in str(error.value)
 
 
 @pytest.mark.parametrize("sign", ["'", '"', "`", "$", "\\", "\n"])

@@ -363,7 +363,7 @@ def test_a_folder_without_a_study_is_refused(folder):
     rmtree("train")
     with refused("command.no_folder", "nowhere"):
         init(["nowhere"])
-    with refused("command.no_study", "nothing of it"):
+    with refused("command.no_study", "none of them"):
         init([])
     write({"test.jsonl": TEXTS, "out/config.json": CAUSAL})
     with refused("command.no_training_data", "test.jsonl"):

@@ -148,9 +148,10 @@ def test_keys_of_something_else_are_named_and_left_out_on_demand(kind, suffix, w
     # What differs inside is named too, and nothing else.
     del stored[f"{prefix}head.bias"]
     path = saved({wrapper: stored} if wrapper else stored, tmp_path / f"a{suffix}")
-    with misfits(f"missing in the checkpoint: head.bias; not under {prefix}: {', '.join(others)}"):
+    outside = f"not under {prefix}: {', '.join(others)}"
+    with misfits(f"missing from the checkpoint: head.bias; {outside}"):
         check_checkpoint(net(), path)
-    with misfits("missing in the checkpoint: head.bias"):
+    with misfits("missing from the checkpoint: head.bias"):
         load_checkpoint(net(), path, part)
 
 
@@ -247,7 +248,7 @@ def test_parts_of_the_model_itself_are_never_mixed_up(tmp_path):
         stored = {key: value for key, value in state.items() if key != lacking}
         path = saved(stored | {f"module.module.{lacking}": state[lacking]}, tmp_path / "a.pt")
         unknown = f"module.module.{lacking}"
-        with misfits(f"missing in the checkpoint: {lacking}; unknown to the model: {unknown}"):
+        with misfits(f"missing from the checkpoint: {lacking}; unknown to the model: {unknown}"):
             load_checkpoint(Named(), path)
 
 
@@ -275,7 +276,7 @@ def test_counters_of_norms_need_not_be_there(kind, suffix, prefix, tmp_path):
     load_checkpoint(model, path)
     assert all(torch.equal(model.state_dict()[key], value) for key, value in stored.items())
     del stored["norms.1.running_mean"]
-    with misfits("missing in the checkpoint: norms.1.running_mean"):
+    with misfits("missing from the checkpoint: norms.1.running_mean"):
         load_checkpoint(model, saved(stored, tmp_path / f"a{suffix}"))
 
 
@@ -286,5 +287,5 @@ def test_a_counter_of_the_models_own_must_be_there(tmp_path):
             self.register_buffer("num_batches_tracked", torch.tensor(3))
 
     path = saved(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
-    with misfits("missing in the checkpoint: num_batches_tracked"):
+    with misfits("missing from the checkpoint: num_batches_tracked"):
         load_checkpoint(Counts(), path)

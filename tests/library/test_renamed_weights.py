@@ -89,7 +89,7 @@ def test_what_misfits_is_said_in_the_names_of_the_model(read, tmp_path):
     del state["model.norm.weight"]
     folder = write(state, tmp_path / "model.safetensors")
     expected = (
-        "missing in the checkpoint: model.norm.weight; unknown to the model: other.weight; "
+        "missing from the checkpoint: model.norm.weight; unknown to the model: other.weight; "
         "of another shape: lm_head.weight (40, 15) for (40, 16)"
     )
     with refused("study.checkpoint_keys", expected):
@@ -124,5 +124,5 @@ def test_without_accelerate_the_job_says_what_misfits(tmp_path, monkeypatch):
     load_checkpoint(model := made("gpt_neox"), tmp_path)
     assert torch.equal(model.lm_head.weight, state["embed_out.weight"])
     del state["embed_out.weight"]
-    with refused("study.checkpoint_keys", "missing in the checkpoint: lm_head.weight"):
+    with refused("study.checkpoint_keys", "missing from the checkpoint: lm_head.weight"):
         load_checkpoint(model, write(state, tmp_path / "model.safetensors"))

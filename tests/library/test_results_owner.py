@@ -68,7 +68,7 @@ def test_a_copy_of_a_results_folder_replaces_nothing_of_its_maker(
         assert earlier_configs(Path(made), [two], own) == ["one.yaml"]
     # Files of two studies would be mixed.
     if made.count("/") == now.count("/"):
-        with pytest.raises(InputError, match=r"Name a new folder as `results` in two\.yaml"):
+        with pytest.raises(InputError, match=r"Set `results` to a new folder in two\.yaml"):
             earlier_configs(Path(now), [two], {**copied, "study": "t.py"})
 
 

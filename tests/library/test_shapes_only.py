@@ -68,7 +68,7 @@ def test_names_shapes_and_classes_are_the_model_s(make, tmp_path):
     torch.save(state, tmp_path / "lacks.pt")
     for model in (real, bare):
         check_checkpoint(model.module, tmp_path / "fits.pt")
-        with pytest.raises(InputError, match="missing in the checkpoint: "):
+        with pytest.raises(InputError, match="missing from the checkpoint: "):
             check_checkpoint(model.module, tmp_path / "lacks.pt")
 
 

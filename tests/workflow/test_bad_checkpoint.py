@@ -95,7 +95,7 @@ def scripted(path):
 
 
 NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors\. .* Reading it"
-NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take"
+NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Use"
 CUT = r"Reading it failed: .*(unexpected EOF|incomplete metadata).*\. Copy it again"
 
 # States that torch.save writes as they are; weights take the place of those of the model.
@@ -103,7 +103,7 @@ STATES = {
     "a whole model": (net(), r"it contains torch\.nn\.modules\.container\.Sequential\. Copy it"),
     "arguments beside the weights": (
         {"net": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
-        r"Found dict with net\. Choose one for the checkpoint in the config: `state_dict: net`",
+        r"Found dict with net\. Choose a state dict for .* in the config: `state_dict: net`",
     ),
     "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
 }
@@ -146,7 +146,7 @@ CHECKPOINTS = {
         scripted,
         r"with TorchScript archives passed to ``torch\.load``\. Copy it again",
     ),
-    "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
+    "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 is wrong: the file"),
     "a part marked as a folder": (marked_as_folder, r"its parts are compressed or folders"),
     "a bomb": (bomb, r"its parts are compressed or folders, which torch\.save never writes"),
     "a pickle that runs code": (
@@ -206,7 +206,9 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     assert workspace.would_run()
     save(workspace.path(paths["old"]), {"net": net().state_dict()})
     found = message(refuse(workspace, config))
-    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Choose one", found)
+    assert re.match(
+        r"all/old\.pt: a checkpoint must .* Found dict with net\. Choose a state dict", found
+    )
     config["checkpoints"]["old"] = {"path": paths["old"], "state_dict": "net"}
     workspace.config = config
     assert workspace.would_run()
@@ -221,8 +223,8 @@ def test_the_start_says_which_state_dicts_are_taken_and_others_can_be(workspace,
     check(workspace, {"checkpoints": paths})
     said = [line for line in capsys.readouterr().err.splitlines() if "Notice" in line]
     assert said == [
-        "Notice: c1.pt, c2.pt: the weights under `model` are used. The file also has weights under "
-        "`model_ema`. To use them, set `state_dict` for the checkpoint in the config."
+        "Notice: c1.pt, c2.pt: the weights under `model` are used. The file also contains "
+        "weights under `model_ema`. To use them, set `state_dict` for the checkpoint in the config."
     ]
     for name in ("a", "b"):
         paths[name] = {"path": "c1.pt", "state_dict": "model"}

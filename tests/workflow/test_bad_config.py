@@ -47,12 +47,12 @@ VALUES = {
         "a mapping with targets or data or where or mean",
     ),
     "a target twice": ("experiments.mine.targets", ["a", "a"], "each value once"),
-    "a question of another kind": ("experiments.mine.data", "asked.txt", "its meaning describes"),
+    "a question of another kind": ("experiments.mine.data", "asked.txt", "described under Meaning"),
     "a section without keys": ("scoring", None, "a mapping"),
-    "a results folder with a command": ("results", "$(touch ran)", "its meaning describes"),
-    "a results folder that ends a line": ("results", "results\n", "its meaning describes"),
+    "a results folder with a command": ("results", "$(touch ran)", "described under Meaning"),
+    "a results folder that ends a line": ("results", "results\n", "described under Meaning"),
     **{
-        f"the results folder {name!r}": ("results", name, "its meaning describes")
+        f"the results folder {name!r}": ("results", name, "described under Meaning")
         for name in ("my study", "a\tb", "r\u00e9sultats")
     },
 }

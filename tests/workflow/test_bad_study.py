@@ -38,7 +38,7 @@ STUDIES = {
     ),
     "two classes of one name": (
         *("def make_model", "def class_names():\n    return ['a', 'b', 'a']\n\n\ndef make_model"),
-        r"class_names\(\) must return a different text for each class\. Found 'a' 2 times",
+        r"class_names\(\) must return a different str for each class\. Found 'a' 2 times",
     ),
     "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must return at least one"),
     "data fails": (
@@ -49,17 +49,14 @@ STUDIES = {
         *("in (x, y))\n\n", "in (x, y))\ny[7] = float('nan')\n"),
         r"train_data\(\): Labels must be finite numbers\. Found nan in sample 7",
     ),
-    "ids twice": (
-        *("patient-{i}", "patient-{i // 2}"),
-        r"target_ids\(\) must give each sample a different id",
-    ),
+    "ids twice": (*("patient-{i}", "patient-{i // 2}"), r"target_ids\(\) must contain unique ids"),
     "ids are a number": (
         *('return [f"patient-{i}" for i in range(342, 442)]', "return 100"),
         rf"target_ids\(\), .*, {ENDS} TypeError: 'int' object is not it",
     ),
     "ids with a null byte": (
         *("patient-{i}", "patient-{i}\\0"),
-        r"1 to 255 bytes, which must be printable and other than nan\. Found 'patient-342\\x00'",
+        r"strings of 1 to 255 bytes, but not the string nan\. Found 'patient-342\\x00'",
     ),
     "samples change": (
         *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),

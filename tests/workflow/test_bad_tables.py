@@ -31,7 +31,7 @@ TABLES = {
         HEADER + b"c0\tc0.pt\t\nc1\tc1.pt\trun1\n",
         r"more cells than the header, 2\. Found 3 in line 3\.",
     ),
-    "an id twice": (HEADER + b"c0\tc0.pt\nc0\tother.pt\n", r"must differ\. Found 'c0' twice"),
+    "an id twice": (HEADER + b"c0\tc0.pt\nc0\tother.pt\n", r"must be unique\. Found 'c0' twice"),
     "an id with a path": (
         HEADER + b"../../c0\tc0.pt\n",
         r"A checkpoint's id becomes a file name.*Found '\.\./\.\./c0'",

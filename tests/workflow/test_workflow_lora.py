@@ -115,7 +115,7 @@ def test_an_adapter_of_other_settings_is_refused_before_any_job(study):
     output = study.fail()
     assert "Job stats" not in output
     assert "checkpoint-4: an adapter's weights and settings must be those of the Peft" in output
-    assert "Found of another setting: lora_alpha 32 for 8." in output
+    assert "Found differences (in settings: lora_alpha 32 for 8)." in output
 
 
 def test_features_on_another_base_are_never_taken_together(study):

@@ -1,4 +1,4 @@
-"""Ask a finished run which training samples pushed the output for further samples up or down."""
+"""Ask a finished run which training samples pushed the output for new samples up or down."""
 
 import argparse
 import atexit
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Type or pipe one line for each sample: a JSON object with the fields of an experiment's `data`, or
-a plain text for the field `text`. Empty lines are skipped. Ctrl-D ends the input.
-An answer starts with the sample and its model output. For a text, this is the log-odds
-log(p / (1 - p)) of the joint probability p of all tokens that are scored, so it is far below 0 for
-most texts. Then it gives the number of these tokens, and how many of them the model predicts.
+plain text for the field `text`. Empty lines are skipped. Press Ctrl-D to end the input.
+Each answer starts with the sample and its model output. For a text, the output is the log-odds
+log(p / (1 - p)) of the joint probability p of all scored tokens, so it is far below 0 for most
+texts. The number of scored tokens follows, and how many of them the model predicts correctly.
 """
 _PROMPT = "> "
 _MOST_TOKENS = 3
-# The largest number of lines of a file that are scored together.
+# The largest number of lines from a file that are scored together.
 _AT_ONCE = 100
 
 
 def ask(words: Sequence[str]) -> None:
     """Run ``trak ask`` with its arguments.
 
-    If a line cannot be answered, an error is printed and the next line is read. Unless lines are
-    typed, the exit status is then 1.
+    If a line cannot be answered, an error is printed and the next line is read. The exit status is
+    then 1, unless the lines are typed.
     """
     parser = argparse.ArgumentParser(
         "trak ask", description=__doc__, epilog=_HELP, formatter_class=argparse.RawTextHelpFormatter
@@ -58,7 +58,7 @@ def ask(words: Sequence[str]) -> None:
     )
     parser.add_argument("--label", help="another class for these targets")
     parser.add_argument(
-        "--top", type=int, default=5, help="how many of either sign to show; default %(default)s"
+        "--top", type=int, default=5, help="scores of either sign to show; default %(default)s"
     )
     parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
     parser.add_argument("--csv", type=Path, help="write a table of all answers")
@@ -100,11 +100,11 @@ def ask(words: Sequence[str]) -> None:
     # OpenBLAS with several threads crashes for 16,384 or more dimensions. It reads the variable
     # when it is loaded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Without this, the garbage collection at exit takes a second.
+    # Without freeze(), the garbage collection at exit takes a second.
     atexit.register(gc.freeze)
     try:
         _answer(_Session(asked))
-    except KeyboardInterrupt:  # This is raised before the first line, or by a second Ctrl-C.
+    except KeyboardInterrupt:  # Ctrl-C was pressed before the first line, or twice.
         sys.exit(128 + signal.SIGINT)
 
 
@@ -140,7 +140,7 @@ class _Session:
             self._run = _open_run(asked.config)
             _check_outputs(self._run.run, self._outputs)
             self._run.load()
-        # The page of answers has tokens if the run's pages have them.
+        # The page written with --html shows tokens if the run's pages show them.
         shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
         self._has_tokens: bool = asked.tokens or shows_tokens
 
@@ -186,7 +186,7 @@ class _Session:
         print(f"Error: {message}", file=sys.stderr, flush=True)
 
     def _samples(self) -> Iterator["Asked"]:
-        """Yield the samples of targets and lines. Print an error for a line without a sample."""
+        """Yield the samples of targets and lines. Print an error for each one that is not valid."""
         for target_id in self._asked.target:
             place = f"target {target_id}"
             try:
@@ -214,8 +214,8 @@ class _Session:
         before = self._places.setdefault(str(asked.id), place)
         if before is not place:
             raise InputError(
-                f"Each target and line must have a different id. Found {asked.id} again, which is "
-                f"the id of {before}. The id of a line is its field id, or its number from 0.",
+                f"Ids of targets and lines must be unique. Found {asked.id}, already used by "
+                f"{before}. The id of a line is its field id, or by default its number from 0.",
                 code="command.id_again",
             )
 
@@ -243,7 +243,7 @@ class _Session:
 
 
 def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
-    """Raise an error if an output would replace a file that a run has read or written."""
+    """Raise an error if an output file would replace a file that a run has read or written."""
     from trak_core.runtime.files import matches
 
     inputs = [run.checkpoint(name) for name in run.specs.checkpoints]
@@ -254,8 +254,8 @@ def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
             is_inside = used.is_dir() and used.resolve() in path.resolve().parents
             if is_inside or _is_same(path, used) or matches(path, str(used)):
                 raise InputError(
-                    "--csv and --html must be outside the results folder, and not replace files of "
-                    f"the study, its data or its checkpoints. Found {path}.",
+                    "--csv and --html must be outside the results folder, and must not replace "
+                    f"files of the study, its data or its checkpoints. Found {path}.",
                     code="command.output_of_run",
                 )
 
@@ -315,7 +315,7 @@ def _typed() -> Iterator[str]:
 
 
 def _in_words(answer: "Answer") -> str:
-    """Return the text of an answer for a terminal."""
+    """Return an answer as text for a terminal."""
     from trak_core.report.template_filters import label
     from trak_core.study.show_samples import in_a_line
 
@@ -339,10 +339,10 @@ def _in_words(answer: "Answer") -> str:
 
 
 def _in_colours(tokens: "pd.DataFrame") -> list[str]:
-    """Return a line with the tokens of the largest scores, and on a terminal a line of all tokens.
+    """Return a line with the highest-scoring tokens, and before it, on a terminal, all tokens.
 
-    In the line of all tokens, tokens that push the output up are green, tokens that push it down
-    are red, and the strongest are bold. The environment variable ``NO_COLOR`` turns this line off.
+    In the line with all tokens, tokens that push the output up are green, tokens that push it down
+    are red, and the strongest are bold. The environment variable ``NO_COLOR`` turns it off.
     """
     scores = tokens["score"].to_numpy()
     if not scores.any():

@@ -15,9 +15,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shapes]:
-    """Return the tensor shapes of all loadable checkpoints, without reading their values.
+    """Return the tensor shapes in each checkpoint that can be loaded, without reading its values.
 
-    A line with the reason is added to ``report`` for each file that does not load.
+    For each other file, a line with the reason is added to ``report``.
     """
     loaded: dict[Path, Shapes] = {}
     for path in checkpoints:
@@ -36,9 +36,10 @@ def loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, Shape
 
 
 def of_one_network(loaded: Mapping[Path, Shapes], report: list[str]) -> list[Path]:
-    """Return the checkpoints of the most frequent network, by names and shapes of tensors.
+    """Return the checkpoints of the most frequent network, sorted.
 
-    A line is added to ``report`` for each other network.
+    Checkpoints with the same names and shapes of tensors belong to one network. A line is added to
+    ``report`` for each other network.
     """
     networks = grouped(loaded, lambda path: frozenset(loaded[path].items()))
     first = max(networks, key=len)

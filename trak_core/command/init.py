@@ -1,7 +1,7 @@
 """Write the config of a ready-made study for a folder of weights and data.
 
-Settings that no file specifies are not guessed. The config has a comment at each of these settings,
-which is also printed.
+Settings that no file specifies are not guessed. Each of them has a comment in the config, which is
+also printed.
 """
 
 import argparse
@@ -29,13 +29,13 @@ _LABELS = ("label", "labels", "target", "class", "outcome", "y")
 _ZEROS = re.compile(r"0[0-9]+")
 # Names of the column in which pandas writes row numbers.
 _NUMBERED = ("", "Unnamed: 0")
-# The fields of a prompt and of its text, in rows without the field `text`.
+# Pairs of fields for a prompt and its completion, in rows without the field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
-_DEPTH = 4  # The levels of subfolders, such as in a Trainer's runs/first/out/checkpoint-5.
-# Up to 2,000 labelled targets are explained, because lists of suspects need hundreds of targets.
+_DEPTH = 4  # Levels of subfolders to search. A Trainer's runs/first/out/checkpoint-5 has four.
+# If targets are labelled, up to 2,000 are explained, because lists of suspects need hundreds.
 _N_TARGETS, _MOST_TARGETS = 3, 2000
 _NEEDED = (
     "weights in Hugging Face format (config.json or adapter_config.json, possibly in "
@@ -51,13 +51,13 @@ _OF_THE_TEXT = 'if training added text, such as an end token, add a template: te
 _AROUND = "include all text that training added, such as a template or an end token"
 _BETWEEN = f"{_AROUND}, and any text between the prompt and this field, such as a space"
 _NETWORK = "a placeholder: give file.py:function, your function that returns the network"
-_OF_IMAGES = f"{_NETWORK} for a number of classes, or a model's name in timm or torchvision"
+_OF_IMAGES = f"{_NETWORK} for a number of classes, or the name of a timm or torchvision model"
 _TRANSFORM = (
     "null means RGB from 0 to 1 in the images' original size; otherwise give file.py:function, "
-    "which converts a PIL image in RGB to a tensor, as in evaluation"
+    "which converts a PIL image in RGB to a tensor as at test time"
 )
 _SCALE = "null means unscaled columns; give standard if training scaled them with StandardScaler"
-_RUNS = "files whose names differ only in an epoch or a step belong to one run, others to more runs"
+_RUNS = "files whose names differ only in an epoch or a step form one run, others are separate runs"
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 _OUTPUT = "regression for a number, image_classification for a class"
 
@@ -95,9 +95,9 @@ def init(words: Sequence[str]) -> None:
 
 
 def config_for(folder: Path) -> tuple[str, list[str]]:
-    """Return the text of a config for a folder, and lines of a report on the files that it uses.
+    """Return the text of a config for a folder, and report lines about the files that it uses.
 
-    Deeper subfolders are searched only until a study is found.
+    Subfolders are searched level by level until the files of a study are found.
     """
     inside = level = [folder]
     report: list[str] = []
@@ -108,16 +108,16 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
             return text, report
         level = [path for path in level if not _is_of_images(path) and not _weights_config(path)]
     searched = f" and {_DEPTH} levels of subfolders, {listed(inside[1:])}" if inside[1:] else ""
-    findings = "; ".join(line.removeprefix("found: ") for line in report) or "nothing of it"
+    findings = "; ".join(line.removeprefix("found: ") for line in report) or "none of them"
     raise InputError(
         f"{folder} must contain the files of a study: {_NEEDED}. Searched it{searched}. Found "
-        f"{findings}. Add missing files, or write your own study (docs/how-to/own-model.md).",
+        f"{findings}. Add the missing files, or write your own study (docs/how-to/own-model.md).",
         code="command.no_study",
     )
 
 
 def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str | None:
-    """Return the config for a folder and some of its subfolders, or None if they have no study."""
+    """Return the config for a folder and the subfolders ``inside``, or None without a study."""
     # timm saves a state dict with a config that contains the name of the network.
     saved = [path for path in inside if (path / "model.safetensors").is_file()]
     timm = {path: name for path in saved if (name := _json(path / _MODEL).get("architecture"))}
@@ -146,14 +146,14 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
 
 
 def _may_hold(path: Path) -> bool:
-    """Return whether a path is a folder that can contain a study, unlike results folders."""
+    """Return whether a path is a folder that can contain a study. Results folders cannot."""
     if not path.is_dir() or path.name.startswith((".", "__", "results", "checkpoint-")):
         return False
     return not any((path / name).exists() for name in ("pyvenv.cfg", "study.json"))
 
 
 def _is_of_images(folder: Path) -> bool:
-    """Return whether at least two subfolders contain images, and so can be classes."""
+    """Return whether at least two subfolders contain images, so that they can be classes."""
     classes = (path for path in folder.iterdir() if _may_hold(path))
     return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
 
@@ -173,18 +173,20 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_here(paths: Sequence[Path], subject: str) -> None:
-    """Raise an error if the current folder is in one of the paths. It will contain results."""
+    """Raise an error if the current folder, which will contain results, is in one of the paths."""
     for path in (path.resolve() for path in paths):
         if Path.cwd().is_relative_to(path):
             raise InputError(
                 f"{subject} must not be in the current folder, because results are written here. "
-                f"Found them in {path}. Call from the folder above: trak init {path.name}",
+                f"Found them in {path}. Run this in the folder above: trak init {path.name}",
                 code="command.results_here",
             )
 
 
 def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
-    """Choose the training data and the data to explain by their names, then the largest.
+    """Choose the training data and the data to explain by their names.
+
+    If several paths can be the training data, the largest is chosen.
 
     Returns:
         The path of the training data, and the path of the data to explain or None.
@@ -206,7 +208,7 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
         largest = f"the largest of {listed(others)}"
         report.append(f"check: {train} is assumed to be the training data, because it is {largest}")
     if unused := [path for path in paths if path not in {train, target}]:
-        report.append(f"left out: {listed(unused)}: their names do not show a purpose")
+        report.append(f"left out: {listed(unused)}: the names do not say what the data are for")
     return train, target
 
 
@@ -226,11 +228,11 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     classifies = kind.endswith("ForSequenceClassification")
     if not classifies and not re.search(r"CausalLM|LMHead|CAUSAL_LM", kind):
         raise InputError(
-            "Weights must be those of a causal language model or a text classifier. Found "
+            "Weights must belong to a causal language model or a text classifier. Found "
             f"{kind} in {first}. Write your own study (docs/how-to/own-model.md).",
             code="command.weights_kind",
         )
-    # These keys can differ between copies of one model.
+    # These keys can differ between checkpoints of one model.
     ignored = {"_name_or_path", "transformers_version", "peft_version"}
     models = {
         path: {key: value for key, value in about.items() if key not in ignored}
@@ -238,7 +240,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     }
     alike = [path for path in models if models[path] == models[first]]
     if other := [path for path in weights if path not in alike]:
-        report.append(f"left out: {listed(other)}: not of the same model as {first}")
+        report.append(f"left out: {listed(other)}: not the same model as in {first}")
     _refuse_here([path for path in alike if not [*path.glob("checkpoint-*")]], "Weights")
     train, target = _split(rows, report)
     row = read_rows(str(train))[0]
@@ -259,7 +261,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
 
 
 def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
-    """Return the arguments that name the fields of prompt, text and label."""
+    """Return the arguments that name the fields for prompt, text and label."""
     label, note = _label_of(row) if classifies else ("label", "")
     lines: list[Line] = [("label", label, note)] if label != "label" else []
     # For conversations, the study uses the chat template.
@@ -281,7 +283,7 @@ def _text_fields(row: Mapping[str, Any], classifies: bool) -> list[Line]:
 
 
 def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the field of the label, or the last field with a comment to check it."""
+    """Return the field that contains the label, or the last field with a comment to check it."""
     names = [name for name in row if name not in {"id", *_NUMBERED}] or [*row]
     named = [name for label in _LABELS for name in names if name.strip().lower() == label]
     return (
@@ -294,7 +296,7 @@ def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
 def _of_images(
     images: list[Path], checkpoints: list[Path], timm: Mapping[Path, str], report: list[str]
 ) -> str:
-    """Return the config of an image classifier. ``timm`` maps folders to names of networks."""
+    """Return the config of an image classifier. ``timm`` maps folders to network names."""
     train, target = _split(images, report)
     explained = target or train
     _refuse_here([train, explained], "Images")
@@ -312,7 +314,7 @@ def _of_images(
 
 
 def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> str:
-    """Return the config of a network on the columns of a table."""
+    """Return the config of a network whose inputs are columns of a table."""
     train, target = _split(rows, report)
     trained = read_rows(str(train))
     label, note = _label_of(trained[0])
@@ -348,7 +350,10 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
-    """Return all targets if they have classes and are not too many, else the first ids."""
+    """Return a config line that selects all targets, or the first ids.
+
+    All targets are selected if they have classes and there are not too many of them.
+    """
     if of_classes and len(ids) <= _MOST_TARGETS:
         return "targets", ALL_TARGETS, ""
     return "targets", list(ids[:_N_TARGETS]), "ids of the samples to explain"
@@ -357,7 +362,7 @@ def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
 def _text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
-    """Return the text of a config with values in JSON. Report what the user must check."""
+    """Return the text of a config with values in JSON. Add lines on what to check to ``report``."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", ENDING.sub("", p.name) or "run") for p in checkpoints]
     folders = folder_names(path.parent for path in checkpoints)
     longer = [f"{folders.get(p.parent)}_{s}" for p, s in zip(checkpoints, stems, strict=True)]
@@ -372,7 +377,7 @@ def _text(
         "# Written by `trak init`. docs/how-to/ready-made.md describes all arguments.",
         *_written(top),
         *("study_arguments:", *_written(arguments, "  ")),
-        "# Write several checkpoints of one run as {path: ..., run: a name, at: an epoch or step}.",
+        "# Write several checkpoints of a run as {path: ..., run: a name, at: an epoch or step}.",
         *("checkpoints:", *_written(runs, "  ")),
         *("experiments:", "  asked:", *_written([asked], "    ")),
         *[_SUSPECTS] * (asked[1] == ALL_TARGETS),

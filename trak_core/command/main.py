@@ -1,4 +1,4 @@
-"""Parse the command ``trak``, and call the function of its subcommand."""
+"""Parse the command line of ``trak``, and call the function for its subcommand."""
 
 import signal
 import sys
@@ -14,7 +14,7 @@ usage: trak run CONFIG [TARGET ...] [OPTION ...]
        trak --version
 
 `trak init` writes a config for a folder of weights and data.
-`trak ask` scores further samples with a finished run; see `trak ask --help`.
+`trak ask` scores new samples with a finished run; see `trak ask --help`.
 `trak run` runs a config with Snakemake in this folder. Targets and options are Snakemake's:
 
   trak run study.yaml                  everything
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ask(words[1:])
         else:
             if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                # Ctrl-C during the imports prints no traceback.
+                # With the default handler, Ctrl-C during the imports prints no traceback.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             from trak_core.command.run import run
             from trak_core.runtime.job import stop_before_jobs

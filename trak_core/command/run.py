@@ -24,8 +24,8 @@ _PACKAGE = Path(__file__).parents[1]
 # Options that limit the number of simultaneous jobs.
 _SET_LIMIT = ("-c", "--cores", "-j", "--jobs", "--profile")
 _PROFILES = ("local", "slurm", "slurm-gpu")
-# This replaces `python -m snakemake`. Ctrl-C during the imports, which take a second, prints no
-# traceback. Garbage collection is rarer, because it would take an eighth of the time of planning.
+# This code runs instead of `python -m snakemake`. Ctrl-C during the imports, which take a second,
+# prints no traceback. Garbage is collected less often, which saves an eighth of the planning time.
 _SNAKEMAKE = """
 import atexit, gc, sys
 from trak_core.runtime.job import stop_before_jobs
@@ -36,7 +36,7 @@ gc.set_threshold(100_000, 50, 100)
 from snakemake.cli import main
 sys.argv[0] = "snakemake"
 """
-# This starts the imports of jobs before those of Snakemake.
+# This code starts importing the modules for jobs before Snakemake is imported.
 _START_FORKS = """
 from snakemake_executor_plugin_forks.server import set_preload, start
 set_preload({preload})
@@ -47,10 +47,11 @@ _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 # Snakemake writes less than this into the folder of temporary files before the first job.
 _TEMPORARY_BYTES = 64_000
-# The modules that all jobs, optimizers, and studies of texts import.
+# The modules that are imported by all jobs, by optimizers, and by studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
-# Words in a study that can change its imports through environment variables or import paths.
+# If a study contains one of these words, it may set environment variables or import paths, which
+# can change what its imports do.
 _CHANGES_IMPORTS = re.compile(rb"\b(environb?|putenv|unsetenv|dotenv|sys|site)\b")
 _OF_TEXTS = ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer")
 
@@ -72,7 +73,8 @@ def _profile(name: str) -> str:
 def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of Snakemake for a config.
 
-    ``arguments`` are targets and options of Snakemake. All cores are used if no option limits jobs.
+    ``arguments`` are targets and options of Snakemake. If no option limits the number of jobs, all
+    cores are used.
     """
     if any(argument.startswith("--configfile") for argument in arguments):
         raise InputError(
@@ -123,7 +125,7 @@ def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
 
 
 def check_folders(arguments: Sequence[str]) -> None:
-    """Raise an error if Snakemake cannot write to its folders. It would print a traceback."""
+    """Raise an error if Snakemake cannot write to its folders, where it would print a traceback."""
     if not any(argument.startswith(("-d", "--directory")) for argument in arguments):
         _check_writing(
             Path.cwd(),
@@ -138,7 +140,8 @@ def check_folders(arguments: Sequence[str]) -> None:
         "Choose another one: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
         code="command.cache_folder",
     )
-    # The scheduler's library reads these variables. Without a writable folder, it uses this folder.
+    # The scheduler's library reads these variables. If their folder is not writable, the library
+    # uses the current folder, which is checked above.
     names = [os.environ[name] for name in ("TMP", "TMPDIR") if name in os.environ]
     temporary = Path(names[0] if names else "/tmp")  # ruff: ignore[hardcoded-temp-file]
     if temporary.is_dir() and os.access(temporary, os.W_OK):
@@ -156,7 +159,7 @@ def _is_elsewhere(arguments: Sequence[str]) -> bool:
 
 
 def _read(config: Path) -> Any:
-    """Return the content of a config. If it is not YAML, raise an error with the line."""
+    """Return the content of a config. If it is not YAML, raise an error that names the line."""
     if config.suffix == ".json":
         return None
     try:
@@ -169,7 +172,7 @@ def _read(config: Path) -> Any:
 
 
 def _is_new(path: Path, config: Any) -> bool:
-    """Return whether a config was never run, or was changed after its last start."""
+    """Return whether a config was never run, or has changed since its last run."""
     try:
         record = Path(config.get("results", "results")) / CONFIG_RECORD
         return not record.exists() or path.stat().st_mtime > record.stat().st_mtime
@@ -183,9 +186,9 @@ def _can_fork() -> bool:
 
 
 def study_imports(study: Path) -> list[str]:
-    """Return the sorted dotted names that a study imports at its top level from other folders.
+    """Return the sorted dotted names that a study imports at its top level from installed packages.
 
-    The list is empty if the study can change the effect of an import.
+    The list is empty if the study may change what its imports do, see ``_CHANGES_IMPORTS``.
     """
     modules = study_modules(study)
     contents = [file.read_bytes() for file in modules.values()]
@@ -206,8 +209,8 @@ def preloaded(config: Any) -> list[str]:
     config = config if isinstance(config, dict) else {}
     study = str(config.get("study"))
     names = [_STAGES]
-    with suppress(Exception):  # Snakemake's start reports errors of the config and the study.
-        # If there is a report, further experiments do not train models.
+    with suppress(Exception):  # Errors in the config or the study are reported later.
+        # If there is a report, models are already trained, so jobs need no optimizer.
         is_trained = Path(config.get("results", "results"), "report.html").exists()
         if {"training", "evaluation"} & config.keys() and not is_trained:
             names.append(_OPTIMIZERS)
@@ -222,7 +225,7 @@ def preloaded(config: Any) -> list[str]:
 
 
 def run(config: str, arguments: Sequence[str]) -> None:
-    """Print the command line of Snakemake for a config, and replace this process by it."""
+    """Print the Snakemake command line for a config, and replace this process by Snakemake."""
     check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
@@ -233,7 +236,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     content = _read(Path(config))
     is_here = not _is_elsewhere(arguments)
     preload = preloaded(content) if is_here and _can_fork() else []
-    # Imports are late, because a start without jobs does not need them.
+    # `--forks-late` delays these imports until a job starts, because a run may have no jobs.
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
@@ -241,7 +244,7 @@ def run(config: str, arguments: Sequence[str]) -> None:
     is_early = preload and _is_new(Path(config), content)
     first = _START_FORKS.format(preload=preload) if is_early else ""
     export_library_path()
-    # The new Python process handles Ctrl-C.
+    # Block Ctrl-C until the new Python process handles it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         # With -P, modules in the working folder do not shadow installed ones.

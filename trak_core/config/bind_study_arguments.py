@@ -17,9 +17,9 @@ from trak_core.errors import InputError
 from trak_core.runtime.files import atomic_write, unwritable_error
 
 _TEXT = '''\
-"""The ready-made study `{name}` with the config's `study_arguments`, written at each start.
+"""The ready-made study `{name}` with the config's `study_arguments`, written by each run.
 
-To change it, copy this file and name the copy as `study`.
+To change it, copy this file, edit the copy, and set `study` to its path.
 """
 
 from trak_core.ready_made.{name} import {name}
@@ -28,7 +28,7 @@ study = {name}({arguments})
 {functions}
 '''
 _OWN = '''\
-"""The study `{path}` with the config's `study_arguments`, written at each start."""
+"""The study `{path}` with the config's `study_arguments`, written by each run."""
 
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,8 @@ class _Ready:
     """Properties of a ready-made study.
 
     Attributes:
-        model_output: The default model output; None if the config must name one.
-        files: The arguments that name data files.
+        model_output: The default model output; None if the config must specify one.
+        files: The arguments whose values are paths of data files.
         takes_weights: Whether the model is built from a checkpoint's folder.
         names_images: Whether data files can be tables of image paths.
     """
@@ -63,7 +63,7 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), names_images=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
-# For each annotation, the type of the argument and its description in messages.
+# For each annotation of an argument, the argument's type and the type's description in messages.
 _TYPES = {
     "str": (str, "a text, in quotes"),
     "int": (int, "an integer"),
@@ -77,7 +77,7 @@ _FUNCTIONS = (
     *("train_columns", "target_columns", "class_names", "as_read"),
 )
 
-# The number of positional arguments, and the keyword arguments, that the pipeline passes to each
+# The number of positional arguments, and the keyword arguments, that the pipeline passes to a
 # function. It passes no arguments to the functions in _WITHOUT_OTHERS.
 _BY_CALL = {"draw": 2, "describe": 1, "as_read": 1, "token_texts": 1}
 _GIVEN = {"train": ("seed", "data")}
@@ -85,12 +85,12 @@ _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 
 
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
-    """Return a config in which ``study`` names a Python file with all ``study_arguments`` bound.
+    """Return a config whose ``study`` is the path of a file that passes on ``study_arguments``.
 
-    If the config has ``study_arguments``, this file is written to the results folder, unless
-    ``writes`` is false. It calls a ready-made study with the arguments. If the config's ``study``
-    is a Python file, the new file passes the arguments to those functions of the study that have
-    keywords with these names. The files and modules that the study reads are added to
+    If the config has ``study_arguments``, the file is written to the results folder, unless
+    ``writes`` is false. For a ready-made study, the file calls the study with the arguments. If
+    ``study`` is a Python file, the new file passes each argument to the functions of that file that
+    have a parameter with its name. The files and modules that the study reads are added to
     ``data_files``. The default model output and the weights of the first checkpoint are filled in.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
@@ -137,7 +137,7 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
-    """Return the name of the setting or function that builds the model, for error messages."""
+    """Return which setting or function determines the model, for error messages."""
     name = re.sub(r"_study_[0-9a-f]{8}\.py$", "", Path(str(config.get("study"))).name)
     if name not in READY_MADE:
         return "make_model()"
@@ -155,7 +155,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
-            # If the name is imported, assigned or a class, its arguments are not known here.
+            # If the name is imported, assigned or a class, its parameters are not known here.
             lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]
@@ -176,7 +176,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
         raise InputError(
-            f"study_arguments of {study} must be plain values for keywords of its functions "
+            f"study_arguments of {study} must be plain values for parameters of its functions "
             f"({', '.join(sorted(taken)) or 'it has none'}). Found {'; '.join(problems)}.",
             code="config.study_keywords",
         )
@@ -184,7 +184,7 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
 
 
 def _bound_by(node: ast.stmt) -> list[str]:
-    """Return the names that a class, an assignment or an import at the top of a file binds."""
+    """Return the names that a class definition, assignment or import statement defines."""
     if isinstance(node, ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -241,8 +241,8 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
         if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
             raise InputError(
                 f"study_arguments: the folder {key} must not contain the results folder, because "
-                f"its pictures would become a class. Found {results} in {folder}. Move the images, "
-                "or name another folder as `results`.",
+                f"pictures in the results would become a class. Found {results} in {folder}. Move "
+                "the images, or set `results` to another folder.",
                 code="config.results_in_images",
             )
 
@@ -253,7 +253,7 @@ def _is_of_type(value: Any, annotation: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be written as a Python literal. Dates and infinity cannot."""
+    """Return whether a value can be written as a Python literal, unlike dates and infinity."""
     try:
         return ast.literal_eval(repr(value)) == value
     except (ValueError, SyntaxError):
@@ -263,7 +263,7 @@ def _is_plain(value: Any) -> bool:
 def _images_of(table: Path) -> list[str]:
     """Return glob patterns of the images in a table, one for each folder and file ending."""
     if not table.is_file():
-        return []  # If it is a folder, all files in it are data files already.
+        return []  # If it is a folder, all files in it are already data files.
     try:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
@@ -274,7 +274,7 @@ def _images_of(table: Path) -> list[str]:
     missing = next((path for path in patterns.values() if not path.is_file()), None)
     if missing:
         raise InputError(
-            f"{table}: each image must be a file, with a path relative to the table's folder. "
+            f"{table}: each path must be that of an image, relative to the table's folder. "
             f"Found nothing at {missing} (from {Path.cwd()}).",
             code="config.missing_images",
         )
@@ -309,7 +309,7 @@ def _code_of(argument: Any) -> list[str]:
 
 def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     """Return the path of a generated study file. Write the file if it does not exist."""
-    # The name contains a digest, because configs with one results folder need different files.
+    # The name contains a digest, because configs that share a results folder need different files.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
     if not writes or (file.is_file() and file.read_text() == text):
@@ -323,12 +323,12 @@ def _written(name: str, text: str, results: str, *, writes: bool) -> str:
 
 
 def first_checkpoint(checkpoints: Any) -> str:
-    """Return the path of the first checkpoint that a config names."""
+    """Return the path of a config's first checkpoint."""
     first = next(iter(checkpoints.values()), None) if isinstance(checkpoints, Mapping) else None
     path = first.get("path") if isinstance(first, Mapping) else first
     if not isinstance(path, str):
         raise InputError(
-            "study_arguments must have `weights`, the folder that the model is built from, or "
+            "study_arguments must contain `weights`, the folder from which the model is built, or "
             f"`checkpoints` must map ids to paths. Found checkpoints {json.dumps(checkpoints)}.",
             code="config.weights",
         )

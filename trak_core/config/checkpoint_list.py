@@ -1,6 +1,6 @@
-"""List the checkpoints of a config or of its table, with their paths, runs and times.
+"""List the checkpoints in a config or its table, with their paths, runs and times.
 
-A run is one training. Its checkpoints are ordered by their times, ``at``.
+A run is one training of a model. Its checkpoints are ordered by their times, ``at``.
 """
 
 import json
@@ -33,7 +33,7 @@ class Checkpoint:
         at: The time in the run, in any unit; None if the config does not specify it.
         path: The file or folder; None if the pipeline trains the checkpoint.
         arguments: Arguments of the study's ``train`` for this run only.
-        is_listed: Whether it was found in a folder of a Trainer's checkpoints.
+        is_listed: Whether the config names only the Trainer's folder that contains the checkpoint.
         state_dict: The keys of the state dict in the file; None for the default keys.
     """
 
@@ -54,7 +54,7 @@ def checkpoint_table(
         checkpoints: A mapping of ids, or the path of a table with the columns ``checkpoint`` and
             ``path`` and the optional columns ``run``, ``at`` and ``state_dict``.
         training: The config's ``training``. If it is given, the values of ``checkpoints`` are
-            arguments of ``train``, and ``at`` may be a list of times.
+            arguments of ``train``, in which ``at`` may be a list of times.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at", "state_dict"))
@@ -64,7 +64,7 @@ def checkpoint_table(
         ]
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
-    # An entry can define several checkpoints. Its own name is checked first.
+    # An entry can define several checkpoints, so the entry's name is checked before their names.
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
@@ -77,15 +77,15 @@ def checkpoint_table(
         if len(ids) > 1 and (None in times or len(set(times)) < len(times)):
             shown = ", ".join(f"{name}: {at}" for name, at in zip(ids, times, strict=True))
             raise InputError(
-                "Checkpoints of one run must have different times `at`, which give their order. "
-                f"Found {shown} in run {run!r}.",
+                "Checkpoints of one run must have different times `at`, which determine their "
+                f"order. Found {shown} in run {run!r}.",
                 code="config.checkpoint_time",
             )
     return table
 
 
 def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
-    """Return the ids of each run's checkpoints, in the order of their times. Runs are sorted."""
+    """Return the ids of each run's checkpoints, sorted by time. Runs are sorted by name."""
     runs: dict[str, list[str]] = {}
     for name in sorted(checkpoints, key=lambda name: (checkpoints[name].at or 0, name)):
         runs.setdefault(checkpoints[name].run, []).append(name)
@@ -169,7 +169,7 @@ def _check_ids(names: list[str]) -> None:
             )
         if counts[name] > 1:
             raise InputError(
-                f"Ids of checkpoints must differ. Found {name!r} twice.",
+                f"Ids of checkpoints must be unique. Found {name!r} twice.",
                 code="config.checkpoint_id",
             )
 
@@ -180,9 +180,8 @@ def _check_streams(names: list[str]) -> None:
         other = streams.setdefault(stream_of(name), name)
         if other != name:
             raise InputError(
-                "Checkpoints need different random projections, which their ids determine. Found "
-                f"that {other!r} and {name!r} have the same projection by chance. Rename one of "
-                "them.",
+                "Checkpoints need different random projections, which are chosen by a hash of "
+                f"their ids. Found the same hash for {other!r} and {name!r}. Rename one of them.",
                 code="config.checkpoint_id",
             )
 
@@ -210,7 +209,7 @@ def _checked_time(at: Any, name: str) -> float:
 def _trained(
     name: str, value: Any, training: Mapping[str, Any]
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield a checkpoint for each time of one training, or a checkpoint at its end."""
+    """Yield one checkpoint for each time ``at`` of a run, or a single one at the end of the run."""
     if not isinstance(value, Mapping):
         raise InputError(
             "In a config with `training`, a checkpoint must be a mapping of training arguments. "
@@ -224,8 +223,8 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            f"`at` must have at least one time. Found an empty list for run {name!r}. Leave `at` "
-            "out for one checkpoint at the end.",
+            f"`at` must contain at least one time. Found an empty list for run {name!r}. To save "
+            "one checkpoint at the end of the run, leave `at` out.",
             code="config.checkpoint_time",
         )
     several = times if isinstance(times, list) else [times]
@@ -240,7 +239,7 @@ def _trained(
 
 
 def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield the checkpoint at a path, or all checkpoints that a Trainer saved in this folder."""
+    """Yield the checkpoint at a path, or all checkpoints that a Trainer saved in that folder."""
     given = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
     if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
@@ -260,9 +259,9 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         return
     if at is not None:
         raise InputError(
-            f"{path}: a folder of a Trainer's checkpoints must have no `at`, because each "
-            f"checkpoint has its step. Found {at!r} for checkpoint {name!r}. Leave `at` out, or "
-            "name one of the checkpoints.",
+            f"{path}: `at` must not be set for a folder of a Trainer's checkpoints, because their "
+            f"steps are their times. Found {at!r} for checkpoint {name!r}. Leave `at` out, or "
+            "give the path of one of the checkpoints.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:
@@ -274,7 +273,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:
-    """Return the folders checkpoint-<number> that a Trainer saved in a folder, by number."""
+    """Return the number and the path of each folder ``checkpoint-<number>``, sorted by number."""
     if not path.is_dir():
         return []
     folders = [inner for inner in path.iterdir() if inner.is_dir()]
@@ -283,7 +282,7 @@ def _of_trainer(path: Path) -> list[tuple[int, Path]]:
 
 
 def _step(folder: Path, number: int) -> float:
-    """Return the step in a Trainer's state file, or the folder's number if there is no file."""
+    """Return the step in a Trainer's state file, or the folder's ``number`` without such a file."""
     state = folder / "trainer_state.json"
     if not state.is_file():
         return number
@@ -319,7 +318,7 @@ def shared_training(
             shown.append(f"{run}: {{{', '.join(f'{key}: {value}' for key, value in pairs)}}}")
         raise InputError(
             f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (as many "
-            "as `seeds`) must have different integers as `seed`, and their other training "
+            "as `seeds` says) must have different integers as `seed`, and their other training "
             f"arguments must be equal. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )

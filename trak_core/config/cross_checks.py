@@ -1,6 +1,6 @@
-"""Check conditions between the keys of a config, which its JSON Schema cannot express.
+"""Check relations between the keys of a config that its JSON Schema cannot express.
 
-All functions take a config that the schema accepts, with the schema's defaults.
+Configs passed to these functions must be valid by the schema, and contain its defaults.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``exact`` is set with incompatible keys."""
+    """Raise an error if ``projection: exact`` is set together with incompatible keys."""
     if not isinstance(projection := config["projection"], str):
         return
     scoring, dtype = config["scoring"], config["features_dtype"]
@@ -34,14 +34,14 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (keep != "full", "scoring.keep must be full, as top_k needs projected features", keep),
         *((n != 1, "shards must be 1", f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
-        (config["answers"]["tokens"], "scores cannot be split into tokens", "answers.tokens"),
+        (config["answers"]["tokens"], "scores cannot be split by token", "answers.tokens"),
     ]
     remedy = "Leave it out, or use a projection."
     _refuse("config.exact", f"projection: {projection}", rules, remedy)
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``preconditioner`` has no optimizer state or no projected gradients."""
+    """Raise an error if ``preconditioner`` is set together with incompatible keys."""
     if config["preconditioner"] == "none":
         return
     projection = config["projection"]
@@ -54,7 +54,7 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
 
 
 def check_label_draws(config: Mapping[str, Any]) -> None:
-    """Raise an error if ``label_draws`` is set with incompatible keys."""
+    """Raise an error if ``label_draws`` is set together with incompatible keys."""
     if not (draws := config.get("label_draws", 0)):
         return
     output, scoring = config["model_output"], config["scoring"]
@@ -80,7 +80,7 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
 def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of a config's lists by name, with the experiment of each list.
 
-    The default experiment is the config's only one, or None if there are several.
+    If the config has only one experiment, it is the default. Otherwise the default is None.
     """
     given, experiments = config.get("lists", []), list(config["experiments"])
     only = experiments[0] if len(experiments) == 1 else None
@@ -94,10 +94,10 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def removals_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of ``evaluation.removals`` by the name of each result file.
 
-    ``by`` lists the methods of choosing removed samples. For an experiment, they are ``top`` (by
-    score), ``random`` and the baselines. For a list, the list is the only method, and ``fractions``
-    of the training samples are removed (or kept, for ``select``). ``experiment`` defines the
-    measured targets. It defaults to the experiment of the list.
+    ``by`` lists the methods by which the samples to remove are chosen. For an experiment, they are
+    ``top`` (by score), ``random`` and the baselines. For a list, the list is the only method, and
+    ``fractions`` of the training samples are removed (or kept, for ``select``). ``experiment`` is
+    the experiment whose targets are measured, by default that of the list.
     """
     given, lists = config.get("evaluation", {}).get("removals", {}), lists_of(config)
     removals = {}
@@ -128,8 +128,8 @@ def check_removals(config: Mapping[str, Any]) -> None:
             )
         if "pool" in lists[name]:
             raise InputError(
-                "evaluation.removals trains on train_data(), but select has samples of a pool. "
-                "Leave select out.",
+                "evaluation.removals trains on train_data(), but the list `select` has samples of "
+                "a pool. Leave `select` out of evaluation.removals.",
                 code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
@@ -156,14 +156,15 @@ def check_lists(config: Mapping[str, Any]) -> None:
     if blamed and "minus" in config["experiments"][blamed]:
         raise InputError(
             f"lists: suspects needs targets with correct labels. Found {blamed}, a difference of "
-            "two means. Name an experiment that has targets.",
+            "two means. Choose an experiment that has targets.",
             code="config.suspects_of_difference",
         )
     better = about_output(output := config["model_output"]).better
     if not better and lists.keys() - {"duplicates"}:
         raise InputError(
-            f"lists need to know whether a larger {output_name(output)} means a smaller loss. If "
-            "it always does, add `larger_is_better: true` to the keys of model_output.",
+            f"lists require a model output for which a larger value means a smaller loss. This is "
+            f"not known for {output_name(output)}. If it is always true, add `larger_is_better: "
+            "true` to the keys of model_output.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
@@ -177,7 +178,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
     for name in of_features if isinstance(config["projection"], str) else []:
         raise InputError(
             f"lists: {name} compares projected features, which `projection: "
-            f"{config['projection']}` does not have. Leave it out, or use a projection.",
+            f"{config['projection']}` does not compute. Leave it out, or use a projection.",
             code="config.list_features",
         )
     if pool and POOL in experiments:
@@ -189,7 +190,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
 
 
 def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Return the keys among ``keys`` that an experiment has, and ``shards`` if it is not 1."""
+    """Return those of ``keys`` that an experiment has, and ``shards`` if it is not 1."""
     return [key for key in keys if key in experiment] + ["shards"] * (experiment["shards"] != 1)
 
 
@@ -201,8 +202,8 @@ def check_conditions(config: Mapping[str, Any]) -> None:
         Condition.parse(about["where"])
         if others := _other_keys(about, ("targets", "data")):
             raise InputError(
-                f"experiments.{name}: `where` selects at most {MOST_TARGETS} of the study's own "
-                f"targets, and must be the only key. Found {others[0]}.",
+                f"experiments.{name}: `where` selects at most {MOST_TARGETS} targets from the "
+                f"study's target_data(), and must be the only key. Found {others[0]}.",
                 code="config.where_alone",
             )
 
@@ -215,7 +216,8 @@ def check_means(config: Mapping[str, Any]) -> None:
         others = _other_keys(about, ("targets", "data", "where"))
         if "mean" in about and others:
             raise InputError(
-                f"experiments.{name}: `mean` allows no other key than `minus`. Found {others[0]}.",
+                f"experiments.{name}: `minus` is the only other key that `mean` allows. Found "
+                f"{others[0]}.",
                 code="config.mean_alone",
             )
         named = [about[key] for key in ("mean", "minus") if key in about]
@@ -229,19 +231,19 @@ def check_means(config: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Raise an error if the experiments and checkpoints do not allow the evaluation."""
+    """Raise an error if the evaluation does not fit the config's other keys."""
     evaluation, experiments = config["evaluation"], config["experiments"]
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
             "evaluation must have either `subsets`, to retrain models, or `ground_truth`, a file "
-            "of models that were retrained elsewhere. Found both.",
+            "of models that were retrained elsewhere. Found both. Leave one of them out.",
             code="config.two_truths",
         )
     for key in ("experiments", "sweep"):
         if evaluation.get(key, []) != [] and not lds:  # An empty sweep has default values.
             raise InputError(
-                f"evaluation.{key} needs retrained models: add `subsets: {{}}` or `ground_truth`.",
+                f"evaluation.{key} needs retrained models. Add `subsets: {{}}` or `ground_truth`.",
                 code="config.no_truth",
             )
     named = [*evaluation.get("experiments", ())]
@@ -254,8 +256,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     for code, names in reasons.items():
         if names:
             raise InputError(
-                "evaluation must name experiments whose targets are samples of target_data(), out "
-                f"of {', '.join(experiments)}. Found {names[0]!r}.",
+                "evaluation can use only experiments whose targets are samples of target_data(). "
+                f"Found {names[0]!r}. The config's experiments are {', '.join(experiments)}.",
                 code=code,
             )
     about = experiments[removals["experiment"]] if "experiment" in removals else {}
@@ -274,13 +276,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models, so the config must have `training`, and the "
-            "study must have a function train(). Found no `training`. A file of models that were "
-            "retrained elsewhere can be named as evaluation.ground_truth.",
+            "study must have a function train(). Found no `training`. If models were retrained "
+            "elsewhere, set evaluation.ground_truth to a file with their outputs.",
             code="config.no_training",
         )
     if (lds or "experiment" in removals) and config["scoring"]["keep"] != "full":
         raise InputError(
-            "evaluation needs all scores: scoring.keep must be full. Found "
+            "evaluation needs all scores, so scoring.keep must be full. Found "
             f"{config['scoring']['keep']}.",
             code="config.incomplete_scores",
         )
@@ -288,7 +290,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if lds and "same_class" in evaluation["baselines"] and not output.labels_are_classes:
         raise InputError(
             "evaluation.baselines: same_class needs a model_output whose labels are classes. Found "
-            f"{output_name(config['model_output'])}.",
+            f"{output_name(config['model_output'])}. Leave same_class out.",
             code="config.no_classes",
         )
     projection = config["projection"]
@@ -301,21 +303,21 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if keys:
         raise InputError(
             f"evaluation.{keys[0]} needs projected features, which `projection: {projection}` does "
-            "not have.",
+            "not compute. Leave it out, or use a projection.",
             code="config.evaluation_of_features",
         )
 
 
 def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
-    """Raise an error if the stored projection does not contain a ``proj_dim`` of the sweep."""
+    """Raise an error if a ``proj_dim`` of the sweep cannot be computed from stored features."""
     dims = evaluation.get("sweep", {}).get("proj_dim", ())
     nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
             "evaluation.sweep.proj_dim selects the first columns of the projection. It must be "
-            f"{proj_dim}, or less with the kind {' or '.join(nested)}. Found {wrong[0]} with "
-            f"{kind}.",
+            f"{proj_dim}, or for the kinds {' and '.join(nested)} at most {proj_dim}. Found "
+            f"{wrong[0]} with {kind}.",
             code="config.sweep_columns",
         )
 
@@ -326,8 +328,8 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
         raise InputError(
-            "evaluation.subsets.fraction must keep and leave out at least one training sample. "
-            f"Found {fraction}, which keeps {size} of {n_train}.",
+            "evaluation.subsets.fraction must keep at least one training sample, and leave out at "
+            f"least one. Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
     removals = evaluation.get("removals", {})
@@ -356,7 +358,7 @@ _SIGNS = "'\"`$\\\n\r"
 def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
     """Raise an error for characters that a shell interprets in the paths of a config.
 
-    ``others`` are further paths: the config's own files and the paths in its tables.
+    ``others`` contains the paths of the config files, and those in the config's tables.
     """
     for role, path in [
         *_paths(config),
@@ -367,8 +369,8 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
         if sign is not None:
             raise InputError(
                 "Paths are passed to jobs on a command line and must not contain "
-                f"{' '.join(_SIGNS.split())}. Found {sign!r} in {path!r}, {role}. Rename it, or "
-                "use a symbolic link.",
+                f"{' '.join(_SIGNS.split())}. Found {sign!r} in {path!r} ({role}). Rename the file "
+                "or folder, or use a symbolic link.",
                 code="config.shell_sign",
             )
 
@@ -379,9 +381,9 @@ def check_given(entries: Iterable[str]) -> None:
         sign = next((s for s in entry if s in "'\\\n\r"), None)
         if sign is not None:
             raise InputError(
-                "--config: an executor for clusters passes values through a shell. They must not "
-                f"contain an apostrophe, a backslash or a line end. Found {sign!r} in {entry!r}. "
-                "Write them into a file for --configfile.",
+                "--config: executors for clusters pass values through a shell, so values must not "
+                f"contain an apostrophe, a backslash or a line break. Found {sign!r} in {entry!r}. "
+                "Write the values into a file for --configfile.",
                 code="config.shell_value",
             )
 

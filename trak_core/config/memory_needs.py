@@ -11,14 +11,15 @@ from pathlib import Path
 from trak_core.errors import InputError
 from trak_core.settings import Setting
 
-# If the weights of a model have at least this size, jobs request more memory.
+# If a model's weights take at least this many bytes, jobs request more memory.
 LARGE_BYTES = 2**28
 # The number of copies of the weights in memory while transformers renames them. For mixtures of
 # experts, the measured memory was 3.3 times the size of the weights.
 _COPIES_OF_RENAMED = 4
-# If a block has fewer rows, reading from disk takes longer than computing.
+# With fewer rows in a block, reading it from disk takes longer than computing with it.
 _LEAST_ROWS = 64
-# The rows of a chunk in a scores file. Blocks of whole chunks read and write each chunk once.
+# The number of rows in a chunk of a scores file. If blocks consist of whole chunks, each chunk is
+# read or written only once.
 CHUNK_ROWS = 1024
 _FEWER = "use a projection or fewer label_draws, or split the experiment"
 # The number of bootstrap draws for the intervals of groups' scores.
@@ -27,7 +28,7 @@ _GROUP_DRAWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The memory of one job in bytes: a fixed part, and a part for each row of a block."""
+    """The bytes of memory that one job needs: a fixed number, and a number for each block row."""
 
     job: str
     fixed_bytes: int
@@ -35,7 +36,7 @@ class Need:
     remedy: str = "lower projection.proj_dim, or split the experiment"
 
     def check(self, memory_mb: int) -> None:
-        """Raise an error if the fixed part and two blocks of minimal size need more memory."""
+        """Raise an error if the fixed part and two minimal blocks need more than ``memory_mb``."""
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
@@ -45,13 +46,13 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return the number of rows in a block, which may use half of the remaining memory."""
+        """Return the rows in a block, which may use half of the memory besides the fixed part."""
         self.check(memory_mb)
         return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
 
 
 def _whole_chunks(rows: int) -> int:
-    """Return rows rounded down to whole chunks, or to a power of 2 if there is no whole chunk."""
+    """Return ``rows`` rounded down to whole chunks, or to a power of 2 if below one chunk."""
     return rows // CHUNK_ROWS * CHUNK_ROWS or 2 ** (max(1, rows).bit_length() - 1)
 
 
@@ -60,9 +61,9 @@ def weights_mb(
 ) -> int:
     """Return the MiB that a job requests for the weights of a large model, or 0 for a small one.
 
-    Weights in safetensors are read into the model. Other files need a second copy of the weights.
-    Adam's state adds two tensors for each parameter. ``checkpoint`` is None if the pipeline trains
-    it.
+    Weights in safetensors are read directly into the model. Other formats need a second copy of the
+    weights. Adam's state adds two tensors for each parameter. ``checkpoint`` is the path, or None
+    if the pipeline trains the checkpoint.
     """
     if model_bytes < LARGE_BYTES:
         return 0
@@ -74,28 +75,31 @@ def weights_mb(
 
 
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
-    """Return the memory of a normal matrix: the sum, a block's term, and LAPACK's copy.
+    """Return the memory for a normal matrix: the sum, the term of one block, and LAPACK's copy.
 
-    ``divides`` adds two sums and the eigenvectors, which ``unit_average`` needs.
+    ``divides`` adds two more sums and the eigenvectors, which ``unit_average`` needs.
     """
     job = f"the normal matrix of proj_dim {proj_dim}"
     return Need(job, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
-    """Return the memory of one checkpoint's scores: matrix, factor, targets, and blocks of rows."""
+    """Return the memory for one checkpoint's scores.
+
+    It is used by the normal matrix, its Cholesky factor, the targets, and blocks of rows.
+    """
     job = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
     return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
 
 def gramian_need(n_train: int, n_columns: int) -> Need:
-    """Return the memory of a Gramian in float64, without samples and activations."""
+    """Return the memory for a Gramian in float64, without samples and activations."""
     job = f"a Gramian of {n_train} x {n_columns} inner products"
     return Need(job, 8 * n_train * n_columns, remedy=_FEWER)
 
 
 def exact_need(n_rows: int, n_targets: int) -> Need:
-    """Return the memory of exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
+    """Return the memory for exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
 
     There are ``n_rows`` gradients: one for each training sample, and one for each of its label
     draws.
@@ -110,10 +114,10 @@ def exact_need(n_rows: int, n_targets: int) -> Need:
 def average_need(
     *, n_train: int, n_targets: int, n_checkpoints: int, top: int, solved_dim: int | None
 ) -> Need:
-    """Return the memory of averaging an experiment's scores.
+    """Return the memory for averaging an experiment's scores.
 
-    The job stores the ids, labels and mean outputs of all samples, ``top`` influences of either
-    sign, and for a block of rows the scores and the predictions of all checkpoints. For
+    The job keeps in memory the ids, labels and mean outputs of all samples, ``top`` influences of
+    either sign, and for a block of rows the scores and the predictions of all checkpoints. With
     ``keep: top_k``, ``solved_dim`` is the ``proj_dim`` of the solved targets, which are in memory
     for at least one checkpoint. Otherwise it is None.
     """
@@ -135,26 +139,29 @@ def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
 
 
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
-    """Return whether the solved targets of all checkpoints, each of ``size`` numbers, fit."""
+    """Return whether the solved targets of all checkpoints fit in the memory that blocks leave.
+
+    One checkpoint's solved targets have ``size`` numbers. ``block`` is the number of rows.
+    """
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
     return 8 * size * (n_checkpoints - 1) <= spare
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsNeed:
-    """The memory of groups' scores: sums for each bootstrap draw, and rows of all checkpoints."""
+    """The memory for scores of groups: sums of each bootstrap draw, and rows of all checkpoints."""
 
     n_groups: int
     n_targets: int
     n_checkpoints: int
 
     def targets(self, memory_mb: int) -> int:
-        """Return the number of targets in a block. Their sums may use a third of the memory."""
+        """Return the number of targets in a block, whose sums may use a third of the memory."""
         of_target = 2 * 8 * _GROUP_DRAWS * self.n_groups
         return min(self.n_targets, max(1, memory_mb * 2**20 // 3 // of_target))
 
     def rows(self, memory_mb: int) -> int:
-        """Return the number of rows in a block. Their scores may use a third of the memory."""
+        """Return the number of rows in a block, whose scores may use a third of the memory."""
         of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
         return _whole_chunks(memory_mb * 2**20 // 3 // of_row)
 
@@ -168,17 +175,19 @@ def evaluation_need(
     n_checkpoints: int,
     settings: Sequence[Setting],
 ) -> Need:
-    """Return the memory of an evaluation: masks, subset sums, and one checkpoint's eigenvectors.
+    """Return the memory for an evaluation: masks, subset sums, and one checkpoint's eigenvectors.
 
     ``proj_dim`` is 0 if no features are read. ``settings`` are the settings of a sweep.
     """
-    # The baseline gradient_dot and the last checkpoints of runs need two further weightings. The
-    # scores by number of checkpoints, the baselines and the bootstrap need about forty sums.
+    # The baseline gradient_dot and the scores of each run's last checkpoint need two additional
+    # weightings. The baselines, the bootstrap, and the scores of fewer checkpoints need about forty
+    # arrays of sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2
     sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # These arrays are: for each power, the products for the normal matrix and its norm; the
-    # eigenvectors with LAPACK's copy and workspace; two copies of rotated sums; rotated targets.
+    # `solve` counts, for each power, the products that form the normal matrix, and its norm. It
+    # also counts the eigenvectors with LAPACK's copy and workspace, and in the eigenbasis two
+    # copies of the subset sums, and the targets.
     n_powers = len({setting.loss_weight_power for setting in settings}) or 1
     solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim
@@ -202,7 +211,8 @@ def check_memory(
 ) -> None:
     """Raise an error if a job needs more memory than ``memory_mb``.
 
-    Without a projection, ``proj_dim`` is None, and ``label_draws`` adds rows to the Gramian.
+    Without a projection, ``proj_dim`` is None, and each of the ``label_draws`` adds ``n_train``
+    rows to the Gramian.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)

@@ -1,7 +1,7 @@
 """Check files, the study, its checkpoints and the memory limit before the first job starts.
 
-A separate process reads the study and its checkpoints. Its results are stored in the results folder
-with digests of all files it read, so that the next start does not check unchanged files again.
+A separate process reads the study and its checkpoints. What it returns is stored in the results
+folder with digests of all files that it read, so that the next run does not check unchanged files.
 """
 
 import json
@@ -32,7 +32,7 @@ _STAGE = "trak_core.stages.preflight_study"
 _SCRIPT = Path(__file__).parents[1] / "stages/preflight_study.py"
 # The tolerated difference between the clocks of this machine and of a file server.
 _SKEW_SECONDS = 2
-# The files that all modules of a workflow added to Snakemake's list of config files.
+# The files that `bring_along` returned for any module of a workflow.
 brought_along = list[str]()
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only prints a warning.
 
@@ -44,12 +44,12 @@ def run_preflight(
 
     Args:
         specs: The config's specs.
-        results: The results folder, in which results of checks are stored.
-        config_files: Further paths to check for characters that a shell interprets.
+        results: The results folder, in which the study's sizes and file digests are stored.
+        config_files: Additional paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
 
     Returns:
-        Hashes of the contents of the user's checkpoints and retrained models on this disk, by path.
+        Hashes of the user's checkpoints and file of retrained models on this disk, by path.
     """
     listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
     check_paths(specs.config, [*config_files, *filter(None, listed)])
@@ -62,9 +62,10 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for the weights of one checkpoint, or of any if it is None.
+    """Return the MiB that a job needs for the weights of ``checkpoint``, or of the largest one.
 
-    The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
+    The largest one is used if ``checkpoint`` is None. The sizes are from the preflight's record in
+    ``results``. Without a record, the result is 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -85,8 +86,8 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
         if listed:
             raise InputError(
-                "Checkpoints in a store must be named one by one. Found a folder that holds "
-                f"several, such as {listed[0]}.",
+                "Checkpoints in remote storage must be listed one by one. Found a folder that "
+                f"contains several, such as {listed[0]}.",
                 code="config.stored",
             )
         return
@@ -101,9 +102,9 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
     bare = [path for path in checkpoints if _lacks_optimizer(Path(path))]
     if bare and specs.all_features.preconditioner is not None:
         raise InputError(
-            f"With `preconditioner: adam`, checkpoints must be folders that hold {OPTIMIZER_FILE}, "
-            "as a Trainer saves it without save_only_model, or files of model and optimizer. Found "
-            f"no optimizer in {', '.join(bare)}. Name only checkpoints that have one, or leave "
+            f"With `preconditioner: adam`, checkpoints must be folders with {OPTIMIZER_FILE}, "
+            "which a Trainer saves without save_only_model, or files of model and optimizer. Found "
+            f"no optimizer in {', '.join(bare)}. Use only checkpoints that have one, or leave "
             "`preconditioner` out.",
             code="config.preconditioner",
         )
@@ -117,9 +118,10 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
 
 
 def stored_signature(path: str, store: Any, results: Path) -> str:
-    """Return a text that changes if a user's file in a storage changes.
+    """Return a text that changes if a user's file in remote storage changes.
 
-    If the storage is a folder on this machine, it is a hash of the content, else the size and time.
+    The text is the size and time. If the storage is a folder on this machine, it is a hash of the
+    content.
 
     Args:
         path: The file's path in the config, for the error message.
@@ -131,7 +133,7 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
         return path_digests([str(local_path)], results / _DIGESTS)[str(local_path)]
     if not store.exists():
         raise InputError(
-            f"{path} must be in its store. Found nothing at {store.query}.", code="config.stored"
+            f"{path} must be in its storage. Found nothing at {store.query}.", code="config.stored"
         )
     return f"{store.size()} {store.mtime()}"
 
@@ -151,13 +153,13 @@ def refuse_future(files: Iterable[str]) -> None:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
             f"delete the files that jobs make from it. Found a time that is "
-            f"{max(ahead.values()):.0f} s ahead. Correct the clocks, and `touch` these files.",
+            f"{max(ahead.values()):.0f} s ahead. Set the clocks right, then `touch` these files.",
             code="config.future",
         )
 
 
 def _own_checkpoints(specs: Specs) -> dict[str, list[str | None]]:
-    """Return the state dicts to read from the user's checkpoints on this disk, by path."""
+    """Return, for each of the user's checkpoints on this disk, the keys of its state dicts."""
     own = defaultdict[str, list[str | None]](list)
     for checkpoint in specs.checkpoints.values():
         if checkpoint.path is not None and "://" not in checkpoint.path:
@@ -176,7 +178,7 @@ def bring_along(files: Sequence[Path]) -> list[str]:
     """Return the files that Snakemake must send to jobs without a shared disk."""
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
-    for wrong, rule in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
+    for wrong, rule in ((outside, "lie in the working folder"), (large, "have at most 10 MB")):
         if wrong:
             raise InputError(
                 "Without a shared disk, Snakemake sends the study, its modules, tables and "
@@ -213,9 +215,10 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes. Read only splits and checkpoints that changed since the last start.
+    """Return the study's sizes.
 
-    Therefore an experiment can be added after the training data were deleted.
+    Only splits and checkpoints that changed since the last run are read, so an experiment can be
+    added after the training data are deleted.
     """
     request, shards, known = _request(specs), specs.shards, read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
@@ -245,7 +248,7 @@ def _facts(
 
 
 def _is_large(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's model may be large. An adapter's base model always may be."""
+    """Return whether a checkpoint's model may be large. For an adapter, the base model may be."""
     if not checkpoint.is_dir():
         return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -258,7 +261,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
     Error messages name ``builder`` instead of ``make_model()``.
     """
-    # Files are used because processes that the study leaves running would keep pipes open.
+    # Files are used instead of pipes, which processes that the study started would keep open.
     with tempfile.TemporaryDirectory() as folder:
         request_file, answer_file, log_file = (
             Path(folder, name) for name in ("request", "answer", "log")
@@ -280,7 +283,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
         raise InputError(
             log.strip()
             or f"{request['study_file']}: the study must load. Its process ended with exit status "
-            f"{status} and without a message. It ran out of memory or crashed.",
+            f"{status} and without a message. Either it ran out of memory or it crashed.",
             code="config.preflight",
         )
     print(log, end="", file=sys.stderr)  # The log can contain notices, such as from transformers.
@@ -292,7 +295,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
 
 
 def _wait_for(fork: Fork) -> int:
-    """Wait for a process, print a line every minute, and return the exit status."""
+    """Wait for a process to end, print a line every minute, and return the exit status."""
     minutes = 0
     while (status := fork.wait(60)) is None:
         minutes += 1
@@ -326,7 +329,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     if not specs.evaluation:
         return
     check_sizes(specs.evaluation, n_train, n_targets)
-    # For models that were retrained elsewhere, the number of subsets is not known here.
+    # If models were retrained elsewhere, the number of subsets is not known here.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,

@@ -1,4 +1,4 @@
-"""Read a config and the tables that it names, and validate it with its JSON Schema."""
+"""Read a config and the tables that it refers to, and validate it with its JSON Schema."""
 
 import csv
 import math
@@ -29,7 +29,7 @@ def read_table(
 ) -> list[tuple[str, ...]]:
     """Return the stripped cells of some columns of a tab-separated table with a header.
 
-    ``columns`` must have a value in each row. ``optional`` columns can be missing or empty.
+    ``columns`` must have a value in each row. ``optional`` columns may be missing or empty.
     """
     if not path.is_file():
         raise InputError(
@@ -54,8 +54,9 @@ def _read_rows(
     if any(header.count(c) != 1 for c in columns) or any(header.count(c) > 1 for c in optional):
         missing = ", ".join(c for c in columns if c not in header) or "none"
         raise InputError(
-            f"{path}: the table must be tab-separated and have the columns {', '.join(columns)}, "
-            f"each once. Missing: {missing}. Found {', '.join(header) or 'nothing'}.",
+            f"{path}: the table must be tab-separated and have each of the columns "
+            f"{', '.join(columns)} once. Missing: {missing}. Found "
+            f"{', '.join(header) or 'nothing'}.",
             code="config.table",
         )
     rows = []
@@ -63,7 +64,7 @@ def _read_rows(
         cells = tuple((row[c] or "").strip() for c in columns)
         if not all(cells):
             raise InputError(
-                f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
+                f"{path}: every row must have values in the columns {', '.join(columns)}. Found "
                 f"{', '.join(map(repr, cells))} in line {reader.line_num}.",
                 code="config.table",
             )
@@ -83,10 +84,10 @@ def _read_rows(
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
-    """Return target ids from a list or from the column ``id`` of a table; None for ``all``.
+    """Return target ids from a list or from the column ``id`` of a table, or None for ``all``.
 
-    Ids from a table are integers if all of them are written as decimal integers. If there is an id
-    such as 0007, all ids are texts.
+    Ids from a table are integers if all of them are decimal integers in canonical form. If there is
+    an id such as 0007, all ids are texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -100,8 +101,8 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
     """Return a config with the defaults of its schema, as the last run used it.
 
-    If the last run with this file had values from ``--config``, they are read from the results
-    folder and applied again. No file is written.
+    If the last run with this file had ``--config`` values, they are read from the results folder
+    and applied again. No file is written.
     """
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -114,7 +115,10 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 
 
 def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -> dict[str, Any]:
-    """Return a config with the defaults of its schema and its study's file, after validation."""
+    """Return a validated config with the schema's defaults, and with the path of its study file.
+
+    See ``with_ready_study`` for the study file and for ``writes``.
+    """
     config, keys = with_ready_study(config, writes=writes), read_schema(schema)
     check_config(config, keys)
     config = with_defaults(config, keys)
@@ -122,7 +126,7 @@ def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -
     return config | {"results": str(Path(config["results"]))}
 
 
-# The loader of libyaml is ten times as fast as the one in Python.
+# The loader of libyaml is ten times as fast as the Python loader.
 _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -149,11 +153,11 @@ def record_config(
     *,
     must: bool = True,
 ) -> None:
-    """Write a run's config into its results folder, which can then be opened without the config.
+    """Write a run's config to its results folder, which can then be opened without a config file.
 
     The record also contains the working folder, to which paths are relative, the path of the
     results folder, the ``config_files``, and the values ``given`` by ``--config``. ``entries`` are
-    the same values as ``key=value`` words. With ``must``, a read-only folder is an error.
+    those values as ``key=value`` words. With ``must``, a read-only folder is an error.
     """
     known = {
         "config": dict(config),
@@ -172,12 +176,12 @@ def has_record(results: Path) -> bool:
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config of the last run of a results folder, and its working folder."""
+    """Return the config of the last run that used a results folder, and its working folder."""
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must have a readable {CONFIG_RECORD}, which every run "
-            "writes. Found none, or a damaged one. Run `trak run` with the config again; finished "
+            f"{results}: a results folder must contain a readable {CONFIG_RECORD}, which every run "
+            "writes. Found none, or a damaged one. Run `trak run` with the config again. Finished "
             "files are kept.",
             code="config.no_record",
         )
@@ -185,24 +189,26 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
 
 
 def module_folders(question: Path, study: Path) -> list[Path]:
-    """Return the folders in which a Python file of targets and the study find modules."""
+    """Return the folders in which the study and a Python file of targets search for modules."""
     return [question.parent, study.parent]
 
 
 def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
-    """Return the Python files of a study and its questions, with the local modules they import.
+    """Return the Python files of a study and its questions, and the local modules they import.
+
+    ``questions`` are the Python files of experiments' targets.
 
     Raises:
         InputError: If two of the files would be modules with the same name.
     """
     named = study_modules(study)
-    # A question's folder is first in sys.path, also when the study imports modules.
+    # A question's folder comes first in sys.path, even while the study imports modules.
     pairs = [(code, module_folders(path, study)) for path in questions for code in (study, path)]
     for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
         other = named.setdefault(name, file)
         if other.resolve() != file.resolve():
             raise InputError(
-                "The Python files of a study and its experiments are modules of one process, so "
+                "The Python files of a study and its experiments are imported into one process, so "
                 f"their names must differ. Found {other} and {file}. Rename one of them.",
                 code="config.module_names",
             )
@@ -216,8 +222,8 @@ def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | No
         return None
     if not Path(place[0]).is_file():
         raise InputError(
-            f"model_output: the file of the function must exist. Found nothing at {place[0]} (from "
-            f"{Path.cwd()}).",
+            f"model_output: the function's Python file must exist. Found nothing at {place[0]} "
+            f"(from {Path.cwd()}).",
             code="config.missing_output",
         )
     return Path(place[0])
@@ -239,7 +245,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
             )
         if name in seen:
             raise InputError(
-                f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
+                f"{key.start_mark.name}: keys must be unique. Found {name!r} in lines "
                 f"{seen[name]} and {line}. The first value would be ignored without a warning.",
                 code="config.key_twice",
             )
@@ -248,7 +254,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    """Return a number, but not one that YAML 1.1 reads to base 8 or 60, such as 0123 or 1:30."""
+    """Return a number, or raise an error if YAML 1.1 reads it in base 8 or 60, as 0123 or 1:30."""
     is_integer = node.tag.endswith("int")
     value = loader.construct_yaml_int(node) if is_integer else loader.construct_yaml_float(node)
     if re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
@@ -293,7 +299,7 @@ _TextKeyLoader.add_constructor(
 
 
 def merged(value: Any, given: Any) -> Any:
-    """Return ``given``, or both merged key by key if both are mappings, as Snakemake does."""
+    """Return ``given``. If both values are mappings, merge them key by key, as Snakemake does."""
     if not isinstance(value, Mapping) or not isinstance(given, Mapping):
         return given
     return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
@@ -323,7 +329,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
 
 
 def _check_plain(value: Any, where: str = "") -> None:
-    """Raise an error for dates, sets, bytes, and keys other than texts and ids of checkpoints."""
+    """Raise an error for dates, sets, bytes, and keys that are neither text nor checkpoint ids."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
@@ -368,7 +374,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    # Only the first paragraph of a description is shown. Further ones are for the documentation.
+    # Only the first paragraph of a description is shown. The others are for the documentation.
     meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
@@ -382,7 +388,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "exclusiveMaximum": lambda: f"must be below {limit}",
         **dict.fromkeys(("minItems", "minLength", "minProperties"), lambda: "must not be empty"),
         "uniqueItems": lambda: "must list each value once",
-        "pattern": lambda: "must have the form that its meaning describes",
+        "pattern": lambda: "must have the form described under Meaning",
     }.get(str(error.validator), lambda: error.message)()
     text = f"{where}: {expected}. Found {error.instance!r}."
     return f"{text} Meaning: {meaning}" if meaning else text
@@ -399,7 +405,7 @@ _KINDS = {
 
 
 def _kind(types: str | Iterable[str]) -> str:
-    """Return a readable name of one JSON type, or of several."""
+    """Return a readable name for one JSON type, or for several."""
     return " or ".join(_KINDS[name] for name in ([types] if isinstance(types, str) else types))
 
 
@@ -413,7 +419,7 @@ def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield the errors of those alternatives of an ``anyOf`` that fit the type of the value."""
+    """Yield the errors of those alternatives in an ``anyOf`` that fit the type of the value."""
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]

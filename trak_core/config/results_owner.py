@@ -1,4 +1,4 @@
-"""Check whether a results folder was made by another config or study, or is a copy."""
+"""Check whether a results folder belongs to another config or study, or is a copy."""
 
 import json
 import os
@@ -21,14 +21,14 @@ def begin_run(
     given: Mapping[str, Any],
     entries: Sequence[str],
 ) -> list[str]:
-    """Check, lock and record a results folder for a run that has jobs.
+    """Check and lock the results folder of a run that has jobs, and record the config in it.
 
     Args:
         config: The config with its defaults.
         results: The results folder.
-        config_files: The files of the config.
+        config_files: The config files.
         given: The values of ``--config``.
-        entries: The same values as ``key=value`` words of the command line.
+        entries: Those values as ``key=value`` words of the command line.
 
     Returns:
         Warnings for the user.
@@ -41,15 +41,15 @@ def begin_run(
     if not earlier:
         return []
     return [
-        f"{results} has results of {earlier}. This run replaces files with the same names. To keep "
-        "both, give each config its own folder as `results`."
+        f"{results} contains results of {earlier}. This run replaces files with the same names. To "
+        "keep both, set `results` to a different folder in each config."
     ]
 
 
 def result_lines(
     files: Mapping[str, Sequence[str]], results: Path, *, is_stored: bool
 ) -> tuple[list[str], list[str]]:
-    """Return lines that list a run's existing files by kind, and the warnings in its report."""
+    """Return lines that list a run's existing files by kind, and warnings from its report."""
     lines = []
     for kind, paths in files.items():
         existing = sorted(file for file in paths if is_stored or Path(file).exists())
@@ -66,9 +66,9 @@ def result_lines(
 def earlier_configs(
     results: Path, config_files: Sequence[Path], config: Mapping[str, Any]
 ) -> list[str]:
-    """Return the config files of the last run in a results folder if this run uses none of them.
+    """Return the config files of a results folder's last run, or [] if this run uses one of them.
 
-    For a copy of a results folder, the list is empty, because the original does not change.
+    For a copy of a results folder, the list is empty, because the run does not change the original.
 
     Raises:
         InputError: If the files still exist and name another study than ``config``.
@@ -82,9 +82,9 @@ def earlier_configs(
     there = [file for file in earlier if Path(results, known["folder"], file).exists()]
     if there and study != other:
         raise InputError(
-            f"A results folder must have results of one study. Found results of {', '.join(there)} "
-            f"with the study {Path(other[0]).stem} in {results}. Name a new folder as `results` in "
-            f"{min(here)}, or remove {results}.",
+            "A results folder must contain the results of one study. Found results of "
+            f"{', '.join(there)} with the study {Path(other[0]).stem} in {results}. Set `results` "
+            f"to a new folder in {min(here)}, or remove {results}.",
             code="config.results_of_another",
         )
     return [] if _is_copy(known, results) else earlier
@@ -106,13 +106,14 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     if not changed:
         return []
     return [
-        f"{results} is a copy of a folder that was made with another {', '.join(changed)}. "
-        "Snakemake treats its files as finished. Run once with --forceall."
+        f"{results} is a copy of a folder whose results were computed with another "
+        f"{', '.join(changed)}. Snakemake treats its files as finished. To recompute them, run "
+        "once with --forceall."
     ]
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
-    """Return whether the record in a results folder names another folder."""
+    """Return whether the record in a results folder was written to another folder."""
     made = Path(results, known["folder"], known.get("results", ""))
     return "results" in known and os.path.relpath(made) != os.path.relpath(results)
 

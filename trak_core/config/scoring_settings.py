@@ -8,7 +8,7 @@ from trak_core.settings import Combine, FeaturesSpec, ScoresSpec, Weighting, cur
 
 
 def usual_combine(*, along: bool) -> Combine:
-    """Return the default ``combine``. ``along`` means that checkpoints are from several times."""
+    """Return the default ``combine``. ``along`` is true for checkpoints from several times."""
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
@@ -26,7 +26,11 @@ def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in missing scoring settings, and return a text that lists them with reasons."""
+    """Fill in missing scoring settings. ``along`` is as in ``usual_combine``.
+
+    Returns:
+        A text that lists the settings that were filled in, with reasons.
+    """
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     scoring.setdefault("damping", 2)
@@ -35,14 +39,14 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         reason = (
             "checkpoints are from different times of training"
             if along
-            else "each run has one checkpoint, and no different times are given"
+            else "each run has one checkpoint, and their times do not differ"
         )
         reasons.append(f"combine is {scoring['combine']}, because {reason}")
     combine = scoring["combine"]
     usual = f"the default for {combine} and {output_name(model_output)}"
     if "weighting" not in scoring and config.get("label_draws"):
         scoring["weighting"] = str(Weighting.PLAIN)
-        reasons.append(f"weighting is {Weighting.PLAIN}, because label_draws allows no other")
+        reasons.append(f"weighting is {Weighting.PLAIN}, as label_draws allows no other value")
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
         reasons.append(f"weighting is {scoring['weighting']}, {usual}")
@@ -59,7 +63,7 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
 def features_spec(
     config: Mapping[str, Any], study_digest: str, state_dicts: Mapping[str, str]
 ) -> FeaturesSpec:
-    """Return the settings of features or Gramians that all checkpoints and splits share."""
+    """Return the settings that the features or Gramians of all checkpoints and splits share."""
     patterns, projection = config["parameters"], config["projection"]
     is_projected = not isinstance(projection, str)
     return FeaturesSpec(

@@ -51,9 +51,10 @@ from trak_core.settings import (
     settings_of,
 )
 
-# The largest numbers of random subsets, and of targets with removed samples, in a retraining job.
+# A retraining job retrains on at most this many random subsets, or removes samples for this many
+# targets.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
-# The number of random removals of each size, the number of trainings for each, and the seed.
+# The number of random removals of each size, the number of models for each removal, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
 # Functions with which a study adds columns to tables.
 _COLUMNS = ("train_columns", "target_columns")
@@ -75,7 +76,7 @@ def targets_digest(
 
 @cache
 def _question_digest(path: Path, study: Path) -> str:
-    """Hash a file of targets only once in a process, so that all jobs use the same version."""
+    """Hash a file of targets only once per process, so that all specs contain the same hash."""
     if not path.is_file():
         raise InputError(
             f"experiments: `data` must be a file. Found nothing at {path}.",
@@ -91,7 +92,7 @@ class Specs:
     """A config with its defaults, and the settings of jobs that are derived from it.
 
     Attributes:
-        experiments: For each experiment that is not a mean, its targets' ids; None for all.
+        experiments: The ids of targets, or None for all, by experiment. Means are not included.
         study_digest: A hash of the study's code and of all data files.
         files: The study's source and data files, and the tables and files that the config names.
         defaults: A text that lists the scoring settings that were filled in, with reasons.
@@ -142,7 +143,7 @@ class Specs:
 
     @property
     def shards(self) -> dict[str, int]:
-        """The number of jobs that compute each split's features."""
+        """The number of jobs that compute each split's features, by split."""
         shards = {name: self.config["experiments"][name]["shards"] for name in self.experiments}
         pool = {} if self.pool is None else {POOL: 1}
         return {TRAIN: self.config["compute"]["shards"], **shards, **pool}
@@ -160,7 +161,7 @@ class Specs:
 
     @property
     def runs(self) -> dict[str, list[str]]:
-        """The checkpoints of each run, in the order of their times. Runs are sorted."""
+        """The ids of each run's checkpoints, sorted by time. Runs are sorted by name."""
         return runs_of(self.checkpoints)
 
     @property
@@ -179,7 +180,7 @@ class Specs:
 
     @property
     def trained_together(self) -> list[tuple[list[str], list[str]]]:
-        """Groups of runs whose checkpoint ids have the same suffixes, as pairs (suffixes, runs)."""
+        """Groups of runs whose checkpoint ids have the same suffixes, as (suffixes, runs) pairs."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
             groups.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
@@ -205,7 +206,7 @@ class Specs:
 
     @property
     def means(self) -> dict[str, list[str]]:
-        """For each experiment that is a mean, the experiments under ``mean`` and ``minus``."""
+        """The experiments under ``mean`` and ``minus``, for each experiment that is a mean."""
         means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
         return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
 
@@ -215,7 +216,7 @@ class Specs:
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
-        """Return the means of an experiment, such as ``a - b``, or None if it is not a mean."""
+        """Return a text with the names in ``means``, or None if the experiment is not a mean."""
         return LESS.join(self.means.get(experiment, ())) or None
 
     @property
@@ -244,7 +245,7 @@ class Specs:
 
     @property
     def all_features(self) -> FeaturesSpec:
-        """The settings of features, or Gramians, that all checkpoints and splits share."""
+        """The settings that the features, or Gramians, of all checkpoints and splits share."""
         parts = {n: s for n, c in self.checkpoints.items() if (s := c.state_dict)}
         return features_spec(self.config, self.made_of, parts)
 
@@ -254,7 +255,7 @@ class Specs:
 
     @property
     def embeddings(self) -> FeaturesSpec:
-        """The settings of embeddings that all checkpoints share."""
+        """The settings that the embeddings of all checkpoints share."""
         return replace(
             self.all_features,
             projection={"kind": "embedding"},
@@ -267,7 +268,7 @@ class Specs:
 
     @property
     def outputs(self) -> FeaturesSpec:
-        """The settings of the outputs of ``target_data()`` that all checkpoints share."""
+        """The settings that the outputs for ``target_data()`` of all checkpoints share."""
         return replace(
             self.all_features,
             parameter_patterns=None,
@@ -292,7 +293,7 @@ class Specs:
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
     def list_scores(self, kind: str) -> ScoresSpec:
-        """Return the spec of the scores from which a list is computed. They may be of a pool."""
+        """Return the spec of the scores from which a list is computed, which may be for a pool."""
         digest = self.targets_digest(POOL) if kind == "select" else None
         return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
@@ -303,7 +304,7 @@ class Specs:
 
     @property
     def measured(self) -> list[str]:
-        """The experiments with scores that are compared with retrained models."""
+        """The experiments whose scores are compared with retrained models."""
         if not {"subsets", "ground_truth"} & set(self.evaluation):
             return []
         own = [name for name in self.experiments if name not in self.questions]
@@ -318,7 +319,7 @@ class Specs:
         return several or "sweep" in self.evaluation or self.measures("gradient_dot")
 
     def measures(self, baseline: str) -> bool:
-        """Return whether LDS or removals compare scores with a baseline."""
+        """Return whether the LDS or removals are also measured for a ``baseline``."""
         by_lds = self.evaluation["baselines"] if self.measured else []
         return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
@@ -329,7 +330,7 @@ class Specs:
 
     @property
     def settings(self) -> list[Setting]:
-        """All settings of the sweep and those of the config, or an empty list."""
+        """All combinations of the sweep's and the config's settings, or [] without a sweep."""
         scoring, sweep = self.config["scoring"], self.sweep
         if sweep is None:
             return []
@@ -351,17 +352,17 @@ class Specs:
         return replace(spec, fraction=subsets["fraction"], **more)
 
     def subset_groups(self) -> list[tuple[int, int]]:
-        """Return the first and last subset of each job."""
+        """Return the numbers of the first and the last random subset of each retraining job."""
         starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
         return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     @property
     def removals(self) -> dict[str, dict[str, Any]]:
-        """The removals to measure, by the name of their file. See ``removals_of``."""
+        """The removals to measure, by the name of their result file. See ``removals_of``."""
         return removals_of(self.config)
 
     def removals_spec(self, by: str) -> RetrainedSpec:
-        """Return the spec of models retrained without samples that were chosen ``by`` a method."""
+        """Return the spec of models retrained without samples that the method ``by`` chose."""
         if by in self.lists:
             return self._retrained("list", 1, _SEED)
         spec = self._retrained(f"without {by}", _REMOVAL_SEEDS, _SEED)
@@ -369,7 +370,7 @@ class Specs:
 
     @property
     def removal_jobs(self) -> dict[str, list[dict[str, Any]]]:
-        """The argument ``naming`` of each retraining job, by the method of choosing samples."""
+        """The argument ``naming`` of each retraining job, by the method that chooses samples."""
         jobs: dict[str, list[dict[str, Any]]] = {}
         for about in self.removals.values():
             if by := about.get("list"):
@@ -405,8 +406,8 @@ class Specs:
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
     """Return the specs of a valid config, after checks that its schema cannot express.
 
-    Missing scoring settings are filled in. Digests of data files are stored in the folder
-    ``results``, unless ``writes`` is false, so that unchanged files are not read again.
+    Missing scoring settings are filled in. Unless ``writes`` is false, digests of data files are
+    stored in the folder ``results``, so that unchanged files are not read again.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))

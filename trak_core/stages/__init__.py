@@ -2,22 +2,22 @@
 
 ``stage_module`` in ``runtime/job.py`` returns the module of each function.
 
-A stage reads files, checks that they belong together, calls functions that compute, and atomically
-writes the file that its first argument names. Its rule defines its keyword arguments. These
-arguments have the same meaning in all stages:
+A stage reads files, checks that they belong together, computes a result, and writes it atomically
+to the path in its first argument. Its rule defines its keyword arguments. These arguments have the
+same meaning in all stages:
 
     study_file    The study's Python file.
     checkpoint    The file or folder with the weights.
-    spec          The settings that determine the result. Files made with other settings are errors.
+    spec          The settings that determine the result. Input files must be made with them.
     targets       Ids of the experiment's targets; None for all samples of its file.
     question      A file with the experiment's targets; None if the study contains them.
-    selected      A list of at most one file from ``select_targets``, which replaces ``targets``.
+    selected      At most one file from ``select_targets``, whose ids are used as ``targets``.
     code          The digest of the stage's code, stored in the file's provenance.
     device        ``auto``, ``cpu`` or ``cuda``, for gradients and the projection.
     batch_size    The largest number of samples in a batch.
     memory_mb     MiB for arrays. On CUDA, gradients and activations use the free GPU memory.
-    threads       The number of CPU threads of torch and of the projection.
+    threads       The number of CPU threads for torch and for the projection.
 
-The last four arguments do not change results, except for float32 rounding. If an input must be
-changed, the message of the ``InputError`` names the file, the study or the memory limit.
+The last four arguments do not change results, except for float32 rounding. An ``InputError`` says
+which file, study or memory limit must be changed.
 """

@@ -20,7 +20,7 @@ def stored_similarities(
 ) -> ReadRows:
     """Return a function that reads rows of one checkpoint's similarities A_c, shape (n, m).
 
-    If ``features`` is None, ``part`` contains A_c. Otherwise rows are computed from the features
+    If ``features`` is None, ``part`` contains A_c. Otherwise, rows are computed from ``features``
     and the solved targets in ``part``. The solved targets are read again for each block of rows,
     unless ``in_memory`` is true.
     """
@@ -40,10 +40,10 @@ def read_embeddings(
     train_ids: Sequence[Any],
     target_ids: Sequence[Any],
 ) -> Iterator[tuple[ReadRows, np.ndarray]]:
-    """Yield a function that reads training embeddings, and target embeddings, by checkpoint.
+    """Yield the embeddings of training samples and of targets for each checkpoint.
 
-    The function returns an array of shape (rows, width). The embeddings of targets have shape
-    (m, width). ``paths`` contains a file for each checkpoint.
+    Training embeddings are yielded as a function that reads rows, of shape (rows, width). Target
+    embeddings are an array of shape (m, width). ``paths`` contains a file for each checkpoint.
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
@@ -76,8 +76,8 @@ def copy_rows(parts: Sequence[Artifact], key: str, values: MatrixWriter, block: 
 
 
 def naming_in_file(naming: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a retraining job's ``naming`` that the job's file stores.
+    """Return those settings in a retraining job's ``naming`` that are stored in the job's file.
 
-    The file stores content hashes of the input files, so it does not need their specs.
+    Specs of input files are left out, because the file stores content hashes of the input files.
     """
     return {key: value for key, value in naming.items() if not key.endswith("_spec")}

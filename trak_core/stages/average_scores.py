@@ -1,4 +1,4 @@
-"""Average the scores of all checkpoints of an experiment, in one job or in shards of rows."""
+"""Average an experiment's scores over all checkpoints, in one job or in shards of rows."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ _SIGN = (
 def _study_columns(
     study_file: Path | None, question: Path | None, name: str, stored_ids: np.ndarray
 ) -> pd.DataFrame:
-    """Return columns from the study, or from a file of samples, for the samples of a table."""
+    """Return columns from the study, or from a file of samples, for the samples in a table."""
     if (question is None or question.suffix == ".py") and study_file is None:
         return pd.DataFrame(index=range(len(stored_ids)))
     # These modules import torch, so they are imported only if they are needed.
@@ -107,18 +107,18 @@ def average_scores(
 ) -> None:
     """Combine the similarities A_c and loss weights of all checkpoints, in blocks of rows.
 
-    With ``n_shards`` above 1, the file contains the scores of one ``shard`` of the training
-    samples, from 1 to ``n_shards``. A later call joins the files ``shards``, in order. The joined
-    file and a file computed in one job have identical bits.
+    If ``n_shards`` is above 1, the file contains only the scores of the training samples in one
+    ``shard``, numbered from 1. A later call joins the files ``shards``, in order. Joined scores are
+    bitwise equal to scores computed in one job.
 
     ``features`` contains a file for each checkpoint if only solved targets were kept (``top_k``).
     ``top`` is the number of largest scores of either sign to keep for each target. ``question`` is
-    the file of the experiment's targets, and ``pool`` the file of the scored samples if they are
-    not the training samples. Columns from these files and from the study are added to the tables.
+    the file of the experiment's targets. ``pool`` is the file of the scored samples if they are not
+    the training samples. Columns from these files and from the study are added to the tables.
 
-    These arguments are stored as attributes of the file: ``columns`` (the meaning of labels and
-    predictions), ``defaults`` (the settings that the config leaves out), ``output_words`` (the
-    description of a user-defined model output) and ``mean_of`` (the targets of a mean).
+    These arguments are stored in the file: ``columns`` (the meaning of labels and predictions),
+    ``defaults`` (the settings that the config leaves out), ``output_words`` (the description of a
+    user-defined model output) and ``mean_of`` (the experiments whose mean is the target).
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
@@ -139,7 +139,7 @@ def average_scores(
         shard_need = average_need(n_train=stop - start, **sizes)
         solved_size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(shard_need, block, memory_mb, len(parts), solved_size)
-        if not in_memory:  # Each block reads all solved targets, so fewer blocks are faster.
+        if not in_memory:  # All solved targets are read for each block, so large blocks are faster.
             block = largest_block
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
@@ -148,7 +148,7 @@ def average_scores(
         made_of = [part.content_hash for part in parts]
         made_from = [part.provenance for part in parts]
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
-        # Outputs and predictions are those of the last checkpoint of each run.
+        # Outputs and predictions come from the last checkpoint of each run.
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         targets = sample_table(ends, "target", block)
         about = about_output({**(output_words or {}), "function": spec.features.model_output})
@@ -229,7 +229,7 @@ def average_scores(
 def _written(
     values: MatrixWriter, first: int, blocks: Iterable[tuple[int, np.ndarray]]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Write blocks of scores to a file that begins with the row ``first``, and yield them."""
+    """Write blocks of scores to ``values``, which begins with the row ``first``, and yield them."""
     for start, block in blocks:
         values[start - first : start - first + len(block)] = block
         yield start, block

@@ -1,8 +1,8 @@
 """Compare models that were retrained without chosen samples, or only on them.
 
-Samples are chosen in two ways, and compared with random samples. For each target, the samples that
-help it most are removed, and the change of this target's output is measured. For a list, its
-samples are removed, or only these are kept, and accuracy and loss of all targets are measured.
+Two kinds of chosen samples are compared with random samples. For a target, the samples that help it
+most are removed, and the change in the target's output is measured. For a list, its samples are
+removed, or only they are kept, and the accuracy and loss on all targets are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,8 @@ from trak_core.runtime.files import file_digest
 from trak_core.settings import RetrainedSpec
 from trak_core.stages._shared import embeddings_hashes, naming_in_file
 
-# The name of the subset with all training samples, and the separator in names of differences.
+# The name of the subset with all training samples, and the text between the two subsets in the name
+# of a difference.
 EVERYTHING, LESS = "everything", " less "
 # The range of each measure. A difference is between minus the upper bound and the upper bound.
 _BOUNDS = {"accuracy": (0.0, 1.0), "flips": (0.0, 1.0), "target_loss": (0.0, np.inf)}
@@ -51,10 +52,10 @@ def compare_removals(
     ``docs/reference/files.md`` describes the tables.
 
     The keys of ``naming`` are the methods by which samples were chosen: the kind of a list, or
-    ``top`` (by score), ``random`` and baselines. The values list the ``naming`` of the retraining
-    jobs. ``retrained`` contains the files of these jobs in this order, made for ``spec`` except for
-    ``subsets``. ``named_by`` contains the file of the list, or the embeddings of the baseline
-    ``embedding_cosine``. ``scores`` is the scores file of the experiment that defines the targets.
+    ``top`` (by score), ``random`` and baselines. Each value is a list with the argument ``naming``
+    of each retraining job. ``retrained`` contains these jobs' files in the same order, made for
+    ``spec`` except for ``subsets``. ``named_by`` contains the file of the list, or the embeddings
+    for the baseline ``embedding_cosine``. ``scores`` is a file of scores for the measured targets.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
@@ -106,7 +107,7 @@ def compare_removals(
 def _read(
     path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, naming: Mapping[str, Any]
 ) -> tuple[Artifact, np.ndarray, np.ndarray]:
-    """Return a file of retrained models, and outputs and predictions of shape (models, m)."""
+    """Return a file of retrained models, and its outputs and predictions of shape (models, m)."""
     with open_artifact(path, replace(RETRAINED, rule="retrain_removals")) as file:
         check_retrained(file, spec, **naming)
         position = {target: i for i, target in enumerate(file.columns("outputs"))}
@@ -120,7 +121,7 @@ def _read(
 def _by_subset(
     by: str, parts: Sequence[np.ndarray], spec: RetrainedSpec, n_sizes: int
 ) -> dict[str, np.ndarray]:
-    """Return the values of models for m targets, by subset, shape (sizes, draws, trainings, m).
+    """Return the models' values for m targets, by subset, shape (sizes, draws, seeds, m).
 
     ``parts`` contains an array of shape (models, m) for each job. Models are in the order in which
     ``retrain`` trains them.
@@ -134,7 +135,7 @@ def _by_subset(
         values = part.reshape(-1, spec.seeds, part.shape[1])
         random = values[1:].reshape(n_sizes, spec.draws, *values.shape[1:])
         return {EVERYTHING: values[:1, None], "random": random}
-    # A job trains models for each of its targets. Only these models are measured for a target.
+    # A job trains models for each of its targets. Only these are measured on that target.
     of_jobs = []
     for part in parts:
         m = part.shape[1]
@@ -145,11 +146,11 @@ def _by_subset(
 def measures(
     about: About, outputs: np.ndarray, predictions: np.ndarray, labels: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return measures of models, float64, with the shape of ``outputs``.
+    """Return measures of models by name, float64, with the shape of ``outputs``.
 
     ``output`` is f. For classes, ``accuracy`` is 1 if the prediction equals the label, else 0, and
-    ``target_loss`` is -log p(label) = log(1 + exp(-f)). For a regression, ``target_loss`` is half
-    the squared error. For other model outputs, the loss cannot be computed from f. Outputs and
+    ``target_loss`` is -log p(label) = log(1 + exp(-f)). For regression, ``target_loss`` is half the
+    squared error. For other model outputs, the loss cannot be computed from f. Outputs and
     predictions have shape (..., m), and the targets' labels have shape (m,).
     """
     f = outputs.astype(np.float64)
@@ -164,11 +165,11 @@ def measures(
 def effects(
     outputs: np.ndarray, predictions: np.ndarray, before: np.ndarray, predicted_before: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the effects of removing samples on outputs f and predictions, float64.
+    """Return the effects of removing samples on outputs f and predictions by name, float64.
 
     ``before`` and ``predicted_before`` are from models trained on all samples with the same seeds.
-    ``change`` is the change of f. If predictions are classes, ``flips`` is 1 if they differ, else
-    0. If ``outputs`` is ``before`` itself, the only measure is ``output``, which is f.
+    ``change`` is the change in f. If predictions are classes, ``flips`` is 1 where they differ,
+    else 0. If ``outputs`` is ``before`` itself, the only measure is ``output``, which is f.
     """
     if outputs is before:
         return {"output": before.astype(np.float64)}
@@ -181,15 +182,15 @@ def effects(
 def removal_tables(
     values: Mapping[str, Mapping[str, np.ndarray]], sizes: Sequence[int], target_ids: Sequence[Any]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a table of means over trainings and targets, and a table of each target's means.
+    """Return a table of means over seeds and targets, and a table of the means for each target.
 
-    ``values`` contains an array of shape (sizes, draws, trainings, m) for each subset and measure.
-    ``everything`` has one size, 0. The first subset after it is compared with all further subsets.
+    ``values`` contains an array of shape (sizes, draws, seeds, m) for each subset and measure.
+    ``everything`` has one size, 0. The first subset after it is compared with every other subset.
     Differences are between models with the same seed, so that effects of the seed cancel.
     """
     summary, targets = [], []
     for measure in dict.fromkeys(name for of_subset in values.values() for name in of_subset):
-        # For each training, values are averaged over the draws of random samples.
+        # For each seed, values are averaged over the draws of random samples.
         means = {
             subset: of_subset[measure].mean(axis=1)
             for subset, of_subset in values.items()

@@ -35,7 +35,7 @@ def compute_features(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Write the features of a split, or of its shard number ``shard``, from 1 to ``n_shards``.
+    """Write the features of a split, or only of one ``shard``, numbered from 1 to ``n_shards``.
 
     The number of shards does not change the features, except for float32 rounding.
     """

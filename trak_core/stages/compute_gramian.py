@@ -32,7 +32,7 @@ def compute_gramian(
 ) -> None:
     """Write K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
 
-    The rows of J are gradients of the model output. With ``spec.label_draws``, the products of
+    The rows of J are gradients of the model output. With ``spec.label_draws``, products of loss
     gradients at drawn labels are also written. See ``inner_products``.
     """
     torch.set_num_threads(threads)

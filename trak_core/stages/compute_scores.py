@@ -1,4 +1,4 @@
-"""Compute the scores of one checkpoint from features, from a Gramian, or as means over targets."""
+"""Compute one checkpoint's scores from features, from a Gramian, or as means over targets."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,7 +43,7 @@ from trak_core.stages._shared import PER_SAMPLE
 def compute_normal_matrix(
     *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
-    """Write the normal matrix of training features. See ``write_normal_matrix``."""
+    """Write the normal matrix of one checkpoint's features. See ``write_normal_matrix``."""
     with open_artifact(features, FEATURES) as train:
         write_normal_matrix(normal_matrix, train, spec, code=code, memory_mb=memory_mb)
 
@@ -64,14 +64,15 @@ def compute_scores(
 
     The rows of Phi_c are the training features phi_i, the rows of T_c are the target features, and
     W_c is the diagonal matrix of weights w_i. ridge_c = damping * mean_i w_i |phi_i|^2. With
-    ``spec.normalize``, each phi_i is divided by its length. An ``InputError`` is raised if the
-    damped matrix is singular.
+    ``spec.normalize``, each phi_i is divided by its norm. An ``InputError`` is raised if the damped
+    matrix is singular.
 
     With ``keep="full"``, the n x m matrix A_c is written. With ``keep="top_k"``, only the solved
-    targets, the product without Phi_c, are written, and ``average_scores`` multiplies by Phi_c.
+    targets (the product without the first factor Phi_c) are written, and ``average_scores``
+    multiplies them by Phi_c.
 
-    ``pool`` is a file of features of samples on which the models were not trained. Then the first
-    factor Phi_c contains these samples instead, and ``keep`` must be ``top_k``.
+    ``pool`` is a file with features of samples on which the models were not trained. If it is
+    given, these features are the first factor Phi_c, and ``keep`` must be ``top_k``.
     """
     with ExitStack() as stack:
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))
@@ -123,12 +124,12 @@ def compute_exact_scores(
 
     W_c is the diagonal matrix of weights w_i, and ridge_c = damping * mean_i w_i K_c[i, i]. Scores
     from a projection converge to these scores as ``proj_dim`` grows. With ``spec.normalize``,
-    training gradients have length 1 in K_c and K_c,t. An ``InputError`` is raised if the damped
-    Gramian is singular.
+    training gradients are divided by their norm in K_c and K_c,t. An ``InputError`` is raised if
+    the damped Gramian is singular.
 
     ``train_path`` contains K_c, the inner products of training gradients. ``targets_path`` contains
     K_c,t, the inner products of training and target gradients. With ``label_draws``, both have
-    further rows (see ``DampedGradients``).
+    additional rows (see ``DampedGradients``).
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,
@@ -139,7 +140,7 @@ def compute_exact_scores(
         check_same("training samples", train_file.index("gramian"), train_ids, target_file)
         n_rows = len(train_ids) * (1 + spec.features.label_draws)
         exact_need(n_rows, len(target_ids)).check(memory_mb)
-        print(f"Solving {n_rows} x {n_rows} for {len(target_ids)} targets")
+        print(f"Solving a {n_rows} x {n_rows} system for {len(target_ids)} targets")
         gradients = DampedGradients.read(train_file, spec)
         similarities = gradients.similarities(stored_products(target_file))
         file_spec = {
@@ -157,7 +158,7 @@ def compute_exact_scores(
 
 
 def _write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write ids, labels, outputs and predictions of all samples, loss weights, and ``norm``."""
+    """Write ids, labels, outputs and predictions of all samples, the loss weights, and ``norm``."""
     writer.vector("loss_weights", train.vector("loss_weights"))
     if norm is not None:
         writer.scalar("train_norm", norm)
@@ -176,8 +177,8 @@ def average_targets(
     training samples. Therefore the mean of the scores is the score of a single target, whose model
     output is the mean. If only solved targets are stored, they are averaged.
 
-    ``members`` contains the checkpoint's scores of the experiment, and optionally the scores of a
-    second experiment, whose mean is subtracted. The resulting target has the id
+    ``members`` contains the file of the checkpoint's scores for that experiment, and optionally the
+    file for a second experiment, whose mean is subtracted. The id of the resulting target is
     ``spec.experiment``. Its output, label and prediction are means if they are floats. An integer
     label or prediction is replaced by -1.
 

@@ -1,4 +1,4 @@
-"""Split an experiment's largest scores into terms of tokens and of the model's layers."""
+"""Split an experiment's largest scores into contributions of tokens and of layers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -55,17 +55,17 @@ def compute_token_scores(
     memory_mb: int,
     threads: int,
 ) -> None:
-    """Split the largest scores into terms of tokens, in both texts, and of the model's layers.
+    """Split the largest scores into contributions of the tokens in both texts, and of the layers.
 
-    The score of one checkpoint is the inner product <x_i, g_j>. x_i is the gradient of training
+    The score from one checkpoint is the inner product <x_i, g_j>. x_i is the gradient of training
     sample i, and g_j is the solved target j, projected back to the parameters. x_i is a sum over
-    the positions of the text. The score of a token is <x, g_j> for the term x of its position. The
-    score of a layer is the inner product over the layer's parameters only. The target's tokens are
+    the positions in the text. The score of a token is <x, g_j> for the term x of its position. The
+    score of a layer is the inner product over only the layer's parameters. The target's tokens are
     scored in the same way, with the training sample's features projected back.
 
     For each of the first 100 targets, the ten largest scores of either sign are split. A target
-    whose scores are all 0 is skipped. ``checkpoints``, features and normal matrices are in the
-    order of the spec's checkpoints.
+    whose scores are all 0 is skipped. ``checkpoints``, ``train_paths``, ``targets_paths`` and
+    ``normal_matrices`` are in the order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
     with open_artifact(scores, SCORES) as file:
@@ -130,19 +130,19 @@ def compute_token_scores(
 
 
 def _positions(ids: Sequence[Any], of: Sequence[Any]) -> list[int]:
-    """Return the positions in ``ids`` of the ids in ``of``."""
+    """Return the position in ``ids`` of each id in ``of``."""
     position = {sample_id: i for i, sample_id in enumerate(ids)}
     return [position[sample_id] for sample_id in of]
 
 
 def _read_rows(features: Artifact, rows: Sequence[int]) -> np.ndarray:
-    """Return rows of a file of features in any order, float64."""
+    """Return ``rows`` of a file of features, float64. They may be in any order."""
     values = features.matrix("features")
     return np.stack([values[row : row + 1][0] for row in rows]).astype(np.float64)
 
 
 def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
-    """Print the largest difference between scores and the sums of their rows in each table."""
+    """Print the largest difference between a score and the sum of its rows in any table."""
     names = ["target_id", "train_id", "score"]
     scores = {(target, train): score for target, train, score in top[names].to_numpy().tolist()}
     error = 0.0
@@ -152,4 +152,4 @@ def _print_accuracy(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
             sums[target, train] += score
         error = max(error, *(abs(sums[pair] - score) for pair, score in scores.items()))
     error /= max(map(abs, scores.values()))
-    print(f"Sums of rows differ from the scores by at most {error:.1g} of the largest score")
+    print(f"Sums of contributions differ from scores by at most {error:.1g} of the largest score")

@@ -48,12 +48,12 @@ _MAX_TARGETS = 20_000
 
 # The number of a list's rows that its page shows, and the number of characters of each text.
 _N_ROWS, _CHARACTERS = 100, 600
-# If a list has more different labels, its page has no filter by label.
+# The page of a list has a filter by label only if the list has at most this many labels.
 _N_LABELS = 40
 _NUMBERS = frozenset({
     *("harm", "help", "score", "self_influence", "output", "closeness", "cosine")
 })
-# Decimal numbers longer than _LONG characters are shown with four digits.
+# Decimal numbers of more than _LONG characters are rounded to four digits.
 _DECIMAL, _LONG = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?"), 8
 _CLASSES = ("label", "suggested_label", "prediction", "other_label")
 # Columns that the page shows in another form, or that only the CSV contains.
@@ -75,7 +75,7 @@ def _draw(figure: Path, examples: Examples) -> None:
 
 
 def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
-    """Return a table of samples' ids and of the beginnings of their texts, each in one line."""
+    """Return a table with each sample's id and the beginning of its text, in one line."""
     rows = blocks_with_progress(len(split.ids), 1, f"texts of {name}")
     texts = [short_text(study, split.ids[row], split.samples[row]) for row, _ in rows]
     return pd.DataFrame({"id": split.ids, "text": texts})
@@ -91,7 +91,7 @@ def _in_figure(scores: File) -> File:
 
 
 def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
-    """Return the self-influence of training samples by id, or None if there is no file."""
+    """Return the self-influences of training samples by id, or None if there is no file."""
     for path in files:
         with open_artifact(path, SELF_INFLUENCE) as file:
             table = file.table("train")
@@ -103,7 +103,7 @@ def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
 
 
 def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
-    """Return the table of scores of tokens, or None if there is no file."""
+    """Return the table of the tokens' scores, or None if there is no file."""
     for path in files:
         with open_artifact(path, TOKEN_SCORES) as file:
             check_same("scores", scores.content_hash, file.spec["scores"], file)
@@ -175,16 +175,16 @@ def draw_influences(
     question: Path | None = None,
     code: str,
 ) -> None:
-    """Write a picture of some targets, a page with all targets, and a table of texts.
+    """Write a picture of some targets, a page of all targets, and a file of texts.
 
-    The PNG ``figure`` shows a row for each target, with its most helpful and most harmful samples.
-    The HTML page ``answer`` shows all targets and longer texts. ``texts`` contains the beginnings
-    of the texts of targets and of the training samples in ``top_influences``. For a study without
-    ``describe(sample)``, it contains only the samples on the page, in their printed form.
+    The PNG ``figure`` has a row for each target, with its most helpful and most harmful samples.
+    The HTML page ``answer`` shows all targets, with longer texts. The file ``texts`` contains the
+    beginnings of the texts of targets and of the training samples in ``top_influences``. If the
+    study has no ``describe(sample)``, it contains the printed values of the samples on the page.
 
     ``self_influence`` and ``token_scores`` contain at most one file each. Tokens are coloured by
-    their scores. If the study has no ``token_texts(sample)``, their numbers are shown as texts. The
-    study's ``draw`` and ``describe`` show samples.
+    their scores. If the study has no ``token_texts(sample)``, token numbers are shown as texts.
+    Samples are shown by the study's ``draw`` and ``describe``.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -218,10 +218,10 @@ def show_list(
 ) -> None:
     """Write a page of a list's first 100 rows, with pictures or texts of the samples.
 
-    The samples are from the file ``pool``, or by default from the training samples. A duplicate is
-    shown with the other sample of its pair, which may be a target of ``experiment``. These targets
+    The samples come from the file ``pool``, or by default from the training data. A duplicate is
+    shown with the other sample in its pair, which may be a target of ``experiment``. These targets
     are read from the file ``question`` if there is one. For a list of suspects, ``scores`` contains
-    the scores file. The study's ``draw`` and ``describe`` show samples.
+    the scores file. Samples are shown by the study's ``draw`` and ``describe``.
     """
     # Cells are read as texts, so that numbers are shown as in the CSV.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
@@ -264,7 +264,7 @@ def show_list(
             among = "train" if row["among"] == TRAIN else "target"
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
-    # Texts are sorted by length first, so that class 10 follows class 9.
+    # Labels are sorted by length first, so that class 10 follows class 9.
     labels = sorted({entry["label"] for entry in entries}, key=lambda text: (len(text), text))
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
     files = [read_experiment(path, path.parents[1], 0, 0, train) for path in scores]

@@ -77,10 +77,10 @@ def _passes(
     spec: ScoresSpec,
     loss_weights: Mapping[str, Any],
 ) -> list[FeaturePass]:
-    """Return the passes over the features that the settings need.
+    """Return the passes over the features that are needed to measure the settings.
 
-    If runs have several checkpoints, the first pass uses only the last checkpoint of each run, with
-    the default settings for runs that have one checkpoint.
+    If runs have several checkpoints, the first pass uses only the last checkpoint of each run. Its
+    settings are the defaults for runs that have only one checkpoint.
     """
     unit_dim = configured.proj_dim if spec.normalize else None
     passes = []
@@ -92,7 +92,7 @@ def _passes(
         weighting = Weighting.PLAIN if draws else usual_weighting(combine, output)
         passes.append(FeaturePass([ends], spec.ends, averages, weighting, unit_dim))
     averages = average_weights(settings, list(loss_weights.values()))
-    # Rows must be normalized again for each number of dimensions.
+    # For each number of dimensions, rows must be normalized anew, so each needs a separate pass.
     dims = sorted({setting.proj_dim for setting in settings}) if spec.normalize else [None]
     for dim in dims:
         same_dim = [setting for setting in settings if dim in (None, setting.proj_dim)]
@@ -110,8 +110,8 @@ def _rows(
 ) -> CheckpointRows:
     """Return one checkpoint's features and weights.
 
-    ``weights`` maps each power of the loss weights to the power of the curvature in the weights of
-    the normal matrix.
+    ``weights`` maps each power of the loss weights to the power of the curvature that weights
+    samples in the normal matrix.
     """
     return CheckpointRows(
         loss_weights=train.vector("loss_weights"),
@@ -171,7 +171,7 @@ def _feature_sums(
 def _word_sums(
     masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], file: Artifact
 ) -> np.ndarray:
-    """Return subset sums of the BM25 scores of training texts for the targets' texts."""
+    """Return subset sums of BM25 scores between training texts and the targets' texts."""
     from trak_core.study.study import Study  # Imports torch, which other baselines do not need.
 
     study = Study.load(study_file)
@@ -203,10 +203,10 @@ def evaluate_scores(
     """Compare subset sums of scores and of baselines with the outputs of retrained models.
 
     ``train_paths`` and ``targets_paths`` contain each checkpoint's features, or are empty if no
-    setting or baseline needs them. ``embeddings`` contains the embeddings of each run's last
+    setting or baseline needs features. ``embeddings`` contains the embeddings of each run's last
     checkpoint, for the baseline ``embedding_cosine``. ``retrained_spec`` is None if ``retrained``
-    is a user's file. ``baselines`` can be random, same_class, gradient_dot, embedding_cosine and
-    bm25. ``sweep`` contains values for each field of ``Setting`` except ``combine``.
+    contains a user's file. ``baselines`` can be random, same_class, gradient_dot, embedding_cosine
+    and bm25. ``sweep`` contains values for each field of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -309,9 +309,9 @@ def evaluate_scores(
 def read_ground_truth(
     paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
-    """Return subsets and outputs from all files, with samples in the order of the given ids.
+    """Return subsets and outputs from all files, in the order of ``train_ids`` and ``target_ids``.
 
-    Files must be made for ``spec``, which is None for a file that the user provides.
+    Files must be made for ``spec``. If the user provides the file, ``spec`` is None.
     """
     parts, source = [], []
     for path in paths:

@@ -27,7 +27,7 @@ def _without_shard(spec: dict) -> dict:
 
 
 def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
-    """Check that shards are made for ``spec`` from the same samples, and that they are in order."""
+    """Check that shards are made for ``spec`` from the same samples, and are in order."""
     first_row, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
         check_same("settings of the current config", *made_for(part, spec), part)
@@ -44,7 +44,7 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, code: str) -> None:
-    """Write the features of a split from its shards, as ``compute_features`` writes them."""
+    """Write a split's features from its shards, in the same form as ``compute_features``."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, FEATURE_SHARD)) for path in shards]
         _check(parts, spec)

@@ -1,7 +1,7 @@
 """Check a study before the first job: its functions, model, ids, labels, targets and checkpoints.
 
-As a script, this module reads a request from a JSON file and writes the answer to another file,
-which ``config.preflight`` reads. Therefore Snakemake does not import torch or the study's code.
+``config.preflight`` runs this module as a script, which reads a request from a JSON file and writes
+the answer to another file. Therefore Snakemake does not import torch or the study's code.
 """
 
 import inspect
@@ -58,9 +58,9 @@ class StudyModel:
 
     With ``without_numbers``, the model is built in torch's ``FakeTensorMode``. Fake tensors have
     shapes and dtypes but no storage, so a large model takes little time and memory. They do not
-    support everything, such as ``model.bfloat16()``, PEFT, or a forward pass that branches on
-    values. If a call fails with them, it is repeated with the real model. Therefore errors always
-    come from the real model.
+    support, for example, ``model.bfloat16()``, PEFT, or a forward pass that branches on values. If
+    a call fails with fake tensors, it is repeated with the real model. Therefore errors always come
+    from the real model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -78,7 +78,7 @@ class StudyModel:
         self.module, self._mode = self._study.make_model().eval(), None
 
     def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
-        """Call ``trak_core.gradients.count_classes`` with the model."""
+        """Return the result of ``trak_core.gradients.count_classes`` for the model."""
         if self._mode is not None:
             with suppress(Exception), self._mode, _quiet():
                 return count_classes(self.module, output, sample, _CPU)
@@ -104,8 +104,8 @@ def _check_labels(
 ) -> list[int | float]:
     """Check the labels and shapes of as many random samples as can be read in ten seconds.
 
-    Jobs check all samples. If texts differ in length, the longest text that was read is passed
-    through the model.
+    Jobs will check all samples. If texts differ in length, the model is called on the longest text
+    that was read.
 
     Returns:
         The labels that were read, as numbers.
@@ -125,7 +125,7 @@ def _check_labels(
             if longest is None or sample.labels.numel() > longest[1].labels.numel():
                 longest = split.ids[i], sample
             if time.monotonic() - began > _LABEL_SECONDS:
-                print(f"The labels of only some of the {len(split.ids)} samples were checked.")
+                print(f"Labels were checked for only some of the {len(split.ids)} samples.")
                 return
 
     if shapes_of(checked_samples(), output).differ and longest:
@@ -138,7 +138,7 @@ def _check_labels(
 def _check_known_groups(
     group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
 ) -> None:
-    """Raise an error if ``group_by`` has ``label`` or ``prediction`` and they are not classes."""
+    """Raise an error if ``group_by`` contains ``label`` or ``prediction``, but not of classes."""
     if "label" in group_by:
         Grouping.of("label", labels)
     is_number = name in TABLE and not TABLE[name].labels_are_classes
@@ -147,7 +147,7 @@ def _check_known_groups(
     ):
         raise InputError(
             "groups: the column `prediction` must contain classes. Found model_output "
-            f"{name}, which predicts numbers. Let train_columns() return a column of classes.",
+            f"{name}, which predicts numbers. Group by a column that train_columns() returns.",
             code="stages.prediction_groups",
         )
 
@@ -171,35 +171,35 @@ def _check_training(
     train = study.function("train")
     if "at" in inspect.signature(train).parameters:
         raise InputError(
-            f"{study.path}: train() must rename its argument `at`. In a config, `at` specifies "
-            "the times at which a training leaves checkpoints.",
+            f"{study.path}: train() must not have an argument `at`. In a config, `at` specifies "
+            "the times at which a run saves checkpoints. Rename the argument.",
             code="study.train",
         )
     for run, arguments in training.items():
-        requirement = f"train() must take the arguments of checkpoint {run} and of `training`"
+        requirement = f"train() must accept the arguments of checkpoint {run} and of `training`"
         _check_arguments(study, dict(arguments), requirement)
     if leaves_several and not inspect.isgeneratorfunction(inspect.unwrap(train)):
         raise InputError(
             f"{study.path}: for several checkpoints of one run (`at`), train() must yield (time, "
             "model) at every time under `at`. Found no yield in it. Write `yield epoch, model` in "
-            "its loop instead of `return model` at its end, or `yield from` if another function "
-            "has the loop.",
+            "the training loop instead of `return model` at the end. If the loop is in another "
+            "function, use `yield from`.",
             code="study.train",
         )
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
-    """Raise an error for a ``train`` without the arguments that an evaluation passes to it."""
+    """Raise an error if ``train`` lacks an argument that an evaluation passes to it."""
     requirement = (
-        "for an evaluation, train() must take the arguments of `training`, `seed` (an integer) and "
-        "`data` (the samples to train on; None, its default, for all)"
+        "for an evaluation, train() must accept the arguments of `training`, `seed` (an integer) "
+        "and `data` (the samples to train on; the default, None, means all samples)"
     )
     _check_arguments(study, {**arguments, "seed": 0, "data": None}, requirement)
     if weighted and "sample_weights" not in inspect.signature(study.function("train")).parameters:
         raise InputError(
-            f"{study.path}: for evaluation.subsets.same_seeds, train() must take `sample_weights`, "
-            "a tensor by which the samples' losses are multiplied (default: None, for weights of "
-            "1). Found no such argument.",
+            f"{study.path}: for evaluation.subsets.same_seeds, train() must accept "
+            "`sample_weights`, a tensor by which the samples' losses are multiplied (the default, "
+            "None, means weights of 1). Found no such argument.",
             code="study.no_sample_weights",
         )
 
@@ -216,7 +216,7 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
 def _check_checkpoints(
     study: Study, model: nn.Module, checkpoints: Mapping[str, Sequence[str | None]]
 ) -> list[str]:
-    """Check that checkpoints fit. Return the checkpoints whose keys transformers must rename."""
+    """Check that checkpoints fit, and return those whose keys transformers must rename."""
     problems, renamed = dict[str, str](), list[str]()
     notices = defaultdict[str, list[str]](list)
     for checkpoint, parts in checkpoints.items():
@@ -243,19 +243,19 @@ def _check_checkpoints(
 
 
 def _ready_made(study: Study) -> ReadyStudy | None:
-    """Return the parts of a ready-made study, or None for a user-defined study."""
+    """Return the object of a ready-made study, or None for a user-defined study."""
     parts = getattr(study.module, "study", None)
     return parts if isinstance(parts, ReadyStudy) else None
 
 
 def _with_advice(error: InputError, study: Study) -> str:
-    """Return an error's message. For a ready-made study, it names the argument to change."""
+    """Return an error's message. For a ready-made study, add which argument to change."""
     message, ready = str(error), _ready_made(study)
     if ready:
         for advice in (CHANGE_SAMPLES, ONE_SHAPE):
             message = message.replace(advice, ready.to_change_samples)
         if error.code == "gradients.label_value":
-            message += " `classes` in study_arguments lists the labels in the order of the logits."
+            message += " Set `classes` in study_arguments to the labels in the order of logits."
     return message
 
 
@@ -278,26 +278,26 @@ def preflight_study(
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Build the model, read the data, and compare them with the config.
+    """Build the model, read the data, and check that they fit the config.
 
-    The first problem raises an error. Problems of checkpoints are collected in one error.
+    An error is raised for the first problem, and one error for all problems with checkpoints.
 
     Args:
         study_file: The study's Python file.
         model_output: The name of the model output.
         weighting: The config's ``scoring.weighting``.
-        parameter_patterns: Names of the parameters to use; None for all.
+        parameter_patterns: Patterns for names of the parameters to use; None for all.
         training: Arguments of the study's ``train`` for each run; None if nothing is trained.
-        leaves_several: Whether a training saves checkpoints before its end.
+        leaves_several: Whether a run saves checkpoints at several times.
         splits: For each split or experiment, the ids of the samples to read; None for all samples.
         shards: For each split or experiment, the number of jobs that share it.
-        questions: For each experiment that has one, its file of targets.
+        questions: The files of experiments' targets, by experiment.
         conditions: The ``where`` conditions of experiments, by experiment.
         retraining: Arguments of ``train`` that all runs share; None if nothing is retrained.
         weighted: Whether retraining uses sample weights.
         describes: Whether the study must define ``describe``.
         checkpoints: For each file, the keys of the state dicts in it; None for the default key.
-            Only names and shapes of weights are read.
+            Only the names and shapes of weights are read.
         without_numbers: Whether to build the model with fake tensors if it supports them.
         group_by: Columns of the training samples to group by.
 
@@ -314,8 +314,8 @@ def preflight_study(
     if describes and not study.has("describe"):
         raise InputError(
             f"{study.name}: for the baseline bm25 of `evaluation`, the study must define "
-            "describe(sample), which returns a sample's text. Found no such function. Define it, "
-            "or leave bm25 out.",
+            "describe(sample), which returns a sample's text. Found no such function. Define "
+            "describe(), or leave bm25 out.",
             code="study.no_texts",
         )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
@@ -350,7 +350,7 @@ def preflight_study(
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: there must be at most as many shards as samples. Found {shards[name]} "
-                f"shards, {len(split.ids)} samples.",
+                f"shards and {len(split.ids)} samples.",
                 code="compute.shards",
             )
         n_samples[name] = len(split.ids)
@@ -365,7 +365,7 @@ def preflight_study(
 def _check_samples(
     split: Split, study: Study, model: StudyModel, output: ModelOutput
 ) -> list[int | float]:
-    """Return the labels of a split after checks, with a forward pass of the first sample."""
+    """Return a split's labels after checking its samples and calling the model on the first."""
     first = as_batch(split.batch(0, 1), output)
     check_repeatable(split)
     is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1

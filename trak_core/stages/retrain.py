@@ -2,13 +2,13 @@
 
 A file of retrained models has three frames:
 
-    masks         (subsets, n) uint8   1 if the subset contains the sample. The index has the
+    masks         (subsets, n) uint8   1 if the subset contains the sample. The index contains the
                                        subsets' numbers, and the columns are training ids.
-    outputs       (models, pool)       The model output f. The index has the number of each model's
-                                       subset, and the columns are ids of ``target_data()``.
+    outputs       (models, pool)       The model output f. The index contains the number of each
+                                       model's subset. The columns are ids of ``target_data()``.
     predictions   (models, pool)       Predictions, with the same index and columns.
 
-Models that were trained on the same subset differ in the seed of their training.
+Models that were trained on the same subset have different seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,8 @@ from trak_core.study.retraining_draws import random_removal, random_subset, size
 from trak_core.study.study import Study, trained_model
 
 _POOL = "target_data"
-# Models are trained only on the samples of a list of this kind, and without those of other lists.
+# For a list of this kind, models are trained only on its samples. For other lists, models are
+# trained without them.
 _SELECT = "select"
 
 
@@ -69,11 +70,11 @@ def retrain(
     """Train on each subset with each of its seeds, and write outputs and predictions.
 
     The study's ``train`` is called with ``seed`` and ``data``. With ``spec.run_seeds``, it is
-    called with ``sample_weights`` instead of ``data``, and repeats the trainings of the runs, but
-    with weights of 0 for the samples outside the subset.
+    called with ``sample_weights`` instead of ``data``, and trains the config's runs again, but with
+    weights of 0 for the samples outside the subset.
 
-    ``spec.subsets`` selects one of these kinds of subsets. ``named_by`` contains files that name
-    samples, and ``naming`` contains further settings:
+    ``spec.subsets`` selects one of these kinds of subsets. ``named_by`` contains the files from
+    which samples are chosen, and ``naming`` contains the settings by which they are chosen:
 
     - ``random``: random subsets with the numbers ``first`` to ``last``. A subset and its seeds
       depend only on its number and ``spec.seed``.
@@ -83,10 +84,11 @@ def retrain(
     - ``without bm25``: the same as ``without top``, with BM25 of the study's texts as scores.
     - ``without embedding_cosine``: the same, with mean cosines of embeddings as scores.
       ``named_by`` contains files made for ``embeddings_spec`` with ``checkpoints``.
-    - ``list``: all samples, then a removal of the first samples of the list in ``named_by`` for
-      each size, then a random removal of each size. Sizes are ``fractions`` of the training
-      samples, limited to the length of the list. For a list of the kind ``select``, models are
-      trained only on these samples. Each ``draw`` has another seed and other random samples.
+    - ``list``: all samples. Then, for each size, all samples except the first ones in the list
+      ``named_by``, and then, for each size, all except random ones. Sizes are ``fractions`` of the
+      training samples, limited to the length of the list. For a list of the ``kind`` select, models
+      are instead trained only on the listed or random samples. Each ``draw`` has a different seed
+      and different random samples.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -147,7 +149,10 @@ def _removals(
     named_by: Sequence[Path],
     naming: Mapping[str, Any],
 ) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """Return masks of shape (n,), the numbers of removed samples, and hashes of ``named_by``."""
+    """Return masks of shape (n,), subset sizes, and hashes of the files in ``named_by``.
+
+    Sizes are the numbers of removed samples, or of kept samples for a list of the kind ``select``.
+    """
     n_train = len(train.ids)
     everything = np.ones(n_train, dtype=bool)
     if spec.subsets == "list":
@@ -172,7 +177,7 @@ def _removals(
 def _target_scores(
     study: Study, train: Split, subsets: str, named_by: Sequence[Path], naming: Mapping[str, Any]
 ) -> tuple[Sequence[np.ndarray], list[str]]:
-    """Return a vector of scores of the training samples for each target, and file hashes."""
+    """Return the training samples' scores for each target, and hashes of the scores' files."""
     target_ids = naming["target_ids"]
     if subsets == "without bm25":
         index = Bm25.of(study.words(train))
@@ -202,7 +207,7 @@ def _without(n_train: int, rows: np.ndarray) -> np.ndarray:
 
 
 def helpful_rows(scores: np.ndarray) -> np.ndarray:
-    """Return the rows of a target's positive scores, in descending order of the scores."""
+    """Return the rows of the training samples with positive ``scores``, highest score first."""
     rows = np.argsort(-scores, kind="stable")
     return rows[scores[rows] > 0]
 
@@ -210,7 +215,7 @@ def helpful_rows(scores: np.ndarray) -> np.ndarray:
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     """Return the rows of the training samples in a list, in the list's order, without repetitions.
 
-    The list may be empty, for example if there are no copies.
+    The list may be empty, for example if there are no duplicates.
     """
     import pandas as pd  # Only lists need pandas.
 
@@ -220,27 +225,28 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     if unknown:
         raise InputError(
             f"{listed}: each id in the list must belong to a training sample of the study. Found "
-            f"{unknown[0]}. Delete evaluation.removals.{listed.stem}, or make the list again.",
+            f"{unknown[0]}. Remove evaluation.removals.{listed.stem} from the config, or delete "
+            "the list and run again.",
             code="stages.listed",
         )
     return np.array(list(dict.fromkeys(row_of[cell] for cell in cells)), dtype=np.int64)
 
 
 def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.ndarray) -> None:
-    """Check that ``train`` ignores weights of 1, and that weights of 0 have an effect.
+    """Check that in ``train``, weights of 1 have no effect, and weights of 0 have one.
 
-    ``part`` contains outputs of a training with some weights of 0, ``ones`` with weights of 1, and
-    ``none`` without weights. Rounding can make ``ones`` and ``none`` differ, but by less than a
-    tenth of the difference between ``ones`` and ``part``.
+    The arrays contain the outputs of models trained with some weights of 0 (``part``), with weights
+    of 1 (``ones``), and without weights (``none``). Because of rounding, ``ones`` and ``none`` may
+    differ, but by less than a tenth of the difference between ``ones`` and ``part``.
     """
     moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
     if moved < left_out / 10:
         return
-    observed = "that weights of 1 change outputs by at least a tenth as much as weights of 0"
+    observed = "that weights of 1 change outputs at least a tenth as much as weights of 0"
     if not left_out:
         observed = "the same outputs with weights of 0"
     raise InputError(
-        f"{study.path}: train() must multiply each sample's loss by its entry of `sample_weights`, "
-        f"and draw the same random numbers with and without them. Found {observed}.",
+        f"{study.path}: train() must multiply each sample's loss by its entry in `sample_weights`, "
+        f"and draw the same random numbers with and without weights. Found {observed}.",
         code="study.sample_weights",
     )

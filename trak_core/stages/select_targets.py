@@ -37,7 +37,8 @@ def select_targets(
     """Write a table of the samples of ``target_data()`` that satisfy the condition ``where``.
 
     ``outputs`` contains a file for the last checkpoint of each run, made for ``spec``. A condition
-    can use columns of the table ``targets`` of a scores file, and the study's ``target_columns()``.
+    can use the columns id, label, prediction, output and output_sd, and those that the study's
+    ``target_columns()`` returns.
     """
     ids: list[Any] = []
     parts, hashes = [], []
@@ -72,8 +73,8 @@ def select_targets(
     if not 0 < len(matches) <= MOST_TARGETS:
         raise InputError(
             f"experiments.{experiment}: `where: {where}` must match 1 to {MOST_TARGETS} targets. "
-            f"Found {len(matches)} of {len(table)}. Change the condition, or name the `targets` by "
-            "`all` or by a table of ids.",
+            f"Found {len(matches)} of {len(table)}. Change the condition, or set `targets` to "
+            "`all` or to a table of ids instead.",
             code="stages.matches",
         )
     file_spec: dict[str, Any] = {

@@ -48,11 +48,11 @@ def sum_groups(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write sums and means of scores for the groups of each column, and differences of means.
+    """Write sums and means of scores for the groups in each column, and differences of means.
 
-    Groups are defined by the columns ``group_by`` of the table ``train`` in the file ``scores``.
-    The table ``targets`` can have a column ``improves``, the sign of scores that improve a target.
-    Then scores are multiplied by this sign. Sums are computed from ``checkpoint_scores``, and with
+    Groups are defined by the columns ``group_by`` of the table ``train`` in the file ``scores``. If
+    the table ``targets`` has a column ``improves``, the sign of scores that improve a target,
+    scores are multiplied by that sign. Sums are computed from ``checkpoint_scores``, and with
     ``keep: top_k`` also from ``features``.
     """
     with open_artifact(scores, SCORES) as file:
@@ -104,10 +104,12 @@ def _sums(
     improves: np.ndarray,
     memory_mb: int,
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Return sums, bootstrap draws of means over all targets, and intervals of each target's means.
+    """Return sums of scores, bootstrap draws of group means, and confidence intervals.
 
-    Targets are processed in blocks that fit in memory. ``improves``, shape (m,), contains for each
-    target the sign of the scores that improve it.
+    The sums have shape (groups, m). The draws have shape (groups, ``N_DRAWS``), and each one is a
+    mean over all targets. The intervals are two arrays of the shape of the sums, with the bounds of
+    each target's group means. ``improves``, shape (m,), contains the sign of the scores that
+    improve each target. Targets are processed in blocks that fit in memory.
     """
     n_targets = len(improves)
     assert spec.runs is not None

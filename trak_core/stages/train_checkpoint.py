@@ -18,11 +18,11 @@ def train_checkpoint(
     times: list[float] | None,
     threads: int,
 ) -> None:
-    """Call the study's ``train``, and save the model's state dict at its end, or at ``times``.
+    """Call the study's ``train``, and save the model's state dict at the end or at ``times``.
 
     ``arguments`` are passed to ``train`` by name. ``times`` are ascending. ``train`` must return or
     yield models with finite parameters. With one thread, repeated calls on one machine give
-    identical bits.
+    bitwise equal weights if ``train`` is deterministic.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -31,6 +31,6 @@ def train_checkpoint(
     else:
         models = (model for _, model in models_along(study, arguments, times))
     for checkpoint, model in zip(checkpoints, models, strict=True):
-        # If torch got the path, it would store the name of the temporary file, which is random.
+        # If torch received the path, it would store the random name of the temporary file.
         with atomic_write(checkpoint) as partial, partial.open("wb") as file:
             torch.save(model.state_dict(), file)

@@ -44,9 +44,9 @@ def write_list(
 ) -> None:
     """Write the list ``kind`` (``suspects``, ``drop`` or ``select``) from an experiment's scores.
 
-    ``fraction`` is the fraction of the training samples, or of the pool, that ``select`` takes.
+    ``fraction`` is the fraction of the training samples, or of the pool, that ``select`` contains.
     ``self_influence`` contains at most one file, which adds a column to ``suspects``.
-    ``study_file`` is given if the study can have names of classes.
+    ``study_file`` is needed only if the study may define ``class_names()``.
     """
     rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
     with open_artifact(scores, replace(SCORES, rule=rule)) as file:
@@ -91,10 +91,10 @@ def _write(
     study_file: Path | None,
     model_output: str,
 ) -> None:
-    """Write rows as CSV, with the study's names of classes in the columns ``labels``.
+    """Write rows as CSV, with the study's class names in the columns ``labels``.
 
-    If labels have many parts, such as tokens, columns with the numbers of parts are named after the
-    parts. Labels and predictions that the model output gives no meaning are left out.
+    If a label has many parts, such as tokens, the columns that count them are named after the
+    parts. The label and prediction columns are dropped if they mean nothing for this model output.
     """
     if study_file is not None:
         # This module imports torch, so it is imported only if it is needed.
@@ -104,7 +104,7 @@ def _write(
     about = about_output(model_output)
     words = {"label": about.label, "other_label": about.label, "prediction": about.prediction}
     rows = rows.drop(columns=[name for name, word in words.items() if not word], errors="ignore")
-    if about.counts_parts:  # A column of the study can have the same name.
+    if about.counts_parts:  # If the study has a column of the new name, the old name is kept.
         words["other_label"] = f"other_{about.label}"
         rows = rows.rename(columns={k: word for k, word in words.items() if word not in rows})
     write_csv(listed, rows)
@@ -123,7 +123,7 @@ def find_duplicates(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Compare the features of all samples, from one checkpoint, and list the pairs of copies.
+    """Compare the features of all samples, from one checkpoint, and list the duplicate pairs.
 
     A target that is a training sample is compared only as a training sample. The time is
     proportional to the square of the number of training samples. ``spec`` is the spec of the
@@ -171,7 +171,7 @@ def _pairs(train: Artifact, other: Artifact, among: str, memory_mb: int) -> pd.D
         blocks.append((near + start, *pairs))
     near, rows, cosines, closeness = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     pairs = pd.DataFrame({"row": rows, "other": near, "cosine": cosines, "closeness": closeness})
-    if train is other:  # Each pair occurs twice. The later sample is the copy.
+    if train is other:  # Each pair can occur twice. The later sample is listed as the duplicate.
         pairs["row"], pairs["other"] = np.maximum(rows, near), np.minimum(rows, near)
         pairs = pairs.sort_values("closeness", ascending=False, kind="stable")
         pairs = pairs.drop_duplicates(["row", "other"])

@@ -35,14 +35,14 @@ def _check_scores(results: Results) -> None:
         if measured != expected.content_hash:
             raise InputError(
                 f"{file.name} must be computed from the scores in {expected.name}, whose hash is "
-                f"{expected.content_hash}. Found scores with the hash {measured}. Delete the first "
-                "file and run snakemake again.",
+                f"{expected.content_hash}. Found that it was computed from scores with the hash "
+                f"{measured}. Delete {file.name} and run Snakemake again.",
                 code="report.other_scores",
             )
 
 
 def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
-    """Return the targets that the report shows, from the study or the experiment's file."""
+    """Return the targets that the report shows, from the study or from the experiment's file."""
     means = targets_of_mean(scores)
     if means is not None:
         return means
@@ -63,15 +63,15 @@ def write_report(
     study_file: Path,
     config: dict[str, Any],
 ) -> None:
-    """Read the results of a study, and write the report. Equal files give equal pages.
+    """Read the results of a study, and write the report. Equal files result in equal pages.
 
     ``scores``, ``evaluations`` and ``groups`` contain a file for each experiment. ``removals``
     contains a file for the experiment and for each list, and ``normal_matrices`` a file for each
-    checkpoint. ``self_influence`` contains at most one file. An argument is empty if the config
-    does not include its measurement. ``config`` is the part of the config that determines results.
+    checkpoint. ``self_influence`` contains at most one file. If the config does not ask for a kind
+    of file, the argument is empty. ``config`` is the part of the config that determines results.
 
-    ``report`` is a file in the results folder. Times are read from ``benchmarks``, and memory from
-    ``logs``, in the same folder. The study's ``draw`` and ``describe`` show samples.
+    ``report`` is a file in the results folder. Run times are read from its folder ``benchmarks``,
+    and memory use from ``logs``. Samples are shown by the study's ``draw`` and ``describe``.
     """
     folder = report.parent
     study = Study.load(study_file)

@@ -1,4 +1,4 @@
-"""Read the samples of a split, check their ids, and replace labels."""
+"""Read the samples in a split, check their ids, and replace labels."""
 
 import traceback
 from collections import Counter
@@ -31,7 +31,7 @@ class Samples(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return one sample: a tuple with the label as last entry, or a dict with `labels`."""
+        """Return one sample: a tuple whose last entry is the label, or a dict with `labels`."""
         ...
 
 
@@ -43,14 +43,14 @@ class Split:
     ids: list[int] | list[str]
 
     def take(self, ids: Sequence[int | str]) -> "Split":
-        """Return the samples with these distinct ids, in this order."""
+        """Return the samples with these ids, in the order of ``ids``, which must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
         # True equals 1, and would select the sample with the id 1.
         unknown = [i for i in ids if i not in position or isinstance(i, bool)]
         if unknown:
             raise InputError(
-                "Targets must be ids of the study's target_data(), or of the experiment's own "
-                f"data. Found {listed(unknown)}. The data have {len(position)} ids, such as "
+                "Targets must be ids of the study's target_data(), or of the experiment's `data`. "
+                f"Found {listed(unknown)}. The data have {len(position)} ids, such as "
                 f"{self.ids[0]!r} and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
@@ -64,7 +64,11 @@ class Split:
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
     def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Stack samples ``start`` to ``stop`` into a tuple or a dict of tensors, as samples are."""
+        """Stack samples ``start`` to ``stop - 1`` into tensors.
+
+        Returns:
+            A tuple if samples are tuples, or a dict if they are dicts.
+        """
         samples = []
         for i in range(start, stop):
             with users_code(f"reading sample {self.ids[i]}"):
@@ -75,7 +79,7 @@ class Split:
                 first, other = (", ".join(entries) or "nothing" for entries in (parts[0], part))
                 raise InputError(
                     "Samples must be tuples of equal length, or dicts with the same keys. Found "
-                    f"{first} in sample {self.ids[start]}, {other} in sample {sample_id}.",
+                    f"{first} in sample {self.ids[start]}, and {other} in sample {sample_id}.",
                     code="study.sample_entries",
                 )
         stacked = {key: _stacked([part[key] for part in parts], key) for key in parts[0]}
@@ -83,7 +87,7 @@ class Split:
 
 
 def _entries(sample: Any) -> dict[str, Any]:
-    """Return the entries of a sample by name, or by number."""
+    """Return the entries of a sample by name, or for a tuple by "entry" and number."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if isinstance(sample, list | tuple):
@@ -95,20 +99,20 @@ def _entries(sample: Any) -> dict[str, Any]:
 
 
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
-    """Stack one entry of several samples: tensors, arrays, numbers or lists of numbers."""
+    """Stack one entry of several samples, given as tensors, arrays, numbers or lists of numbers."""
     try:
         # default_collate would transpose lists, and promote tensors of different types.
         tensors = [torch.as_tensor(p) if isinstance(p, list | np.ndarray) else p for p in parts]
         dtypes = {str(p.dtype) for p in tensors if isinstance(p, Tensor)}
         if len(dtypes) > 1:
-            raise TypeError(f"their types differ, {', '.join(sorted(dtypes))}")
+            raise TypeError(f"the dtypes differ: {', '.join(sorted(dtypes))}")
         stacked = default_collate(tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
         raise InputError(
             "Samples must be tuples or dicts of tensors or numbers, with the same shapes in every "
-            f"sample (texts padded to one length). Found {', '.join(sorted(shapes)[:4])} for "
-            f"{name}: {(str(error).splitlines() or [''])[0]}",
+            "sample, so texts must be padded to one length. Found "
+            f"{', '.join(sorted(shapes)[:4])} for {name}: {(str(error).splitlines() or [''])[0]}",
             code="study.sample_shapes",
         ) from error
     if not isinstance(stacked, Tensor):
@@ -122,9 +126,10 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
 
 @contextmanager
 def users_code(call: str) -> Generator[None, None, None]:
-    """Convert exceptions, and SystemExit, in the study's code to an ``InputError`` with traceback.
+    """Convert exceptions in the study's code, and SystemExit, to an ``InputError``.
 
-    Exceptions of a full disk, of exhausted memory or of a stop signal are not converted.
+    Its message contains the traceback, and begins with ``call``, a description of the called code.
+    Exceptions due to a full disk, exhausted memory or a stop signal are not converted.
     """
     try:
         yield
@@ -164,28 +169,28 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
     Args:
         ids: Distinct ids, which are all integers of 64 bits or all short printable strings.
         n_samples: The required number of ids.
-        function: The name of the function that returned the ids, for error messages.
+        function: The function that returned the ids, or their field, for error messages.
     """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
         raise InputError(
-            f"{function} must give one id for each sample. Found {len(plain)} ids for {n_samples} "
-            "samples.",
+            f"{function} must contain one id for each sample. Found {len(plain)} ids for "
+            f"{n_samples} samples.",
             code="study.ids",
         )
     if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
         is_good = _is_number if type(plain[0]) is int else _is_name
         bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
-            f"{function} must give only 64-bit integers, or only strings of 1 to {_MAX_ID_BYTES} "
-            "bytes, which must be printable and other than nan. Found "
+            f"{function} must contain only 64-bit integers, or only printable strings of 1 to "
+            f"{_MAX_ID_BYTES} bytes, but not the string nan. Found "
             f"{', '.join(repr(i) for i in bad[:3])}.",
             code="study.ids",
         )
     ((commonest, count),) = Counter(plain).most_common(1)
     if count > 1:
         raise InputError(
-            f"{function} must give each sample a different id. Found repeated ids: {commonest!r}.",
+            f"{function} must contain unique ids. Found repeated ids: {commonest!r}.",
             code="study.ids",
         )
     return plain
@@ -197,7 +202,7 @@ def label_of(sample: Any) -> torch.Tensor:
 
 
 def with_label(sample: Any, label: int) -> Any:
-    """Return a sample with another label, which has the type of the old one."""
+    """Return a copy of a sample with ``label``, converted to the type of its present label."""
     if isinstance(sample, Mapping):
         return {**sample, "labels": _like(sample["labels"], label)}
     return (*sample[:-1], _like(sample[-1], label))

@@ -21,12 +21,12 @@ from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
-_READ_TWICE = 32  # The number of samples that are read twice and compared.
+_READ_TWICE = 32  # This number of samples are read twice, and the results are compared.
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Samples stored in tensors by name or by number, with a row for each sample."""
+    """Samples that are stored as tensors, by name or by number, with a row for each sample."""
 
     columns: Mapping[Any, Any]
     is_named: bool
@@ -41,7 +41,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    """Samples of a DataLoader, each converted by a call of its user-defined ``collate_fn``."""
+    """Samples of a DataLoader. Its user-defined ``collate_fn`` is called for each sample."""
 
     loader: DataLoader[Any]
 
@@ -58,7 +58,7 @@ class _Collated:
                 size = getattr(values, "shape", type(values).__name__)
                 raise InputError(
                     "A DataLoader's collate_fn must return tensors with a row for each sample. "
-                    f"Found {size} in entry {name} for one sample. Pass the data as a Dataset.",
+                    f"Found {size} in entry {name} for one sample. Pass a Dataset instead.",
                     code="study.given_collate",
                 )
         sample = {name: values[0] for name, values in named.items()}
@@ -95,7 +95,7 @@ def _kind_of(values: Any) -> str:
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
-    """Return the dataset of a loader, which must use each sample once in an epoch."""
+    """Return a loader's dataset. The loader must use each sample exactly once per epoch."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", batches)
     is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -128,7 +128,7 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
         data = data.remove_columns("id")
     if isinstance(data, Mapping) and any(hasattr(v, "column_names") for v in data.values()):
         raise InputError(
-            "Data must be one Dataset. Found a DatasetDict. Pass one of its splits: "
+            "Data must be a single Dataset. Found a DatasetDict. Pass one of its splits: "
             f"{', '.join(map(str, data))}.",
             code="study.given_splits",
         )

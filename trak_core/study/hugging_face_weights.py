@@ -1,12 +1,12 @@
-"""Load weights that transformers or PEFT stores under other names than the model has.
+"""Load weights that transformers or PEFT stored under names that differ from those in the model.
 
-Releases of transformers rename layers and fuse experts, keys of a model without a head have no
-prefix, and old files contain masks that are computed now. ``renamed`` lets transformers convert
-such weights.
+New releases of transformers rename layers and fuse experts. Keys of a model without a head have no
+prefix. Old files contain masks, which are computed now. ``renamed`` lets transformers convert such
+weights.
 
-``PeftModel.save_pretrained`` writes an adapter's weights with their settings. The same weights with
-another ``lora_alpha`` are another model. Therefore ``Adapter`` compares the settings, and loads the
-weights with peft, which is imported only for an adapter's folder.
+``PeftModel.save_pretrained`` writes an adapter's weights and settings. With a different
+``lora_alpha``, the same weights are a different model. Therefore ``Adapter`` compares the settings,
+and loads the weights with peft, which is imported only for an adapter's folder.
 """
 
 import json
@@ -32,11 +32,13 @@ from trak_core.settings import ADAPTER_CONFIG
 def renamed(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]] | None:
-    """Return a state dict that transformers converts for a model, and the keys that do not fit.
+    """Let transformers convert the weights in ``state`` to the names and shapes of ``model``.
 
-    The weights have the model's widest dtype. If ``state`` is on the meta device, the weights are
-    too. This needs accelerate; without it, the model's own weights are returned. Return None if
-    the model is not from transformers, or if transformers would initialize a missing weight.
+    Returns:
+        The converted state dict, in the model's widest dtype, and the keys that do not fit, by
+        kind. None if the model is not from transformers, or if transformers would initialize a
+        missing weight. If ``state`` is on the meta device, so are the weights. That requires
+        accelerate. Without it, the model's current weights are returned.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -66,18 +68,18 @@ def renamed(
     finally:
         logging.disable(disabled)
     misfits = {
-        "missing in the checkpoint": sorted(report["missing_keys"]),
+        "missing from the checkpoint": sorted(report["missing_keys"]),
         "unknown to the model": sorted(report["unexpected_keys"]),
         "of another shape": [
             f"{key} {tuple(stored)} for {tuple(own)}"
             for key, stored, own in sorted(report["mismatched_keys"])
         ],
-        "not to be converted": [" ".join(text.split()) for text in report["error_msgs"]],
+        "that cannot be converted": [" ".join(text.split()) for text in report["error_msgs"]],
     }
     return other.state_dict(), {kind: keys for kind, keys in misfits.items() if keys}
 
 
-# Settings that describe the origin or the training of an adapter. Outputs do not depend on them.
+# Settings about the origin or the training of an adapter, on which outputs do not depend.
 _TRAINING_SETTINGS = frozenset({
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
@@ -102,7 +104,7 @@ class Adapter:
 
     @classmethod
     def active(cls, model: nn.Module, folder: Path) -> Self:
-        """Return the only active adapter of ``model``. ``folder`` is named in error messages."""
+        """Return the only active adapter of ``model``. Error messages contain ``folder``."""
         try:
             from peft import PeftModel
         except ImportError as error:
@@ -116,15 +118,15 @@ class Adapter:
             raise InputError(
                 f"{folder}: for an adapter's folder, make_model() must return a peft.PeftModel. "
                 f"Found {type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, "
-                "or `get_peft_model(base, config)` with the config of the training.",
+                "or `get_peft_model(base, config)` with the config that was used for training.",
                 code="study.adapter_model",
             )
         active = model.active_adapters
         if len(active) != 1:
             raise InputError(
-                f"{folder}: one adapter must be active in the PeftModel that make_model() returns. "
-                f"Found {', '.join(active) or 'none'} of {', '.join(model.peft_config)}. Call "
-                "`model.set_adapter(name)`.",
+                f"{folder}: exactly one adapter must be active in the PeftModel that make_model() "
+                f"returns. Found {', '.join(active) or 'none'} of {', '.join(model.peft_config)}. "
+                "Call `model.set_adapter(name)`.",
                 code="study.adapter_active",
             )
         return cls(model, active[0])
@@ -132,8 +134,8 @@ class Adapter:
     def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the adapter's weights in the model, with the names under which peft saves them.
 
-        They include the base model's embeddings if ``stored`` does, because training may have
-        changed the vocabulary.
+        If ``stored`` contains the base model's embeddings, they are included, because training may
+        have changed the vocabulary.
         """
         from peft import get_peft_model_state_dict
 
@@ -154,16 +156,16 @@ class Adapter:
         lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
         if lost:
             raise InputError(
-                "An adapter's weights must be in the model after peft has loaded them. Found other "
+                "After peft has loaded an adapter, the model must contain its weights. Found other "
                 f"values in {', '.join(lost[:8])}. Save the whole model's state_dict() instead.",
                 code="study.adapter_model",
             )
 
     def differing_settings(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return descriptions of the settings in a folder that differ from the model's.
+        """Describe the settings in an adapter's folder that differ from those of the model.
 
         Returns:
-            The settings that change outputs, and settings that only determine which weights exist.
+            Settings that change outputs, and settings that only determine which weights exist.
         """
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
@@ -173,7 +175,7 @@ class Adapter:
             for key in sorted(saved)
             if key not in _TRAINING_SETTINGS and saved[key] != mine[key]
         }
-        # Settings of a newer peft have no effect if they are false or empty.
+        # A setting that only a newer peft knows has no effect if it is false or empty.
         unknown = {
             key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
             for key, value in stored.items()
@@ -185,7 +187,7 @@ class Adapter:
 
 
 def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an adapter's saved settings, and the same settings with peft's defaults added."""
+    """Return an adapter's saved settings, first without and then with peft's defaults."""
     from peft import PeftConfig
 
     kind = None
@@ -204,14 +206,14 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         ) from error
     raise InputError(
         f"{path}: an adapter must be of the kind that make_model() builds. Found peft_type {kind} "
-        f"for {own.peft_type.value}. Build the model with the config of the training: "
-        "`PeftConfig.from_pretrained(folder)`.",
+        f"instead of {own.peft_type.value}. Build the model with the config that was used for "
+        "training: `PeftConfig.from_pretrained(folder)`.",
         code="study.adapter_kind",
     )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings to types of JSON, with sets as sorted lists, to compare them."""
+    """Convert settings to JSON types, and sets to sorted lists, so that they can be compared."""
 
     def plain_value(value: Any) -> Any:
         return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)

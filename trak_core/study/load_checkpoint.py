@@ -24,7 +24,7 @@ from trak_core.study.weight_files import (
 
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Copy it again, or save `model.state_dict()` and use that file."
-_PIECE_BYTES = 2**26  # The size of the weights that are copied from one memory map.
+_PIECE_BYTES = 2**26  # Weights of about this size are copied from each memory map.
 # Methods that only copy weights, except that torch's norms also add entries that old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
     state: dict[str, Tensor]
     within: str  # The keys that lead to ``state`` in the file, joined by dots.
-    notice: str  # A sentence that names other state dicts in the file, or "".
+    notice: str  # A sentence that lists other state dicts in the file, or "".
 
 
 def _default_part(saved: Any, path: Path) -> Weights:
@@ -53,14 +53,14 @@ def _default_part(saved: Any, path: Path) -> Weights:
     others = [f"`{other}`" for other in parts if other != name]
     if is_state_dict(state):
         notice = (
-            f"the weights under `{name}` are used. The file also has weights under "
+            f"the weights under `{name}` are used. The file also contains weights under "
             f"{listed(others)}. To use them, set `state_dict` for the checkpoint in the config."
         )
         return Weights(state, name, notice if others else "")
     remedy = _REMEDY
     if parts:
         choices = " or ".join(f"`state_dict: {part}`" for part in parts)
-        remedy = f"Choose one for the checkpoint in the config: {choices}."
+        remedy = f"Choose a state dict for the checkpoint in the config: {choices}."
     entries = saved if isinstance(saved, dict) else {}
     raise InputError(
         f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
@@ -98,8 +98,8 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
     chosen = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
     if part and not chosen:
         raise InputError(
-            f"{checkpoint}: `state_dict` of a checkpoint must be the keys that lead to its "
-            f"weights, joined by dots. Found no {part}, but weights under "
+            f"{checkpoint}: a checkpoint's `state_dict` must consist of the keys that lead to the "
+            f"weights in its file, joined by dots. Found no {part}, but weights under "
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
@@ -131,8 +131,8 @@ def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str
         part: The keys that lead to one of several state dicts, joined by dots, or a prefix of keys.
 
     Returns:
-        The tensors by name, and one SHA-256 of all files in order. If there is an adapter's config
-        or an index, it is hashed first.
+        The tensors by name, and one SHA-256 of all files in order. An adapter's config or an index
+        is hashed first, if there is one.
     """
     digest = hashlib.sha256()
     return read_weights(checkpoint, part, digest).state, digest.hexdigest()
@@ -144,9 +144,9 @@ def load_state_dict(
     """Load weights into ``model``, and put it into evaluation mode.
 
     ``state`` must contain all parameters and buffers of the model and nothing else, with the same
-    shapes and finite values. Tied parameters must be equal, and all except one may be missing.
-    ``num_batches_tracked`` of norms may be missing, because evaluation mode does not use it.
-    ``match_state_dict`` documents which names fit, and the other arguments.
+    shapes and finite values. Weights of tied parameters must be equal, and all but one of them may
+    be missing. ``num_batches_tracked`` of norm layers may be missing, because evaluation mode does
+    not use it. See ``match_state_dict`` for the names that fit, and for the other arguments.
     """
     fitting, _, notices = match_state_dict(model, state, source, within)
     _copy_weights(model, [fitting], fitting, source, notices)
@@ -159,7 +159,7 @@ def _copy_weights(
     source: str,
     notices: Iterable[str],
 ) -> None:
-    """Copy the ``pieces`` of the ``whole`` weights into a model."""
+    """Copy weights into a model piece by piece. ``whole`` contains the weights of all pieces."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_tied(parameters, whole, source)
     for piece in pieces:
@@ -175,7 +175,7 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     if bad:
         raise InputError(
             f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
-            f"{listed(bad)}. Take an earlier checkpoint, or train again.",
+            f"{listed(bad)}. Use an earlier checkpoint, or train again.",
             code="study.checkpoint_finite",
         )
 
@@ -189,7 +189,7 @@ def _is_finite(values: Tensor) -> bool:
 def _check_tied(
     parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """Raise an error if names of one tied parameter have different weights."""
+    """Raise an error if different weights are stored for the names of one tied parameter."""
     first: dict[int, str] = {}
     differing = set[str]()
     for key, parameter in parameters.items():
@@ -209,14 +209,12 @@ def _check_tied(
 
 
 def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.Module:
-    """Build the model into which a checkpoint's weights will be loaded.
+    """Return the model that is built for loading a checkpoint's weights.
 
     Weights that the checkpoint replaces are not initialized, unless other values depend on them.
-
-    Returns:
-        The model.
     """
-    # An adapter's files have only a few weights, and a user-defined loading method may skip some.
+    # All weights must be initialized if the checkpoint is an adapter, whose files contain only a
+    # few weights, or if a user-defined loading method may skip some.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):
@@ -232,8 +230,8 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     PeftModel, which must have the same keys, shapes and settings.
 
     Returns:
-        ``sha256`` of the files (see ``read_state_dict``). For an adapter also ``model_sha256`` of
-        all weights, because the same adapter on another base model is another model.
+        ``sha256`` of the files, as ``read_state_dict`` returns it. An adapter also has
+        ``model_sha256``, the hash of all weights, because its base model can differ.
     """
     digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
@@ -266,8 +264,8 @@ def _pieces(
     """Yield weights in pieces under the model's ``names``, each from a new memory map.
 
     Pages of a memory map stay in memory as long as the map exists. With one map for all pieces, the
-    weights would be in memory twice. ``before`` contains the ``_stamps`` of the files when they
-    were hashed.
+    weights would be in memory twice. ``before`` contains the ``_stamps`` of the files from before
+    they were hashed.
     """
     keys, n_bytes = list[str](), 0
     for i, key in enumerate(names, 1):
@@ -279,14 +277,14 @@ def _pieces(
             keys, n_bytes = [], 0
     if _stamps(checkpoint) != before:
         raise InputError(
-            f"{checkpoint}: a checkpoint must not change while it is read. Found that it was "
+            f"{checkpoint}: a checkpoint must not change while it is being read. Found that it was "
             "replaced. Run the job again.",
             code="study.checkpoint_replaced",
         )
 
 
 def _stamps(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Return inode, size and times of each file, which change if the file is replaced."""
+    """Return the inode, size and times of each file, which change if the file is replaced."""
     stats = [path.stat() for path in weight_files(checkpoint)[0]]
     return [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
 
@@ -309,14 +307,14 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 class Checked(NamedTuple):
-    """Facts about a checkpoint that fits."""
+    """Information about a checkpoint that fits the model."""
 
     is_renamed: bool = False  # Whether transformers renames weights, which needs a second copy.
     notice: str = ""  # The notice of ``Weights``.
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
-    """Run the checks of ``load_checkpoint`` that do not need values or checksums."""
+    """Run those checks of ``load_checkpoint`` that read no values and compute no checksums."""
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)
@@ -333,13 +331,13 @@ def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path
     misfits = misfits_of(state, adapter.weights(state))
     settings += layer_settings if misfits else []
     if settings:
-        misfits["of another setting"] = settings
+        misfits["in settings"] = settings
     if misfits:
         raise InputError(
             f"{folder}: an adapter's weights and settings must be those of the PeftModel "
-            f"that make_model() returns. Found {in_words(misfits)}. Build the PeftModel "
-            "with the config of the training, `PeftConfig.from_pretrained(folder)`, on the same "
-            "base model.",
+            f"that make_model() returns. Found differences ({in_words(misfits)}). Build the "
+            "PeftModel with the config that was used for training, "
+            "`PeftConfig.from_pretrained(folder)`, on the same base model.",
             code="study.adapter_settings",
         )
     return adapter

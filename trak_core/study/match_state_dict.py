@@ -1,8 +1,8 @@
-"""Match the weights of a checkpoint with those of a model, by their names.
+"""Match the weights in a checkpoint with those of a model by name.
 
 Wrappers add parts to names: data parallelism adds ``module.``, torch.compile adds ``_orig_mod.``,
 and Lightning adds the name of an attribute. Weights fit if the names match one to one after such
-parts are removed. Additional weights in a file raise an error.
+parts are removed. Weights in the checkpoint that are not in the model are an error.
 """
 
 import os
@@ -17,27 +17,27 @@ from torch import Tensor, nn
 from trak_core.errors import InputError, listed
 from trak_core.study.hugging_face_weights import renamed
 
-# The parts of names that each of three attempts removes. The first attempt removes nothing. The
-# second removes the parts of FSDP, torch.compile and activation checkpointing. Only the third also
-# removes `module` of data parallelism, because a model can have a submodule with this name.
+# The parts that are removed from names in each of three attempts. The first attempt removes
+# nothing. The second removes what FSDP, torch.compile and activation checkpointing add. Only the
+# third also removes `module`, which data parallelism adds, because it can be a submodule's name.
 _WRAPPERS = "_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module"
 _WRAPPER_PATTERNS = [
     re.compile(rf"(?<![^.])({names})\.") for names in ("(?!)", _WRAPPERS, f"{_WRAPPERS}|module")
 ]
-_MAX_PREFIXES = 4  # The largest number of tried prefixes that only some keys have.
+_MAX_PREFIXES = 4  # At most this many prefixes that only some keys have are tried.
 
 
 def misfits_of(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], unread: Container[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the differences between a checkpoint's ``state`` and a model's ``own``, by kind.
+    """Return the differences between a checkpoint's ``state`` and a model's state ``own``, by kind.
 
-    Keys in ``unread``, and tied weights, may be missing in the checkpoint.
+    Keys in ``unread`` may be missing from the checkpoint, and so may all but one of tied weights.
     """
     both = [key for key in own if key in state]
     stored = {_location(own[key]) for key in both if own[key].numel()}
     misfits = {
-        "missing in the checkpoint": [
+        "missing from the checkpoint": [
             k for k in own if k not in state and _location(own[k]) not in stored and k not in unread
         ],
         "unknown to the model": [k for k in state if k not in own],
@@ -83,7 +83,7 @@ def shared_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _prefixes(names: Iterable[str], own: Container[str]) -> Iterator[str]:
-    """Yield the prefixes that all names share, then frequent prefixes before ``own`` names."""
+    """Yield the prefixes that all names share, then those that often precede a name in ``own``."""
     yield from shared_prefixes(names)
     before_own = Counter(
         name[: end + 1]
@@ -98,23 +98,23 @@ class Fit(NamedTuple):
     """Weights that fit a model."""
 
     weights: dict[str, Tensor]  # The keys are names in the model.
-    names: dict[str, str] | None  # The model's name for each name in the file; None if converted.
+    names: dict[str, str] | None  # Names in the model by name in the file; None if converted.
     notices: Sequence[str]  # Sentences to print.
 
 
 def match_state_dict(
     model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
 ) -> Fit:
-    """Return a checkpoint's weights under the names of a model.
+    """Return a checkpoint's weights under the names that they have in a model.
 
-    Four kinds of names are tried. First, the unchanged names. Second, names without a shared
-    prefix. Third, names in the state and in the model without the parts that FSDP, torch.compile,
-    activation checkpointing and data parallelism add, if names remain distinct. Fourth, the names
-    after a conversion by transformers. ``source`` names the checkpoint in messages. ``within``
-    contains the keys that lead to ``state`` in its file.
+    Four kinds of names are tried. The first are the names in the checkpoint. The second lack a
+    shared prefix. The third also lack, in the state and in the model, the parts that FSDP,
+    torch.compile, activation checkpointing and data parallelism add, if names remain distinct. The
+    fourth are the names after a conversion by transformers. ``source`` is the checkpoint's name in
+    messages. ``within`` contains the keys that lead to ``state`` in its file.
 
     Raises:
-        InputError: If no names fit. The message lists the differences of the closest attempt, and
+        InputError: If no names fit. The message lists the differences in the closest attempt, and
             any prefixes under which all keys fit.
     """
     own = model.state_dict()
@@ -162,7 +162,7 @@ def match_state_dict(
             f"{' or '.join(settings)} for the checkpoint in the config."
         )
     raise InputError(
-        f"{source}: the checkpoint's keys{f', without {prefix}' if prefix else ''} must be "
+        f"{source}: the checkpoint's keys{f', without {prefix},' if prefix else ''} must be "
         f"those of the model. Found keys {in_words(misfits)}. {remedy}",
         code="study.checkpoint_keys",
     )
@@ -176,7 +176,7 @@ def _notices(prefix: str, wrappers: Iterable[str]) -> list[str]:
     names = ", ".join(sorted(wrappers))
     return [
         *[f"all keys begin with `{prefix}`, which is removed to fit the model."] * bool(prefix),
-        *[f"{names} in keys is added by wrappers and was ignored."] * bool(names),
+        *[f"wrappers added {names} to the keys, which was ignored."] * bool(names),
     ]
 
 

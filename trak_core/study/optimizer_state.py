@@ -1,8 +1,8 @@
 """Read Adam's second moments from the optimizer's state that is saved with a checkpoint.
 
-An optimizer's state numbers the parameters, group by group. It contains their names only if the
-optimizer was created with named parameters. Otherwise parameters are matched to groups by order and
-shape, and an ambiguous match raises an error.
+In an optimizer's state, parameters have numbers, group by group. They have names only if the
+optimizer was created with named parameters. Otherwise the model's parameters are matched with the
+groups by order and shape, and an ambiguous match raises an error.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from trak_core.settings import OPTIMIZER_FILE
 from trak_core.study.match_state_dict import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
-_KEYS = ("optimizer_state_dict", "optimizer")  # Keys of the optimizer next to those of a model.
+_KEYS = ("optimizer_state_dict", "optimizer")  # Keys of the optimizer in a file with a model.
 _TAKES = (
     "`preconditioner: adam` accepts folders that transformers' Trainer saved without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
@@ -42,7 +42,7 @@ def adam_scales(
     Args:
         model: The model.
         parameters: The parameters to differentiate, by name.
-        trained: Names of the parameters with ``requires_grad`` after ``make_model()``.
+        trained: Names of the parameters that have ``requires_grad`` in a new model.
         checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
             with the states of model and optimizer.
 
@@ -73,9 +73,9 @@ def adam_scales(
         fits = v.shape == parameter.shape and v.is_floating_point()
         if not fits or not (v.isfinite() & (v >= 0)).all():
             raise InputError(
-                f"{source}: second moments must be real, finite and at least 0, and have their "
-                f"parameter's shape. Found others for {name}. Use another checkpoint, or train "
-                "again.",
+                f"{source}: second moments must be real, finite and at least 0, and have the shape "
+                f"of their parameter. Found other values or another shape for {name}. Use another "
+                "checkpoint, or train again.",
                 code="study.second_moments",
             )
         v = v.float()
@@ -86,7 +86,7 @@ def adam_scales(
 
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
-    """Return the groups, the states with second moments by number, and the file's SHA-256."""
+    """Return the groups, the second moments by parameter number, and the file's SHA-256."""
     if not source.is_file():
         raise InputError(
             f"{source}: the optimizer's state must be saved with the weights. Found no file. "
@@ -115,7 +115,7 @@ def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str,
         keys = sorted({str(key) for entry in state["state"].values() for key in entry})
         raise InputError(
             f"{source}: the optimizer must be a variant of torch's Adam that has taken a step. "
-            "Its state must have `exp_avg_sq`, and its groups `betas` and `eps`. Found a state "
+            "Its state must contain `exp_avg_sq`, and its groups `betas` and `eps`. Found a state "
             f"with {', '.join(keys[:8]) or 'nothing'}. Leave `preconditioner` out.",
             code="study.optimizer_kind",
         )
@@ -135,16 +135,16 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # The optimizer has names.
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Remove the shared prefix after which most names are in the model, because names can recur
-        # in submodules. If this holds for several prefixes, remove the shortest.
+        # Remove the shared prefix that leaves the most names of the model. The names of the whole
+        # model can also occur in a submodule. If several prefixes qualify, remove the shortest.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
         given = max(bare, key=lambda names: len(own.intersection(names)))
         unknown = selected - set(given)
         if unknown or len(given) != len(flat):
             raise InputError(
-                f"{source}: the optimizer's names must be those of the model that make_model() "
-                f"returns. Found no {listed(sorted(unknown))} among {listed(given)}.",
+                f"{source}: the optimizer's parameters must have the names of those in the model "
+                f"from make_model(). Found no {listed(sorted(unknown))} among {listed(given)}.",
                 code="study.optimizer_names",
             )
         return dict(zip(given, flat, strict=True))
@@ -154,7 +154,7 @@ def _numbers(
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
     orders: list[list[int]] = []
-    # If the model is frozen for inference, ``trained`` is empty, and the other names are tried.
+    # If the model is frozen for inference, ``trained`` is empty, so other sets of names are tried.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
@@ -163,9 +163,10 @@ def _numbers(
                 return dict(zip(own, orders[0], strict=True))
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
-        "returns, in its order within each group, and unambiguous by their shapes. Found "
-        f"{len(shapes)} parameters in {len(ids)} groups, {len(trained)} with requires_grad among "
-        f"the model's {len(named)}, and {'several matches' if orders else 'no match'}. Let "
+        "returns. They must have the same order within each group, and their shapes must identify "
+        f"them. Found {len(shapes)} parameters in {len(ids)} groups, {len(trained)} with "
+        f"requires_grad in the model, {len(named)} parameters in the whole model, and "
+        f"{'several matches' if orders else 'no match'}. Let "
         "make_model() freeze the same parameters as in training (for PEFT, call "
         "PeftModel.from_pretrained with is_trainable=True). Or train with "
         "`AdamW(model.named_parameters())`, which stores the names.",
@@ -178,7 +179,7 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Return at most two orders that interleave the groups and have the expected shapes."""
+    """Return at most two ways to interleave the groups so that shapes are as ``expected``."""
     # The key of a partial match contains the number of parameters taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
     for shape in expected:

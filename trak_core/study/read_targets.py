@@ -1,8 +1,9 @@
 """Read the targets of an experiment from the study, or from a file that the experiment names.
 
-A Python file defines ``target_data()`` and optionally ``target_ids()``, like a study. In any other
-file, the study's ``encode(**row)`` converts each row to a sample. The field ``id`` contains its id.
-If no row has this field, targets are numbered from 0. ``trak_core.data.rows`` reads such files.
+A Python file defines ``target_data()`` and optionally ``target_ids()``, like a study. Any other
+file contains rows, which ``trak_core.data.rows`` reads and the study's ``encode(**row)`` converts
+to samples. The field ``id`` of a row is the sample's id. Without this field, samples are numbered
+from 0.
 """
 
 import inspect
@@ -21,7 +22,7 @@ _PYTHON = ".py"
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Samples that the study's ``encode`` returns for rows."""
+    """Samples that the study's ``encode`` returns for the rows of a file."""
 
     study: Study
     rows: RowFile
@@ -46,9 +47,9 @@ def split_of(
 
     Args:
         study: The study.
-        name: ``TRAIN``, or the experiment.
+        name: ``TRAIN``, or the experiment's name.
         targets: Ids of the samples, in order; None for all.
-        question: The experiment's file of targets; None for the study's ``target_data()``.
+        question: A file with the experiment's targets; None for the study's ``target_data()``.
     """
     if question is None:
         return study.split(name, targets)
@@ -83,9 +84,9 @@ def read_questions(path: Path) -> tuple[list[int] | list[str], RowFile]:
 def encoded_line(
     study: Study, line: str | bytes | Mapping[str, Any], number: int
 ) -> tuple[int | str, Any, dict[str, Any]]:
-    """Convert a line, or its fields, to a sample with the study's ``encode``.
+    """Convert a line, or a dict of its fields, to a sample with the study's ``encode``.
 
-    A line that is not a JSON object becomes the field ``text``.
+    If a line is not a JSON object, it is the value of the field ``text``.
 
     Returns:
         The id (the field ``id``, by default ``number``), the sample, and the fields for columns.
@@ -109,7 +110,7 @@ def encoded_line(
 
 
 def _parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields of a JSON object, or any other line as the field ``text``."""
+    """Return the fields of a JSON object. Any other line is returned as the field ``text``."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
     except UnicodeDecodeError as error:

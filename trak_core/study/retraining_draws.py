@@ -1,6 +1,6 @@
-"""Draw the subsets on which models are retrained, and the seeds of the trainings.
+"""Draw the subsets on which models are retrained, and the seeds with which they are trained.
 
-Each result depends only on the arguments, so it is the same in all jobs.
+Each result depends only on the arguments, so all jobs draw the same subsets and seeds.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
     """Return the mask of a uniformly random subset of ``size`` training samples, shape (n,), bool.
 
-    The subset number ``subset`` does not depend on the total number of subsets.
+    The result for the number ``subset`` does not depend on the total number of subsets.
     """
     return _chosen(n_train, size, [0, seed, subset])
 
@@ -26,8 +26,8 @@ def sizes_of(
 ) -> list[int]:
     """Convert fractions of the training set to distinct numbers of samples, ascending.
 
-    Numbers are rounded, or rounded up with ``rounds_up``, as the lengths of some lists are. They
-    are limited to the range from 1 to ``n_listed`` and ``n_train - 1``.
+    Numbers are rounded to the nearest integer, or up if ``rounds_up`` is true. They are at least 1,
+    and at most ``n_listed`` and ``n_train - 1``.
 
     Returns:
         The numbers. The list is empty if ``n_listed`` is 0.
@@ -40,7 +40,7 @@ def sizes_of(
 
 
 def training_seed(seed: int, subset: int, repeat: int) -> int:
-    """Return the seed, below 2^31, of the training number ``repeat`` on a subset."""
+    """Return a seed below 2^31 for model number ``repeat`` that is trained on a subset."""
     state = np.random.SeedSequence([2, seed, subset, repeat]).generate_state(1)[0]
     return int(state) % 2**31
 

@@ -1,8 +1,8 @@
 """Read the user-defined columns of samples, such as their source or annotator.
 
 A study's ``train_columns()`` and ``target_columns()`` return columns by name, with a value for each
-sample of ``train_data()`` and ``target_data()``. If targets are rows of a file, their columns are
-the fields of the rows.
+sample in ``train_data()`` or ``target_data()``. If targets are read from the rows of a file, the
+fields of the rows are the columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ def columns_of(
     """Return the user-defined columns of samples, with a row for each of ``ids``, in order.
 
     ``read_targets.split_of`` documents ``name`` and ``question``. ``study`` may be None if
-    ``question`` is a file of rows. Columns are int64, float64 or texts of at most 255 bytes. A
-    column with a missing value is converted to texts.
+    ``question`` is a file of rows. Columns are int64, float64 or texts of at most 255 bytes. If a
+    value is missing, the column is converted to texts.
     """
     if question is not None and question.suffix != ".py":
         known, rows = read_questions(question)
@@ -66,8 +66,8 @@ def columns_of(
     missing = [i for i in ids if i not in rows]
     if missing:
         raise InputError(
-            f"{name}: the columns must have values for all samples that have scores. Found none "
-            f"for {missing[0]}, although {len(rows)} samples have values. Has the data changed?",
+            f"{name}: the columns must have values for all samples that have scores. Found no "
+            f"value for {missing[0]}. {len(rows)} samples have values. Have the data changed?",
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
@@ -76,9 +76,10 @@ def columns_of(
 def with_class_names(
     rows: pd.DataFrame, columns: Sequence[str], study_file: Path, model_output: str
 ) -> pd.DataFrame:
-    """Return rows in which some columns have names of classes instead of their numbers.
+    """Return ``rows`` with the study's class names instead of class numbers in ``columns``.
 
-    Numbers without a name, and all labels of a model output without classes, remain unchanged.
+    Numbers without a name are kept. If the labels of the model output are not classes, ``rows`` are
+    returned unchanged.
     """
     names = Study.load(study_file).class_names()
     if not names or not about_output(model_output).labels_are_classes:
@@ -94,8 +95,7 @@ def with_class_names(
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return the columns that contain only numbers and texts of at most 255 bytes.
 
-    A name in ``RESERVED`` gets the prefix ``own_``, which is repeated until no other column has
-    the name.
+    If a name is in ``RESERVED``, the prefix ``own_`` is added until the name is free.
     """
     kept = {}
     for name, values in columns.items():
@@ -124,14 +124,15 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
     wrong = [name for name in columns if not _is_name(name) or name in RESERVED]
     if wrong:
         raise InputError(
-            f"{study.path}: {function}() must return columns by name. A name must be a text other "
-            f"than {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
+            f"{study.path}: {function}() must return columns by name. A name must be a str, and "
+            f"none of {', '.join(sorted(RESERVED))}. Found {wrong[0]!r}.",
             code="study.column_name",
         )
     if len({len(values) for values in columns.values()}) > 1:
         lengths = ", ".join(f"{len(values)} of {name}" for name, values in columns.items())
         raise InputError(
-            f"{study.path}: {function}() must return columns of equal length. Found {lengths}.",
+            f"{study.path}: {function}() must return columns of equal length. Found lengths "
+            f"{lengths}.",
             code="study.columns_length",
         )
     made = {name: _column([_plain(value) for value in values]) for name, values in columns.items()}
@@ -141,7 +142,7 @@ def _study_columns(study: Study, function: str) -> pd.DataFrame:
                 raise InputError(
                     f"{study.path}: {function}() must return numbers, or texts of at most "
                     f"{_MOST_BYTES} bytes. Found {len(text.encode())} bytes in {name}: "
-                    f"{text[:40]!r}. describe() may return longer texts.",
+                    f"{text[:40]!r}. Return longer texts from describe() instead.",
                     code="study.column_text",
                 )
     return pd.DataFrame(made)
@@ -166,7 +167,7 @@ def _is_float64(value: float) -> bool:
 def _column(values: Sequence[Any]) -> np.ndarray:
     """Return a column as int64, as float64, or as texts without line breaks.
 
-    A column of floats and of integers that float64 would round is converted to texts.
+    If a column contains floats, and integers that float64 would round, it is converted to texts.
     """
     if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Show samples on pages and in notebooks, as pictures, as texts or as printed values."""
+"""Show samples on HTML pages and in notebooks, as pictures, texts or printed values."""
 
 import base64
 import hashlib
@@ -17,15 +17,15 @@ import torch
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.study import Study
 
-BEGINNING = 200  # The number of characters that lists show of a text.
+BEGINNING = 200  # Where only the beginning of a text is shown, it has this many characters.
 # Pictures have 200 pixels, twice their size in CSS pixels, for high-density screens.
 _INCHES, _DPI = 1.0, 200
-# A larger PNG is assumed to be a photograph. As JPEG, it has about a fifth of the size.
+# A larger PNG is assumed to be a photograph. A JPEG of it has about a fifth of the size.
 _PNG_BYTES = 12_000
 _LEFT = "\N{LEFT-TO-RIGHT MARK}"  # Marks the cells of a table that are aligned left.
 _NOTEBOOK_PIXELS = 64  # The height of a picture in a notebook.
-_N_VALUES, _CHARACTERS = 12, 240  # The limits of printed samples.
-# Python does not count these as printable, but they join letters in some scripts, and emoji.
+_N_VALUES, _CHARACTERS = 12, 240  # Limits for the numbers and texts of a printed sample.
+# Python does not count these as printable, but some scripts and emoji need them to join characters.
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
@@ -33,7 +33,7 @@ _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 class Picture:
     """A picture of a sample: a PNG or JPEG, its size in CSS pixels, and the text below it.
 
-    The text is what the study's ``describe`` returns, or "" without ``describe``.
+    The text is the result of the study's ``describe``, or "" without ``describe``.
     """
 
     kind: str
@@ -49,13 +49,13 @@ class Picture:
 
 
 class Words(str):
-    """A text that is shown instead of a sample, for example for a mean of samples."""
+    """A text that is shown instead of a sample, for example if a target is a mean."""
 
     __slots__ = ()
 
 
 def are_drawn(study: Study, train: Split) -> bool:
-    """Return whether the study has ``draw``, or its first training sample is an image."""
+    """Return whether the study has ``draw``, or the first training sample is an image."""
     if study.has("draw"):
         return True
     with users_code(f"reading sample {train.ids[0]}"):
@@ -66,9 +66,9 @@ def are_drawn(study: Study, train: Split) -> bool:
 def show_sample(
     study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
 ) -> Picture | str:
-    """Return a picture of a sample with its text, its text alone, or its printed values.
+    """Return a picture of a sample with its text, only its text, or its printed values.
 
-    A text has at most ``characters``. ``draws`` is the result of ``are_drawn``.
+    The text has at most ``characters`` characters. ``draws`` is the result of ``are_drawn``.
     """
     if isinstance(sample, Words):
         return str(sample)
@@ -103,7 +103,7 @@ def sample_as_html(
 
 
 def table_as_html(table: pd.DataFrame) -> str:
-    """Return a table without its index as HTML for notebooks, which would align texts right."""
+    """Return a table as HTML without its index. Texts, which notebooks align right, are left."""
     left = table.select_dtypes(exclude="number").columns
     columns = {name: [f"{_LEFT}{cell}" for cell in table[name]] for name in left}
     cells = table.assign(**columns).to_html(index=False, justify="left")
@@ -148,7 +148,7 @@ def _image(sample: Any) -> torch.Tensor | None:
 
 
 def _levels_of(image: torch.Tensor) -> np.ndarray:
-    """Return an image as uint8, channels last. Floats outside 0 to 1 are rescaled to that range."""
+    """Return an image as uint8, channels last. An image with floats outside 0 to 1 is rescaled."""
     pixels = image.detach().cpu().float().numpy() / np.float32(
         255 if image.dtype == torch.uint8 else 1
     )
@@ -212,7 +212,7 @@ def _saved(figure: Any, **settings: Any) -> bytes:
 
 
 def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
-    """Return the first values and the shape of each entry of a sample, without the label."""
+    """Return the first values and the shape of each entry in a sample, without the label."""
     entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
     return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
 
@@ -259,7 +259,7 @@ def _short(value: Any) -> str:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return at most ``characters`` of a text with its lines, and " ..." if it is longer."""
+    """Return the first ``characters`` of a text, with line breaks, and " ..." if it is longer."""
     # Characters far beyond the limit are not processed.
     begun = text[: 20 * characters]
     lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
@@ -279,7 +279,7 @@ def _printable(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    # Control characters are invisible: NUL pads texts, and others change the direction of a text.
+    # Control characters are invisible. NUL pads texts, and others change the direction of a text.
     # Lone surrogates cannot be encoded in UTF-8.
     is_control = unicodedata.category(character) in ("Cc", "Cf")
     return "" if is_control else "\N{REPLACEMENT CHARACTER}"

@@ -2,9 +2,9 @@
 
 Initializing a large model takes longer than reading its weights. ``torch.nn.utils.skip_init`` and
 the meta device support only modules without computed buffers. This module supports any
-``make_model()``. It skips operations that draw random numbers, and computes values that do not
+``make_model()``. It skips operations that draw random numbers, but computes all values that do not
 depend on them, such as buffers of frequencies. It records which tensors depend on skipped draws. If
-such tensors are outside of the state dict, the model has to be built again with all draws.
+such a tensor is not in the state dict, the model has to be built again with all draws.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -29,7 +29,7 @@ _READS = {
 
 
 class _ReadError(Exception):
-    """The exception that ends a build that reads undrawn values."""
+    """The exception that stops building a model when it reads values that were not drawn."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -37,7 +37,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _WithoutDraws(TorchDispatchMode):
-    """Skip draws, and record the storages with undrawn values or values computed from them."""
+    """Skip draws, and record storages whose values were not drawn, or depend on such values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _WithoutDraws(TorchDispatchMode):
         raise _ReadError
 
     def are_all_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether each undrawn storage that still exists is filled by one of the tensors."""
+        """Return whether each recorded storage that still exists is that of one whole tensor."""
         whole = {
             t.untyped_storage()._cdata for t in tensors if t.untyped_storage().nbytes() == t.nbytes
         }
@@ -106,7 +106,7 @@ class _WatchReads(TorchFunctionMode):
 
 @contextmanager
 def _without_redraws() -> Generator[None, None, None]:
-    """Replace truncated normal draws, which read the drawn numbers, by plain normal draws."""
+    """Replace truncated normal draws, which read the numbers they draw, by plain normal draws."""
     name = "_no_grad_trunc_normal_"
     own: Any = getattr(nn.init, name, None)
 

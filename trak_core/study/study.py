@@ -1,23 +1,23 @@
 """Load a study, the user's Python file that defines a model and data, and call its training.
 
-A study defines these functions. Those after ``target_data`` are optional:
+A study defines these functions. The functions after ``target_data`` are optional:
 
     make_model()             builds the torch module, whose weights are replaced
     train_data()             returns the training samples: any object with len() and [i]
     target_data()            returns the samples that can be explained, in the same form
     train_ids(), target_ids()  return an integer or short name for each sample (default 0, 1, ...)
-    train_columns(), target_columns()  return further values for each sample, by column name
-    train(**arguments)       trains and returns a model, with arguments from the config
+    train_columns(), target_columns()  return more values for each sample, by column name
+    train(**arguments)       trains a model with arguments from the config, and returns it
     encode(**line)           converts a line of an experiment's `data` to a sample
     draw(axes, sample)       draws one sample into matplotlib axes
-    describe(sample)         returns a text that shows one sample to readers
+    describe(sample)         returns a text that describes one sample on pages
     as_read(sample)          returns the model's input for one sample, as a text
     token_texts(sample)      returns a text for each token of a sample
     class_names()            returns the names of the classes with the labels 0, 1, 2, ...
 
 A sample is a tuple of the model's positional arguments and the label, or a dict of the model's
 named arguments with the label as `labels`. Image-text pairs have no label. All samples have the
-same shapes; only texts of a language model may differ in their number of tokens.
+same shapes, except that texts for a language model may have different numbers of tokens.
 """
 
 import ast
@@ -61,11 +61,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _trains_when_run(path: Path) -> str | None:
-    """Return the first call at import that leads to ``backward()``, with its line number.
+    """Return a text about the first call that an import runs and that leads to ``backward()``.
 
     Calls are followed through the file's functions, but not through methods. Code under a condition
-    on ``__name__`` is skipped. Return None for a file without such a call, or with a syntax error,
-    which the import reports.
+    on ``__name__`` is skipped. Return None if there is no such call, or if the file has a syntax
+    error, which importing it reports.
     """
     try:
         body = ast.parse(path.read_bytes()).body
@@ -84,7 +84,7 @@ def _trains_when_run(path: Path) -> str | None:
 
 
 def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement, without those in functions, lambdas and classes."""
+    """Yield the nodes of a statement, except those in functions, lambdas and classes."""
     if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
         yield node
         for part in ast.iter_child_nodes(node):
@@ -146,17 +146,17 @@ class Study:
             raise InputError(
                 f"{path}: the study's file must not change the working folder, to which the "
                 f"config's paths are relative. Found a change to {after}. Leave os.chdir() out, "
-                "and begin the study's own paths with Path(__file__).parent.",
+                "and build the study's paths from Path(__file__).parent.",
                 code="study.chdir",
             )
         return cls(path, module)
 
     @property
     def name(self) -> str:
-        """The name of the study in the config: its file, or a ready-made study.
+        """The value of ``study`` in the config: a path, or the name of a ready-made study.
 
-        ``bind_study_arguments`` writes files with the name of a study and eight digits. They have
-        an attribute ``own`` if they pass arguments to a user's file.
+        For a file that ``bind_study_arguments`` wrote, the file's name contains the study's name.
+        The file has an attribute ``own`` if it passes arguments to a user's file.
         """
         written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
         if written is None:
@@ -203,7 +203,7 @@ class Study:
             raise InputError(
                 f"{self.path}: make_model() must return a model that runs as Python code. Found "
                 f"{type(model).__name__} from torch.jit.script, trace or load. Return the original "
-                "model. `module.state_dict()` has its weights under the same names.",
+                "model. The scripted model's state_dict() has the same names.",
                 code="study.scripted_model",
             )
         devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
@@ -223,14 +223,14 @@ class Study:
             text = function(sample)
         if not isinstance(text, str):
             raise InputError(
-                f"{self.path}: {by}() must return a str, which shows the sample as text. Found "
+                f"{self.path}: {by}() must return a str that describes the sample. Found "
                 f"{type(text).__name__} for sample {sample_id}.",
                 code="study.text_type",
             )
         return text
 
     def first_as_read(self, split: Split) -> str:
-        """Return ``as_read`` of the first sample, or "" if the study does not define it."""
+        """Return ``as_read`` of the first sample, or "" if the study has no ``as_read``."""
         if not self.has("as_read"):
             return ""
         with users_code(f"reading sample {split.ids[0]}"):
@@ -238,9 +238,9 @@ class Study:
         return beginning_and_end(self.describe(split.ids[0], sample, "as_read"))
 
     def words(self, split: Split) -> Iterator[list[str]]:
-        """Yield the words of each sample's ``describe``, in lower case.
+        """Yield the words in the ``describe`` text of each sample, in lower case.
 
-        A word is a run of letters with their marks, digits and ``_``, in normal form NFKC.
+        A word is a sequence of letters, combining marks, digits and ``_``, in normal form NFKC.
         """
         for row, sample_id in enumerate(split.ids):
             with users_code(f"reading sample {sample_id}"):
@@ -275,16 +275,16 @@ class Study:
         problems += [f"{name!r} {names.count(name)} times" for name in repeated]
         if problems:
             raise InputError(
-                f"{self.path}: class_names() must return a different text for each class. Found "
+                f"{self.path}: class_names() must return a different str for each class. Found "
                 f"{problems[0]}.",
                 code="study.class_names",
             )
         return names
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
-        """Return samples of ``train_data`` if ``name`` is ``TRAIN``, else of ``target_data``.
+        """Return samples from ``train_data`` if ``name`` is ``TRAIN``, else from ``target_data``.
 
-        ``targets`` are the ids of the samples to return, in order; None for all.
+        ``targets`` contains the ids of the samples to return, in order. None returns all samples.
         """
         pool = "train" if name == TRAIN else "target"
         function = self.function(f"{pool}_data")
@@ -320,8 +320,9 @@ def trained_model(
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    ``arguments`` are passed to ``train`` by name. So are ``data``, the samples to train on, and
-    ``sample_weights``, factors of the samples' losses, float32 of shape (n,), if they are not None.
+    ``arguments`` are passed to ``train`` by name. If they are not None, ``data`` and
+    ``sample_weights`` are passed too. ``data`` are the samples to train on, and ``sample_weights``
+    (float32, shape (n,)) are factors for the losses of the samples.
     """
     last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
@@ -336,7 +337,7 @@ def models_along(
     weights.
 
     Yields:
-        The time and the model. All models may be one object, which further training changes.
+        The time and the model. All models may be the same object, which training changes.
     """
     remaining = list(times)
     passed: list[str] = []
@@ -353,7 +354,7 @@ def models_along(
         passed[6:-3] = ["..."]
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"none at {remaining[0]!r}; it yielded at {', '.join(passed) or 'none'}.",
+        f"no model at {remaining[0]!r}. It yielded models at {', '.join(passed) or 'no time'}.",
         code="study.train",
     )
 
@@ -364,7 +365,7 @@ def _steps(
     data: Samples | None = None,
     sample_weights: torch.Tensor | None = None,
 ) -> Generator[tuple[float, Any]]:
-    """Yield the pairs that ``train`` yields, or time 0 and the model that it returns."""
+    """Yield the pairs that ``train`` yields, or one pair of time 0 and the returned model."""
     more = {"data": data, "sample_weights": sample_weights}
     train = study.function("train")
     call = f"{study.path}: train({arguments})"
@@ -405,7 +406,7 @@ def _checked(study: Study, arguments: dict[str, Any], model: Any) -> nn.Module:
         if not torch.isfinite(value).all():
             raise InputError(
                 f"{study.path}: train({arguments}) must return finite weights. Found NaN or "
-                f"infinity in {name}: training diverged.",
+                f"infinity in {name}, so training diverged. Try a smaller learning rate.",
                 code="study.train",
             )
     return model

@@ -1,6 +1,6 @@
-"""Find the files of a checkpoint's weights, and read them with torch or safetensors.
+"""Find the files that contain a checkpoint's weights, and read them with torch or safetensors.
 
-No code in a file is executed. Tensors are memory-mapped, so their values are read on first use.
+Code in these files is never executed. Tensors are memory-mapped, so values are read on first use.
 """
 
 import hashlib
@@ -19,24 +19,24 @@ from torch import Tensor
 from trak_core.errors import InputError, caused_by_out_of_memory, listed
 from trak_core.settings import ADAPTER_CONFIG
 
-# Files of torch.save begin with _ZIP since torch 1.6. Files of safetensors begin with the length of
-# their header in 8 bytes. The last of these bytes is 0, and the header begins with "{".
+# Since torch 1.6, files that torch.save writes begin with _ZIP. A safetensors file begins with the
+# length of its header in 8 bytes. The last of these bytes is 0, and the header begins with "{".
 _ZIP, _SAFETENSORS = b"PK\x03\x04", b"\0{"
 _FOLDER = 0x10  # The attribute of an entry of a zip file that marks a folder.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Files of a Hugging Face folder. The first one that exists is read. An index names shards.
+# Files in a Hugging Face folder. The first one that exists is read. An index lists files of shards.
 _FOLDER_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Keys of larger dicts under which training frameworks store the state dict.
+# Keys under which training frameworks store the state dict in a larger dict.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class _LeftOut:
-    """A replacement for the classes of objects in a file, which are never imported."""
+    """A replacement for all classes of objects in a file, so that the classes are not imported."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
@@ -51,8 +51,8 @@ class _LeftOut:
 def _load(path: Path, *, is_zip: bool) -> Any:
     """Load a file with torch, and remove the entries that contain objects.
 
-    Some frameworks store objects with the weights, such as Lightning's hyper-parameters. Objects in
-    a state dict, or in a file without a state dict, raise torch's error.
+    Some frameworks store objects with the weights, such as Lightning's hyper-parameters. If a state
+    dict contains objects, or if the file has no state dict, torch's error is raised.
 
     Returns:
         The dict in the file.
@@ -89,9 +89,9 @@ def is_state_dict(saved: object) -> bool:
 
 
 def state_dicts(saved: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each state dict in a file, with the keys that lead to it joined by dots.
+    """Yield each state dict in ``saved``, and the keys that lead to it, joined by dots.
 
-    The states of optimizers and dicts of scalars are skipped.
+    Optimizer states and dicts of scalars are skipped.
     """
     if is_state_dict(saved):
         if any(value.ndim and value.is_floating_point() for value in saved.values()):
@@ -120,17 +120,17 @@ def _check_zip(path: Path) -> None:
         damaged = archive.testzip()
     if damaged is not None:
         raise ValueError(
-            f"the checksum of its part {damaged} differs: the file is damaged, or was saved after "
+            f"the checksum of its part {damaged} is wrong: the file is damaged, or was saved after "
             "torch.serialization.set_crc32_options(False)"
         )
 
 
 def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
-    """Return the tensors in a file of torch.save or safetensors, on the CPU.
+    """Return the tensors in a torch.save or safetensors file, on the CPU.
 
-    The first bytes determine the format of a file, not its name. ``must`` and ``remedy`` are parts
-    of error messages. If there is a ``digest``, it is updated with the file's bytes, and the
-    checksums in a file of torch.save are verified.
+    The first bytes of the file determine its format, not its name. Error messages contain ``must``,
+    which says what the file must be, and ``remedy``. If ``digest`` is not None, it is updated with
+    the file's bytes, and the checksums in a torch.save file are verified.
     """
     start = b""
     try:
@@ -158,7 +158,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Any = None) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error of torch or safetensors, without torch's advice."""
+    """Return the first line of an error from torch or safetensors, without torch's advice."""
     text = str(error) or type(error).__name__
     if unsafe := re.search(r"(?:global:|unsupported) GLOBAL (\S+)", text):
         return f"it contains {unsafe[1].rstrip('.')}"
@@ -168,7 +168,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, which must be in its folder."""
+    """Return the files that an index lists, which must be in its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
@@ -184,7 +184,7 @@ def _shards(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise InputError(
-            f"{index}: every file that the index names must exist in its folder. Found no "
+            f"{index}: every file that the index lists must exist in its folder. Found no "
             f"{listed(missing)}. Copy the whole folder again.",
             code="study.checkpoint_shards",
         )
@@ -197,7 +197,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     The path is None if there is neither.
 
     Raises:
-        InputError: If a folder has no weights, or weights of both an adapter and a whole model.
+        InputError: If a folder contains no weights, or those of both an adapter and a whole model.
     """
     if not checkpoint.exists():
         raise InputError(
@@ -206,8 +206,8 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
             raise InputError(
-                f"{checkpoint}: an adapter's weights need its {ADAPTER_CONFIG}. Found the path of "
-                "a file of weights. Name the folder with both files instead.",
+                f"{checkpoint}: an adapter's weights cannot be loaded without {ADAPTER_CONFIG}. "
+                "Found the path of a file of weights. Use the path of the folder with both files.",
                 code="study.adapter_folder",
             )
         return [checkpoint], None
@@ -238,7 +238,7 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
 
 
 def _refuse_pieces(folder: Path) -> None:
-    """Raise an error if each process of a training saved a part of the weights in the folder."""
+    """Raise an error if each training process saved only a part of the weights in the folder."""
     pieces = next(folder.rglob("*.distcp"), None)
     script = folder / "zero_to_fp32.py"
     patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
@@ -254,8 +254,8 @@ def _refuse_pieces(folder: Path) -> None:
     else:
         return
     raise InputError(
-        f"{folder}: a checkpoint must contain whole weights. Found weights of {kind}, where each "
-        f"process saved a part. Join the parts with {remedy}, and name the resulting file.",
+        f"{folder}: a checkpoint must contain whole weights. Found weights from {kind}, of which "
+        f"each process saved a part. Join the parts with {remedy}, and use the resulting file.",
         code="study.checkpoint_pieces",
     )
 

@@ -1,5 +1,5 @@
-# One rule for each group of runs whose checkpoints have equal suffixes, because the outputs of a rule
-# can differ only by its wildcards.
+# There is one rule for each group of runs whose checkpoint ids have the same suffixes, because the
+# outputs of a rule can differ only in its wildcards.
 for number, (ends, runs) in enumerate(specs.trained_together if trained else []):
     rule_name = f"train_checkpoint_{number + 1}" if number else "train_checkpoint"
 

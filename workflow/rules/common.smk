@@ -37,7 +37,7 @@ from trak_core.runtime.job import explain_interrupts, export_library_path, stage
 export_library_path()
 schema = Path(workflow.source_path("../schemas/config.schema.yaml"))
 given = workflow.config_settings.config_args or []
-# With a default storage provider, all files of rules are in its store, including the user's files.
+# With a default storage provider, all inputs and outputs are in its store, even the user's files.
 stored = workflow.storage_settings.default_storage_provider is not None
 # A module of another workflow has a name, no `onstart`, and no `--config`.
 is_module = __name__ is not None
@@ -46,7 +46,7 @@ placed = workflow.modifier.path_modifier
 
 @contextmanager
 def explained():
-    """Exit with only the message. A WorkflowError would also show lines of this file."""
+    """Print only an error's message, and exit. A WorkflowError would also show lines of this file."""
     try:
         yield
     except InputError as error:
@@ -61,7 +61,7 @@ with explained():
     config.update(
         completed(with_values_read(config, [] if is_module else given), schema)
     )
-    # A module's `prefix` changes the folder of the results.
+    # If the workflow is a module, its `prefix` changes the results folder.
     results = Path(placed.replace_prefix(f"{config['results']}/_")).parent
     explain_interrupts(str(results), is_main=workflow.is_main_process)
     # With a store, outputs are first written to the working folder.
@@ -72,7 +72,7 @@ with explained():
         if not stored:
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
-            # `onstart` writes later records, but a module has no `onstart`.
+            # If there is a record, `onstart` replaces it, but a module has no `onstart`.
             if is_module or not has_record(results):
                 record_config(config, results, must=False)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:

@@ -1,11 +1,11 @@
-# The study is needed only if it defines names of classes.
+# The study is needed only if it may define class names.
 naming_study = (
     config["study"] if mentions(Path(config["study"]), "class_names") else None
 )
 
 
 def list_scores(kind):
-    """Return the file of a list's scores, which are for training samples or for a pool."""
+    """Return the file with the scores of training samples or of a pool, from which a list is made."""
     of = "pool" if kind == "select" and specs.pool is not None else "scores"
     return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
@@ -84,7 +84,7 @@ if specs.pool is not None:
 
 
 if "duplicates" in specs.lists:
-    # One checkpoint is enough, because copies have equal features with every checkpoint.
+    # One checkpoint is enough, because duplicates have equal features with every checkpoint.
     compared = specs.self_influence.ends[0]
     compared_with = specs.lists["duplicates"]["experiment"]
 
@@ -104,7 +104,7 @@ if "duplicates" in specs.lists:
             study_file=naming_study,
             spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
         message:
-            "Looking for copies among all samples: {output.listed}"
+            "Looking for duplicates among all samples: {output.listed}"
 
     timed("find_duplicates")
 

@@ -2,7 +2,7 @@ removal_jobs = specs.removal_jobs
 
 
 def naming_samples(by):
-    """Return the files from which samples to remove, or to train on, are chosen."""
+    """Return the files from which the samples to remove, or to train on, are chosen."""
     if by == "top":
         return [f"{folder}/scores/{specs.evaluation['removals']['experiment']}.h5"]
     if by == "embedding_cosine":
@@ -32,7 +32,7 @@ use rule stage as retrain_removals with:
         spec=lambda wildcards: specs.removals_spec(wildcards.by).as_dict(),
         naming=lambda wildcards: removal_jobs[wildcards.by][int(wildcards.part)],
     message:
-        "Retraining without samples, or on them: {wildcards.by}, part {wildcards.part}"
+        "Retraining without or only on chosen samples: {wildcards.by}, part {wildcards.part}"
 
 
 use rule stage as compare_removals with:

@@ -1,6 +1,6 @@
 rule write_report:
     input:
-        # These inputs only make the report run last, so that it has the times of all stages.
+        # The report does not read these inputs. They make it run last, so that it has all run times.
         expand("<results>/figures/{experiment}.png", experiment=specs.scored),
         expand("<results>/lists/{kind}.html", kind=specs.lists),
         timings if stored else [],
@@ -34,7 +34,7 @@ rule write_report:
 
 if measured_files:
 
-    # This report is written before the evaluation, whose trainings take most of the time.
+    # This report is written before the evaluation, because retraining models takes a long time.
     use rule write_report as write_report_first with:
         input:
             expand("<results>/figures/{experiment}.png", experiment=specs.scored),

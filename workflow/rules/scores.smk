@@ -93,7 +93,7 @@ use rule model_stage as compute_token_scores with:
         question=lambda wildcards: specs.questions.get(wildcards.experiment),
         study_file=config["study"],
     message:
-        "Cutting scores of experiment {wildcards.experiment} by tokens and layers"
+        "Splitting scores of experiment {wildcards.experiment} by tokens and layers"
 
 
 if config["answers"]["tokens"]:

@@ -1,8 +1,8 @@
 # Define the files and params of jobs as functions of wildcards. There are no rules in this file.
 #
-# Snakemake compares params as an unordered set of texts, so two params that exchange their values
-# would go unnoticed. Therefore all numbers are in one spec with sorted keys, and no two other params
-# can have the same value.
+# Snakemake compares params as an unordered set of texts, so it would not notice if two params
+# exchanged their values. Therefore all numbers are in one spec with sorted keys, and no two other
+# params can have the same value.
 compute, scoring = config["compute"], config["scoring"]
 folder, trained = config["results"], "training" in config
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
@@ -22,9 +22,9 @@ wildcard_constraints:
 def own_file(path):
     """Return a user's file as a rule's input, and a text that changes with its content.
 
-    Snakemake misses a file that is replaced by an older one or changed inside a folder. The text is
-    None where no jobs are planned, because a node may not have the file. A module's `prefix` does
-    not change the path.
+    The text is needed because Snakemake does not notice a file that is replaced by an older one, or
+    changes inside a folder. In processes that only run a job, the text is None, because the node may
+    not have the file. A module's `prefix` does not change the path.
     """
     if not stored and "://" not in path:
         return ancient(local(path)), digests.get(path)
@@ -68,7 +68,7 @@ def split_targets(wildcards):
 
 
 def selected_targets(wildcards):
-    """Return the file of the targets that a `where` condition selects, or nothing."""
+    """Return a list with the file of selected targets if the split has a `where` condition."""
     return [
         f"{folder}/targets/{e}.h5" for e in specs.conditions if e == wildcards.split
     ]
@@ -93,8 +93,8 @@ train_features = (
 )
 
 
-# The files of Snakemake's `benchmark:`. In a store they are inputs of the report. Otherwise they are
-# not inputs, so that deleting them reruns nothing, and the report reads the files that exist.
+# The files that Snakemake's `benchmark:` writes. In a store, they are inputs of the report. Otherwise
+# they are not, so that deleting them reruns nothing, and the report reads the files that exist.
 timings = []
 
 
@@ -102,7 +102,7 @@ def timed(job, /, **names):
     timings.extend(expand(f"<results>/benchmarks/{job}.tsv", **names))
 
 
-# Optional outputs of a config besides scores.
+# The outputs besides scores that a config can request.
 group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [f"{folder}/removals/{name}.h5" for name in specs.removals]
@@ -116,13 +116,14 @@ known_self_influence = self_influence_files or (
 measured_files = [*(evaluation_files + removals_files + self_influence_files)]
 
 
-# On Kubernetes, 0 would also be a request.
+# None requests no GPU. On Kubernetes, 0 would also be a request.
 gpu = 1 if compute["device"] == "cuda" else None
-# `conda` is a file or the name of an environment. Snakemake takes a file relative to this folder.
+# `conda` is a file or the name of an environment. Snakemake resolves paths relative to this folder,
+# but in a config they are relative to the working folder.
 environment = compute.get("conda", "../envs/trak.yaml")
 if "conda" in compute and environment.endswith((".yaml", ".yml")):
     environment = str(Path(environment).absolute())
-# Rules for scores and figures have this priority, so that they run before the evaluation.
+# The priority of rules for scores and figures, which run before the evaluation.
 scores_first = 10
 
 
@@ -132,12 +133,12 @@ def code_of(stage):
 
 
 def job_mb(wildcards, attempt):
-    # The interpreter, torch and the study's data need memory besides the arrays.
+    # The interpreter, torch and the study's data need memory in addition to the arrays.
     return attempt * (compute["memory_mb"] + 1500)
 
 
 def model_job_mb(wildcards, attempt):
-    # A job of several checkpoints loads one at a time.
+    # A job for several checkpoints loads one at a time.
     name = getattr(wildcards, "checkpoint", None)
     weights = largest_weights_mb(specs, results, name)
     return job_mb(wildcards, attempt) + attempt * weights
@@ -150,7 +151,7 @@ def shards_of(wildcards):
 
 
 def scores_shards(wildcards):
-    """Return the shards of average scores. There are as many as shards of training features."""
+    """Return the shards of average scores, which are as many as those of training features."""
     n = compute["shards"]
     shards = f"{folder}/scores/{wildcards.experiment}/shards"
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []

@@ -1,5 +1,5 @@
 # All jobs share an environment, a memory limit, and a script that runs the stage in the param `code`.
-# Each rule has its own log and benchmark, because with a store Snakemake does not fill in pathvars.
+# Each rule sets its log and benchmark, because with a store Snakemake does not fill in pathvars here.
 rule stage:
     log:
         "<results>/logs/stage.log",

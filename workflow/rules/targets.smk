@@ -15,7 +15,7 @@ use rule model_stage as compute_outputs with:
         spec=lambda wildcards: specs.outputs.under(wildcards.checkpoint).as_dict(),
         study_file=config["study"],
     message:
-        "Asking checkpoint {wildcards.checkpoint} about all targets"
+        "Computing outputs of all targets under checkpoint {wildcards.checkpoint}"
 
 
 use rule stage as select_targets with:

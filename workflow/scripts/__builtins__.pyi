@@ -1,4 +1,4 @@
-"""The variable that Snakemake adds to every script, for the type checker (`stubPath`)."""
+"""Declare the variable that Snakemake adds to every script, for the type checker (`stubPath`)."""
 
 from typing import Any
 

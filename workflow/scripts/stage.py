@@ -1,4 +1,4 @@
-"""Run the stage that a job's param `code` names, with the rule's named values as arguments."""
+"""Run the stage in a job's param `code`, with the rule's named values as keyword arguments."""
 
 from trak_core.runtime.job import run_script
 
