@@ -104,10 +104,10 @@ def test_a_record_of_somebody_else_is_no_folder_that_may_only_be_read(tmp_path):
     results.chmod(0o1777)
     said = as_nobody(tmp_path)
     assert said.startswith("config.results_folder results: the results folder must be")
-    assert "Found Operation not permitted at results/study.json. Change it" in said
+    assert "Found Operation not permitted at results/study.json. Make the folder writable" in said
     assert [path.name for path in results.iterdir()] == ["study.json"]
 
 
 def test_a_folder_that_takes_no_file_is_named_itself(tmp_path):
     (tmp_path / "results").mkdir(mode=0o555)
-    assert "Found Permission denied at results. Change it" in as_nobody(tmp_path, "check")
+    assert "Found Permission denied at results. Make the folder writable" in as_nobody(tmp_path, "check")
