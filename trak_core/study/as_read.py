@@ -1,0 +1,68 @@
+"""Show samples as the model reads them, and compare the format of asked and training samples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.show_samples import shown_tokens
+from trak_core.study.study import Study, beginning_and_end
+
+# Training samples that are read to find common tokens, and how many of them must differ.
+_READ, _DIFFERENT = 16, 8
+
+
+def lines_as_read(study: Study, split: Split, subject: str, train: Split | None) -> list[str]:
+    """Return a line on the first sample of a split, and a line on each difference from ``train``.
+
+    ``subject`` names the sample. The list is empty if the study does not define ``as_read``.
+    """
+    text = study.first_as_read(split)
+    if not text:
+        return []
+    differences = {} if train is None or train is split else lacking(study, train, split)
+    return [
+        f"{subject}, {split.ids[0]}, as the model reads it: {text}",
+        *(
+            f"Notice: training samples {words} {common!r}, but this sample does not. If training "
+            "added this text, the sample must have it too."
+            for words, common in differences.items()
+        ),
+    ]
+
+
+def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
+    """Return the first tokens and the last token that training samples share, if asked lacks them.
+
+    At least 8 different ones of 16 training samples, spread over the split, must share them.
+
+    Returns:
+        The text of the tokens by "begin with" and "end with". It is empty without ``input_ids``.
+    """
+    numbers = _input_ids(asked, 0)
+    last = len(train.ids) - 1
+    rows = {tuple(_input_ids(train, i * last // (_READ - 1))): i for i in range(_READ)}
+    if len(rows) < _DIFFERENT or not numbers or () in rows:
+        return {}
+    first, *others = rows
+    n = 0
+    while all(len(other) > n and other[n : n + 1] == first[n : n + 1] for other in others):
+        n += 1
+    sample_id = train.ids[i := rows[first] * last // (_READ - 1)]
+    texts = shown_tokens(study, sample_id, train.samples[i], len(first))
+    found = {}
+    if tuple(numbers[:n]) != first[:n]:
+        found["begin with"] = beginning_and_end("".join(texts[:n]))
+    if {other[-1] for other in rows} == {first[-1]} != {numbers[-1]}:
+        found["end with"] = texts[-1]
+    return found
+
+
+def _input_ids(split: Split, row: int) -> list[int]:
+    """Return the token ids of a sample, or an empty list for a sample without them."""
+    with users_code(f"reading sample {split.ids[row]}"):
+        sample: Any = split.samples[row]
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        return []
+    return torch.as_tensor(sample["input_ids"]).flatten().tolist()
