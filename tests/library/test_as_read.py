@@ -48,6 +48,16 @@ def test_first_and_last_tokens_that_training_samples_share(study):
     assert len(lines_as_read(study, train, "The first training sample", train)) == 1
 
 
+def test_padding_is_no_part_of_a_format(study):
+    padded, masks = trained(), ([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0], [1] * 10)
+    for sample in padded.samples:
+        sample |= {"input_ids": [9, *sample["input_ids"], 9], "attention_mask": masks[0]}
+    asked = split([*SYSTEM, "b", "c", END, END])
+    asked.samples[0]["attention_mask"] = masks[1]
+    assert lacking(study, padded, asked) == {}
+    assert [*lacking(study, padded, split(["b", END])).values()] == [" ".join([*SYSTEM, ""])]
+
+
 def test_nothing_is_said_without_eight_different_samples_that_agree(study):
     for train in (
         trained(7),

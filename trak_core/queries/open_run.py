@@ -138,7 +138,8 @@ class OpenRun(FittedAttributor):
     def as_read(self, asked: Asked) -> list[str]:
         """Return lines that show a sample as the model reads it, for studies with ``as_read``."""
         with self._at_work():
-            split = Split([asked.sample], [asked.id])
+            ids: Any = [asked.id]
+            split = Split([asked.sample], ids)
             return lines_as_read(self.study, split, "The first asked sample", self._train)
 
     def of_class(self, asked: Asked, label: str) -> Asked:

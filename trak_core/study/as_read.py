@@ -49,20 +49,30 @@ def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
     n = 0
     while all(len(other) > n and other[n : n + 1] == first[n : n + 1] for other in others):
         n += 1
-    sample_id = train.ids[i := rows[first] * last // (_READ - 1)]
-    texts = shown_tokens(study, sample_id, train.samples[i], len(first))
-    found = {}
+    i = rows[first] * last // (_READ - 1)
+    sample: Any = train.samples[i]
+    kept = _kept(sample)
+    texts = shown_tokens(study, train.ids[i], sample, len(kept))
+    texts = [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
+    differences = {}
     if tuple(numbers[:n]) != first[:n]:
-        found["begin with"] = beginning_and_end("".join(texts[:n]))
+        differences["begin with"] = beginning_and_end("".join(texts[:n]))
     if {other[-1] for other in rows} == {first[-1]} != {numbers[-1]}:
-        found["end with"] = texts[-1]
-    return found
+        differences["end with"] = texts[-1]
+    return differences
 
 
 def _input_ids(split: Split, row: int) -> list[int]:
-    """Return the token ids of a sample, or an empty list for a sample without them."""
+    """Return a sample's token ids without padding, or an empty list for a sample without tokens."""
     with users_code(f"reading sample {split.ids[row]}"):
         sample: Any = split.samples[row]
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         return []
-    return torch.as_tensor(sample["input_ids"]).flatten().tolist()
+    numbers = torch.as_tensor(sample["input_ids"]).flatten().tolist()
+    return [number for number, is_kept in zip(numbers, _kept(sample), strict=True) if is_kept]
+
+
+def _kept(sample: Mapping[str, Any]) -> list[int]:
+    """Return 0 for padding and 1 for each other token."""
+    mask = sample.get("attention_mask", torch.ones_like(torch.as_tensor(sample["input_ids"])))
+    return torch.as_tensor(mask).flatten().tolist()
