@@ -253,7 +253,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
     run, part = name if run is None else str(run), str(given.get("state_dict") or "") or None
-    folders = _of_trainer(Path(path))
+    folders = of_trainer(Path(path))
     if not folders:
         time = None if at is None else _checked_time(at, name)
         yield name, Checkpoint(run, time, path, state_dict=part)
@@ -271,7 +271,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         yield f"{name}-{number}", found
 
 
-def _of_trainer(path: Path) -> list[tuple[int, Path]]:
+def of_trainer(path: Path) -> list[tuple[int, Path]]:
     """Return the folders checkpoint-<number> that a Trainer saved in a folder, by number."""
     if not path.is_dir():
         return []
