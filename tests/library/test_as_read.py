@@ -26,9 +26,9 @@ def split(*texts):
     return Split(samples, [*range(len(texts))])
 
 
-def trained(n=20, first=SYSTEM, last=END):
+def trained(n=20, first=SYSTEM, last=(END,)):
     letters = WORDS[-16:]
-    return split(*([*first, letters[i % 16], letters[-i % 5], last] for i in range(n)))
+    return split(*([*first, letters[i % 16], letters[-i % 5], *last] for i in range(n)))
 
 
 def test_first_and_last_tokens_that_training_samples_share(study):
@@ -42,6 +42,8 @@ def test_first_and_last_tokens_that_training_samples_share(study):
         (["a", *SYSTEM, END], {"begin with": whole}),
     ):
         assert lacking(study, train, split(asked)) == differs
+    ends = lacking(study, trained(last=[".", END]), split([*SYSTEM, "b"]))
+    assert ends == {"end with": f". {END} "}
     line, notice = lines_as_read(study, split([*SYSTEM, "b"]), "The first asked sample", train)
     assert line == "The first asked sample, 0, as the model reads it: you are kind . ask : b"
     assert notice.startswith(f"Notice: training samples end with '{END} ', but this sample does")

@@ -1,6 +1,7 @@
 """Show samples as the model reads them, and compare the format of asked and training samples."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -33,22 +34,21 @@ def lines_as_read(study: Study, split: Split, subject: str, train: Split | None)
 
 
 def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
-    """Return the first tokens and the last token that training samples share, if asked lacks them.
+    """Return the first and last tokens that training samples share, if an asked sample lacks them.
 
-    At least 8 different ones of 16 training samples, spread over the split, must share them.
+    At least 8 different ones of 16 training samples, spread over the split, must share them. The
+    asked sample must begin with all of the first tokens, and end with the last token.
 
     Returns:
         The text of the tokens by "begin with" and "end with". It is empty without ``input_ids``.
     """
     numbers = _input_ids(asked, 0)
     last = len(train.ids) - 1
-    rows = {tuple(_input_ids(train, i * last // (_READ - 1))): i for i in range(_READ)}
-    if len(rows) < _DIFFERENT or not numbers or () in rows:
+    n_read = _READ if numbers else 0
+    rows = {tuple(_input_ids(train, i * last // (_READ - 1))): i for i in range(n_read)}
+    if len(rows) < _DIFFERENT or () in rows:
         return {}
-    first, *others = rows
-    n = 0
-    while all(len(other) > n and other[n : n + 1] == first[n : n + 1] for other in others):
-        n += 1
+    first, n = next(iter(rows)), _n_common([*rows])
     i = rows[first] * last // (_READ - 1)
     sample: Any = train.samples[i]
     kept = _kept(sample)
@@ -57,9 +57,16 @@ def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
     differences = {}
     if tuple(numbers[:n]) != first[:n]:
         differences["begin with"] = beginning_and_end("".join(texts[:n]))
-    if {other[-1] for other in rows} == {first[-1]} != {numbers[-1]}:
-        differences["end with"] = texts[-1]
+    n_last = _n_common([row[::-1] for row in rows])
+    if n_last and numbers[-1] != first[-1]:
+        differences["end with"] = beginning_and_end("".join(texts[-n_last:]))
     return differences
+
+
+def _n_common(sequences: Sequence[Sequence[int]]) -> int:
+    """Return the number of first entries that all sequences share."""
+    places = takewhile(lambda entries: len({*entries}) == 1, zip(*sequences, strict=False))
+    return sum(1 for _ in places)
 
 
 def _input_ids(split: Split, row: int) -> list[int]:
