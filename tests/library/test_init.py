@@ -6,6 +6,7 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
+import torch
 import yaml
 from folders import write
 from refused import refused
@@ -82,6 +83,49 @@ def test_a_trainer_s_folder_without_a_second_file():
     assert list(checkpoint_table(config["checkpoints"], None)) == ["run_1-12", "run_1-4"]
     assert config["study_arguments"] == {"texts": "a b/yes.jsonl", "targets": "a b/yes.jsonl"}
     assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "note"),
+    [
+        ((4, 12, 100), "3 checkpoints of one run, steps 4 to 100"),
+        ((4,), "the checkpoint of step 4"),
+        ((), None),
+    ],
+)
+def test_the_checkpoints_in_a_trainer_s_folder_are_counted(steps, note, capsys):
+    saved = {f"run-1/checkpoint-{step}/config.json": CAUSAL for step in steps}
+    written({**saved, "run-1/config.json": CAUSAL, "train.jsonl": TEXTS})
+    printed, text = capsys.readouterr().out, Path("trak.yaml").read_text()
+    assert ("Write several checkpoints of one run" in text) == (note is None)
+    assert note is None or f"found: run-1: {note}\n" in printed
+    assert f'  run_1: "run-1"{(note and f"  # {note}") or ""}\n' in text
+
+
+@pytest.mark.parametrize("kind", ["texts", "table"])
+def test_data_of_another_project_are_left_out(kind, capsys):
+    """Data that are nearer to other weights are theirs, even if their names fit better."""
+    rows, ending = (TEXTS, "jsonl") if kind == "texts" else ("a,label\n0.5,1\n", "csv")
+    own = {"A/sft.": rows, "A/test.": rows, "B/train.": rows * 9, "B/eval.": rows}
+    files = {f"{name}{ending}": text for name, text in own.items()}
+    for n, project in enumerate("AB", 4):
+        if kind == "texts":
+            files[f"{project}/out/config.json"] = CAUSAL.replace("4", str(n))
+        else:
+            files[f"{project}/m.pt"] = {f"w{n}": torch.zeros(2)}
+    config = written(files)
+    arguments = config["study_arguments"]
+    assert arguments["texts" if kind == "texts" else "table"] == f"A/sft.{ending}"
+    asked = config["experiments"]["asked"].get("data", arguments.get("targets"))
+    assert asked == f"A/test.{ending}"
+    assert "nearer to other weights than A/" in capsys.readouterr().out
+
+
+def test_data_beside_both_projects_belong_to_each(capsys):
+    weights = {f"{name}/out/config.json": CAUSAL.replace("4", name) for name in "12"}
+    arguments = written({**weights, "data/train.jsonl": TEXTS, "1/log.jsonl": TEXTS})
+    assert arguments["study_arguments"]["texts"] == "data/train.jsonl"
+    assert "nearer" not in capsys.readouterr().out
 
 
 def test_a_folder_whose_weights_do_not_load_is_left_out(capsys):
@@ -170,7 +214,7 @@ def test_labelled_texts(capsys):
         "targets": "test.csv",
     }
     assert config["experiments"] == {"asked": {"targets": "all"}}
-    assert "check" not in capsys.readouterr().out
+    assert "check:" not in capsys.readouterr().out
 
 
 def test_the_longest_of_several_texts_is_used_with_a_comment(capsys):

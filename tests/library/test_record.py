@@ -110,4 +110,6 @@ def test_a_record_of_somebody_else_is_no_folder_that_may_only_be_read(tmp_path):
 
 def test_a_folder_that_takes_no_file_is_named_itself(tmp_path):
     (tmp_path / "results").mkdir(mode=0o555)
-    assert "Found Permission denied at results. Make the folder writable" in as_nobody(tmp_path, "check")
+    assert "Found Permission denied at results. Make the folder writable" in as_nobody(
+        tmp_path, "check"
+    )

@@ -383,6 +383,9 @@ def test_pictures_show_in_a_notebook():
     for row in pd.concat([scores.top(3), scores.bottom(3)]).itertuples():
         assert f"<b>{row.train}</b> label {labels[row.train]}, {row.score:+.3g}</div>" in shown
     assert shown.count("<tr>") == 1 + 3
+    assert "<p>Scores of 20 training samples for 3 targets. Unit: " in shown
+    told = "for 6 targets. 5 of 6 targets are shown; all are in top(), bottom() and frame. Unit: "
+    assert told in made.score((images[:6], labels[:6]))._repr_html_()
     assert "<b>1</b> label 1, predicted" in shown
     with refused("attribution.no_tokens"):
         made.tokens(made.score((images[:3], labels[:3])))

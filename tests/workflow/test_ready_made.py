@@ -4,6 +4,7 @@ import inspect
 import re
 import shlex
 import shutil
+from copy import deepcopy
 from datetime import date
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import texts
 import torch
 import yaml
-from few_words import ids, tokenizer, write
+from few_words import WORDS, ids, tokenizer, write
 from pages import blocks, run_code
 from PIL import Image
 from pipeline import run_config
@@ -59,7 +60,7 @@ def written_study(study, results):
 
 @pytest.fixture
 def study(tmp_path):
-    study = Workspace(tmp_path, CONFIG)
+    study = Workspace(tmp_path, deepcopy(CONFIG))
     texts.gpt2().save_pretrained(study.path("out"))
     tokenizer().save_pretrained(study.path("out"))
     write(study.path("train.jsonl"), ROWS)
@@ -189,6 +190,32 @@ def test_a_model_that_does_not_fit_is_named_as_the_config_does(study):
     assert builder_of(built_by) == "the first of `checkpoints`"
     own = {"study": "results/mine_study_01234567.py", "study_arguments": arguments}
     assert builder_of(own) == builder_of({"study": "tabular.py"}) == "make_model()"
+
+
+def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
+    study, monkeypatch, capsys
+):
+    """A dry run does not hide what is printed, nor does a later experiment."""
+    rows = [{"prompt": "asked ", "text": f"{a} {b} said"} for a in WORDS[:3] for b in WORDS[:4]]
+    write(study.path("train.jsonl"), rows)
+    reads = "The first {}, 0, as the model reads it: "
+    trained = reads.format("training sample") + "'asked', then what counts: 'what what said'\n"
+    lacks = "Notice: training samples {}, but this sample does not. If training added this text, "
+    lacks += "the sample must have it too.\n"
+    lines = f"{trained}{reads.format('sample of experiment asked')}'the sky is red'\n"
+    lines += lacks.format("begin with 'asked'") + lacks.format("end with ' said'")
+    for arguments in (["scores", "-n"], ["scores"]):
+        status, output = study.snakemake(*arguments)
+        assert (status, output.count(lines)) == (0, 1), output
+    write(study.path("also.jsonl"), rows[:1])
+    study.config["experiments"]["also"] = {"data": "also.jsonl"}
+    _, output = study.snakemake("scores", "-n")
+    assert lines + trained.replace("training sample", "sample of experiment also") in output
+    study.path("texts.yaml").write_text(yaml.safe_dump(study.config))
+    monkeypatch.chdir(study.folder)
+    main(["ask", "texts.yaml", "--file", "asked.jsonl"])
+    told = capsys.readouterr().err
+    assert lines.removeprefix(trained).replace("sample of experiment asked", "asked sample") in told
 
 
 def test_what_a_config_may_not_say(study, monkeypatch):

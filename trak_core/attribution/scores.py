@@ -238,9 +238,10 @@ class Scores:
                 cells.append(cell)
             style = '<td style="text-align: left; vertical-align: top">'
             rows.append(f"<tr>{''.join(style + cell for cell in cells)}</tr>")
-        more = f"; {m - _SHOWN} more are in top(), bottom() and frame" if m > _SHOWN else ""
+        some = f" {_SHOWN} of {m} targets are shown; all are in top(), bottom() and frame."
         return (
-            f"<p>Scores of {n} training samples for {m} targets{more}. Unit: {self.unit}</p>"
+            f"<p>Scores of {n} training samples for {m} targets.{some if m > _SHOWN else ''} "
+            f"Unit: {self.unit}</p>"
             f"<table>{''.join(rows)}</table>"
         )
 

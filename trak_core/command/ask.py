@@ -204,6 +204,9 @@ class _Session:
             try:
                 asked = self._run.asked(line, number)
                 self._check_new_id(asked, f"line {place}")
+                if not number:
+                    for text in self._run.as_read(asked):
+                        print(text, file=sys.stderr, flush=True)
             except InputError as error:
                 self._tell(f"line {place}: {error}")
             else:

@@ -9,12 +9,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count
+from os.path import commonpath
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from trak_core.command.choose_weights import ENDING, loadable, of_one_network
-from trak_core.config.checkpoint_list import folder_names, times_of
+from trak_core.config.checkpoint_list import folder_names, of_trainer, times_of
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
 from trak_core.errors import InputError, listed
@@ -58,6 +59,7 @@ _TRANSFORM = (
 )
 _SCALE = "null means unscaled columns; give standard if training scaled them with StandardScaler"
 _RUNS = "files whose names differ only in an epoch or a step form one run, others are separate runs"
+_SEVERAL = "# Write several checkpoints of a run as {path: ..., run: a name, at: an epoch or step}."
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 _OUTPUT = "regression for a number, image_classification for a class"
 
@@ -140,6 +142,8 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     if not loads:
         return None
     checkpoints = of_one_network(loads, report)
+    others = [path for path in loads if path not in checkpoints]
+    images, rows = (_of_project(data, checkpoints, others, report) for data in (images, rows))
     if images:
         return _of_images(images, checkpoints, timm, report)
     return _of_table(rows, checkpoints, report)
@@ -212,6 +216,20 @@ def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]
     return train, target
 
 
+def _of_project(
+    data: list[Path], chosen: Sequence[Path], others: Sequence[Path], report: list[str]
+) -> list[Path]:
+    """Return the data that are not nearer to ``others`` than to the chosen weights, if any."""
+
+    def shared(path: Path, weights: Sequence[Path]) -> int:
+        return max((len(Path(commonpath([path, other])).parts) for other in weights), default=0)
+
+    own = [path for path in data if shared(path, chosen) >= shared(path, others)]
+    if own and (left := [path for path in data if path not in own]):
+        report.append(f"left out: {listed(left)}: nearer to other weights than {chosen[0]}")
+    return own or data
+
+
 def _n_bytes(path: Path) -> int:
     """Return the size of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
@@ -242,7 +260,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     if other := [path for path in weights if path not in alike]:
         report.append(f"left out: {listed(other)}: not the same model as in {first}")
     _refuse_here([path for path in alike if not [*path.glob("checkpoint-*")]], "Weights")
-    train, target = _split(rows, report)
+    train, target = _split(_of_project(rows, alike, other, report), report)
     row = read_rows(str(train))[0]
     is_text = "text" in row and not classifies
     arguments: list[Line] = [("texts", str(train), _OF_THE_TEXT if is_text else "")]
@@ -349,6 +367,14 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     return _text(top, arguments, checkpoints, asked, report)
 
 
+def _saved_by_trainer(path: Path) -> str:
+    """Return a note on the checkpoints that a Trainer saved in a folder, or "" without any."""
+    steps = [step for step, _ in of_trainer(path)]
+    if len(steps) < 2:
+        return f"the checkpoint of step {steps[0]}" if steps else ""
+    return f"{len(steps)} checkpoints of one run, steps {steps[0]} to {steps[-1]}"
+
+
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
     """Return a config line that selects all targets, or the first ids.
 
@@ -370,14 +396,18 @@ def _text(
     ids = next(ids for ids in (stems, longer, numbered) if len({*ids}) == len(ids))
     times = times_of(checkpoints)
     values = [{"path": str(p), **times[p]} if p in times else str(p) for p in checkpoints]
-    runs: list[Line] = [(id_, value, "") for id_, value in zip(ids, values, strict=True)]
+    saved = [_saved_by_trainer(path) for path in checkpoints]
+    report += [
+        f"found: {path}: {note}" for path, note in zip(checkpoints, saved, strict=True) if note
+    ]
+    runs: list[Line] = [*zip(ids, values, saved, strict=True)]
     report += [f"check: {key}: {note}" for key, _, note in [*top, *arguments] if note]
     report += [f"check: checkpoints: {_RUNS}"] * (len(checkpoints) > 1)
     return "\n".join([
         "# Written by `trak init`. docs/how-to/ready-made.md describes all arguments.",
         *_written(top),
         *("study_arguments:", *_written(arguments, "  ")),
-        "# Write several checkpoints of a run as {path: ..., run: a name, at: an epoch or step}.",
+        *[_SEVERAL] * (not any(saved)),
         *("checkpoints:", *_written(runs, "  ")),
         *("experiments:", "  asked:", *_written([asked], "    ")),
         *[_SUSPECTS] * (asked[1] == ALL_TARGETS),

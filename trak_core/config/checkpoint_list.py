@@ -252,7 +252,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
     run, part = name if run is None else str(run), str(given.get("state_dict") or "") or None
-    folders = _of_trainer(Path(path))
+    folders = of_trainer(Path(path))
     if not folders:
         time = None if at is None else _checked_time(at, name)
         yield name, Checkpoint(run, time, path, state_dict=part)
@@ -272,7 +272,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         )
 
 
-def _of_trainer(path: Path) -> list[tuple[int, Path]]:
+def of_trainer(path: Path) -> list[tuple[int, Path]]:
     """Return the number and the path of each folder ``checkpoint-<number>``, sorted by number."""
     if not path.is_dir():
         return []

@@ -2,6 +2,7 @@
 
 A separate process reads the study and its checkpoints. What it returns is stored in the results
 folder with digests of all files that it read, so that the next run does not check unchanged files.
+The next run prints again what the checks of samples printed.
 """
 
 import json
@@ -226,6 +227,10 @@ def _facts(
     inputs |= {f"checkpoint {path}": [parts, digests[path]] for path, parts in checkpoints.items()}
     keys = {name: content_digest(name, common, values) for name, values in inputs.items()}
     old = {name for name, key in known.get("keys", {}).items() if keys.get(name) == key}
+    told = {split: text for split, text in known.get("told", {}).items() if split in old}
+    print(*told.values(), sep="", end="", file=sys.stderr)
+    if notice := seeming_runs(specs.checkpoints):
+        print(f"Notice: {notice}", file=sys.stderr)
     if old == keys.keys():
         return known
     new = {path: c for path, c in checkpoints.items() if f"checkpoint {path}" not in old}
@@ -238,9 +243,8 @@ def _facts(
         "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
     }
     facts = _preflight_in_a_process(request, builder_of(specs.config))
-    if told := seeming_runs(specs.checkpoints):
-        print(f"Notice: {told}", file=sys.stderr)
     facts["n_samples"] = known.get("n_samples", {}) | facts["n_samples"]
+    facts["told"] |= told
     kept = [path for path in known.get("renamed", []) if f"checkpoint {path}" in old]
     facts |= {"keys": keys, "renamed": kept + facts["renamed"]}
     write_record(record, facts, must=False)

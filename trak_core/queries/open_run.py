@@ -22,6 +22,7 @@ from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.question_and_answer import Answer, Asked, as_of_class
 from trak_core.report.read_results import part_with
 from trak_core.settings import TRAIN
+from trak_core.study.as_read import lines_as_read
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.read_targets import encoded_line, split_of
 from trak_core.study.sample_columns import columns_of
@@ -134,6 +135,13 @@ class OpenRun(FittedAttributor):
             if is_line:
                 return Asked(*encoded_line(self.study, given, number))
         return Asked(number, given)
+
+    def as_read(self, asked: Asked) -> list[str]:
+        """Return lines that show a sample as the model reads it, for studies with ``as_read``."""
+        with self._at_work():
+            ids: Any = [asked.id]
+            split = Split([asked.sample], ids)
+            return lines_as_read(self.study, split, "The first asked sample", self._train)
 
     def of_class(self, asked: Asked, label: str) -> Asked:
         """Return a sample with another label, which is the name or number of a class."""

@@ -45,8 +45,20 @@ class ReadyStudy:
     classes_found: str = ""
 
 
+class MissingFieldError(InputError):
+    """The error for a row without the fields ``names``."""
+
+    def __init__(self, message: str, code: str, names: Sequence[str]) -> None:
+        """Store the message, the code and the names."""
+        super().__init__(message, code)
+        self.names = names
+
+
 class Rows:
-    """Samples that are converted from rows on access. Errors name the line of the row."""
+    """Samples that are converted from rows on access. Errors name the line of the row.
+
+    An error about a missing field names the first row without it, or says that no row has it.
+    """
 
     def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
         self._rows, self._sample = rows, sample
@@ -55,11 +67,21 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
+        index = range(len(self))[index]
         try:
             return self._sample(self._rows[index])
         except InputError as error:
-            place = self._rows.place(range(len(self))[index])
-            raise InputError(f"{place}: {error}", code=error.code) from error
+            known = ""
+            if isinstance(error, MissingFieldError):
+                has = [[row.get(name) is not None for name in error.names] for row in self._rows]
+                first = next((i for i, values in enumerate(has) if not all(values)), index)
+                if first < index:
+                    self[first]
+                none = [
+                    name for name, *values in zip(error.names, *has, strict=True) if not any(values)
+                ]
+                known = f" No row of this file has {' or '.join(none)}." if none else ""
+            raise InputError(f"{self._rows.place(index)}: {error}{known}", error.code) from error
 
 
 UNKNOWN_LABEL = (
@@ -174,10 +196,11 @@ def used_by(*templates: str | None) -> set[str]:
 def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
     """Return a row's field, or raise an InputError that lists its fields and adds ``advice``."""
     if name not in row:
-        raise InputError(
+        raise MissingFieldError(
             f"study_arguments: every row must have the field {name}. Found a row with the fields "
             f"{listed(row)}. {advice}".rstrip(),
-            code="studies.field",
+            "studies.field",
+            [name],
         )
     return row[name]
 
@@ -220,9 +243,10 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         missing = sorted(used_by(template) - row.keys())
-        raise InputError(
+        raise MissingFieldError(
             f"A row must have a value in each field of the template {template!r}. Found none in "
             f"{', '.join(missing) or 'a field'}, and values in {', '.join(row) or 'no field'}. Add "
             "the value, or use other fields in study_arguments, as in text: '{answer}'.",
-            code="studies.template",
+            "studies.template",
+            missing,
         ) from error

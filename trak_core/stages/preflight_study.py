@@ -13,10 +13,10 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from trak_core.ready_made.ready_study import ReadyStudy
 from trak_core.runtime.job import quiet_libraries
 from trak_core.settings import TRAIN, Weighting
 from trak_core.settings.target_filter import Condition
+from trak_core.study.as_read import lines_as_read
 from trak_core.study.dataset_split import Split, users_code
 from trak_core.study.given_data import check_repeatable
 from trak_core.study.load_checkpoint import check_checkpoint
@@ -97,6 +98,29 @@ def _quiet() -> Generator[None, None, None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+class _Copy:
+    """A stream that writes to another one, and keeps a copy of the text."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.text = stream, ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _copied(told: dict[str, str], part: str) -> Generator[None, None, None]:
+    """Print to standard error, and keep the printed text, which later starts print again."""
+    copy = _Copy(sys.stderr)
+    with redirect_stdout(cast(Any, copy)), redirect_stderr(cast(Any, copy)):
+        yield
+    told[part] = copy.text
 
 
 def _check_labels(
@@ -303,7 +327,8 @@ def preflight_study(
 
     Returns:
         ``n_params``; ``model_bytes``, the size of all parameters and buffers; ``n_samples`` of each
-        split; ``renamed``, the checkpoints whose keys transformers must rename.
+        split; ``told``, what was printed about each split; ``renamed``, the checkpoints whose keys
+        transformers must rename.
     """
     study = Study.load(study_file)
     study.class_names()
@@ -322,26 +347,30 @@ def preflight_study(
     size = n_params(select_parameters(model.module, parameter_patterns))
     tensors = *model.module.parameters(), *model.module.buffers()
     model_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    n_samples: dict[str, int] = {}
+    n_samples, told = dict[str, int](), dict[str, str]()
+    train = None if TRAIN in splits else _train_if_kept(study)
     for name, targets in splits.items():
         source = "train_data()" if _ready_made(study) is None else "training data"
         where = source if name == TRAIN else f"experiment {name}"
         question = Path(questions[name]) if name in questions else None
         try:
-            split = split_of(study, name, targets, question)
-            columns = columns_of(study, name, split.ids, question)
-            if name == TRAIN:
-                check_groups(group_by, columns)
-            if name in conditions:
-                Condition.parse(conditions[name]).check_columns(columns)
-            output = named_output(model_output, model.module, split, _CPU, study, n_others=1)
-            _check_weighting(weighting, model_output, output)
-            labels = _check_samples(split, study, model, output)
-            if name == TRAIN:
-                _check_known_groups(group_by, model_output, output, labels)
-                if text := study.first_as_read(split):
-                    first = f"The first training sample, {split.ids[0]}"
-                    print(f"{first}, as the model reads it: {text}")
+            with _copied(told, name):
+                split = split_of(study, name, targets, question)
+                columns = columns_of(study, name, split.ids, question)
+                if name == TRAIN:
+                    check_groups(group_by, columns)
+                if name in conditions:
+                    Condition.parse(conditions[name]).check_columns(columns)
+                output = named_output(model_output, model.module, split, _CPU, study, n_others=1)
+                _check_weighting(weighting, model_output, output)
+                labels = _check_samples(split, study, model, output)
+                if name == TRAIN:
+                    _check_known_groups(group_by, model_output, output, labels)
+                    train = split
+                subject = "training sample" if name == TRAIN else f"sample of {where}"
+                lines = lines_as_read(study, split, f"The first {subject}", train)
+                if name in {TRAIN, *questions} or len(lines) > 1:
+                    print("".join(f"{line}\n" for line in lines), end="")
         except InputError as error:
             # Errors of ready-made studies already name the user's file.
             is_ready = str(error.code).startswith("studies.")
@@ -358,8 +387,16 @@ def preflight_study(
         "n_params": size,
         "model_bytes": model_bytes,
         "n_samples": n_samples,
+        "told": told,
         "renamed": _check_checkpoints(study, model.module, checkpoints),
     }
+
+
+def _train_if_kept(study: Study) -> Split | None:
+    """Return the training samples, or None if they are not needed or no longer exist."""
+    with suppress(InputError):
+        return study.split(TRAIN, None) if study.has("as_read") else None
+    return None
 
 
 def _check_samples(

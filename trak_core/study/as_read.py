@@ -1,0 +1,85 @@
+"""Show samples as the model reads them, and compare the format of asked and training samples."""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.show_samples import shown_tokens
+from trak_core.study.study import Study, beginning_and_end
+
+# Training samples that are read to find common tokens, and how many of them must differ.
+_READ, _DIFFERENT = 16, 8
+
+
+def lines_as_read(study: Study, split: Split, subject: str, train: Split | None) -> list[str]:
+    """Return a line on the first sample of a split, and a line on each difference from ``train``.
+
+    ``subject`` names the sample. The list is empty if the study does not define ``as_read``.
+    """
+    text = study.first_as_read(split)
+    if not text:
+        return []
+    differences = {} if train is None or train is split else lacking(study, train, split)
+    return [
+        f"{subject}, {split.ids[0]}, as the model reads it: {text}",
+        *(
+            f"Notice: training samples {words} {common!r}, but this sample does not. If training "
+            "added this text, the sample must have it too."
+            for words, common in differences.items()
+        ),
+    ]
+
+
+def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
+    """Return the first and last tokens that training samples share, if an asked sample lacks them.
+
+    At least 8 different ones of 16 training samples, spread over the split, must share them. The
+    asked sample must begin with all of the first tokens, and end with the last token.
+
+    Returns:
+        The text of the tokens by "begin with" and "end with". It is empty without ``input_ids``.
+    """
+    numbers = _input_ids(asked, 0)
+    last = len(train.ids) - 1
+    n_read = _READ if numbers else 0
+    rows = {tuple(_input_ids(train, i * last // (_READ - 1))): i for i in range(n_read)}
+    if len(rows) < _DIFFERENT or () in rows:
+        return {}
+    first, n = next(iter(rows)), _n_common([*rows])
+    i = rows[first] * last // (_READ - 1)
+    sample: Any = train.samples[i]
+    kept = _kept(sample)
+    texts = shown_tokens(study, train.ids[i], sample, len(kept))
+    texts = [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
+    differences = {}
+    if tuple(numbers[:n]) != first[:n]:
+        differences["begin with"] = beginning_and_end("".join(texts[:n]))
+    n_last = _n_common([row[::-1] for row in rows])
+    if n_last and numbers[-1] != first[-1]:
+        differences["end with"] = beginning_and_end("".join(texts[-n_last:]))
+    return differences
+
+
+def _n_common(sequences: Sequence[Sequence[int]]) -> int:
+    """Return the number of first entries that all sequences share."""
+    places = takewhile(lambda entries: len({*entries}) == 1, zip(*sequences, strict=False))
+    return sum(1 for _ in places)
+
+
+def _input_ids(split: Split, row: int) -> list[int]:
+    """Return a sample's token ids without padding, or an empty list for a sample without tokens."""
+    with users_code(f"reading sample {split.ids[row]}"):
+        sample: Any = split.samples[row]
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        return []
+    numbers = torch.as_tensor(sample["input_ids"]).flatten().tolist()
+    return [number for number, is_kept in zip(numbers, _kept(sample), strict=True) if is_kept]
+
+
+def _kept(sample: Mapping[str, Any]) -> list[int]:
+    """Return 0 for padding and 1 for each other token."""
+    mask = sample.get("attention_mask", torch.ones_like(torch.as_tensor(sample["input_ids"])))
+    return torch.as_tensor(mask).flatten().tolist()
