@@ -4,16 +4,17 @@
     python benchmarks/architectures.py mixtral phi3 convnext_atto
     python benchmarks/architectures.py --device cuda
 
-The models are tiny models of those of transformers, timm and torchvision that are installed. They
-have random weights, and no file is downloaded. For each, gradients of four samples (two for large
-models) are computed by the method that jobs choose. The reference is plain autograd in float64, on
-two copies of a sample at a time, because torch uses other kernels for a batch of one.
+The models are tiny models of transformers, and models of timm and torchvision, if these packages
+are installed. They have random weights, and no file is downloaded. For each model, the gradients of
+four samples (two for large models) are computed by the method that jobs choose. The reference is
+plain autograd in float64, on two copies of a sample at a time, because torch uses other kernels for
+a batch of one.
 
 The error is the largest difference, relative to the largest entry of the sample's gradient. If it
-exceeds 1e-5, the comparison is repeated in float64, because in float32 rounding can change the sign
-of a ReLU's input, which changes autograd's gradients too. CPU seconds (with ``--device cuda`` wall
-seconds) are measured for the chosen method and for one sample at a time. Prints a Markdown table;
---csv writes a row for each model.
+exceeds 1e-5, the comparison is repeated in float64, because a rounding error in float32 can change
+the sign of a ReLU's input, which changes autograd's gradients too. CPU seconds (with ``--device
+cuda`` wall seconds) are measured for the chosen method and for one sample at a time. The script
+prints a Markdown table, and --csv writes a row for each model.
 """
 
 import argparse
@@ -62,7 +63,7 @@ for _word in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").spli
 
 BOXES = torch.library.Library("torchvision", "FRAGMENT")
 FAMILIES = "writers", "translators", "readers", "listeners", "lookers"
-# Names of settings differ between families. Those that a configuration has are set.
+# Names of settings differ between families. Only those that a configuration has are set.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
@@ -182,10 +183,11 @@ class Row:
 
     Attributes:
         way: "one pass", "one by one", "refused" or "not built".
-        error: Relative to the largest entry; NaN without gradients.
-        exact_error: The same in float64 where ``error`` exceeds 1e-5, else NaN.
-        milliseconds: Time of the chosen method for the batch.
-        in_turn: Time in milliseconds for the batch, one sample at a time.
+        error: The largest difference from autograd, relative to the largest entry; NaN if there are
+            no gradients.
+        exact_error: The same error in float64 if ``error`` exceeds 1e-5, else NaN.
+        milliseconds: The time of the chosen method for the batch.
+        in_turn: The time in milliseconds for the batch, one sample at a time.
         reason: The message that explains ``way``.
     """
 
@@ -251,7 +253,7 @@ def sounds(name: str) -> dict[str, Tensor]:
 
 
 def images(model: nn.Module, size: int) -> Case:
-    """Return a classifier with random images, fewer for a large one to save memory."""
+    """Return a classifier and random images, fewer images for a large model to save memory."""
     n_samples = 2 if sum(p.numel() for p in model.parameters()) > LARGE else N_SAMPLES
     samples = torch.randn(n_samples, 3, size, size), torch.arange(n_samples) % 3
     return Case(model, CLASSIFICATION, as_batch(samples, CLASSIFICATION))
@@ -260,9 +262,9 @@ def images(model: nn.Module, size: int) -> Case:
 def package_of_images(name: str) -> Any:
     """Import torchvision or timm, which the tests' environment lacks.
 
-    With a CPU build of torch, torchvision's CUDA wheel cannot load its operators on boxes, but its
-    import fails if two of them are not declared. No classifier calls them, so they are only
-    declared here.
+    With a CPU build of torch, torchvision's CUDA wheel cannot load its box operators, and its
+    import fails unless two of them are declared. No classifier calls these operators, so they are
+    declared here without an implementation.
     """
     try:
         return importlib.import_module(name)
@@ -273,7 +275,7 @@ def package_of_images(name: str) -> Any:
 
 
 def of_timm(name: str) -> Case:
-    """Return a model of timm, for small images if it supports them."""
+    """Return a timm model, for small images if the model supports them."""
     timm = package_of_images("timm")
 
     for settings, size in (({"img_size": 64}, 64), ({}, 64), ({}, 224), ({}, 256)):
@@ -335,7 +337,7 @@ def truth(case: Case) -> list[Tensor]:
 
 
 def gradients_of(case: Case, method: GradientMethod) -> Tensor:
-    """Return all gradients, shape (samples, entries)."""
+    """Return the gradients of all samples, shape (samples, entries)."""
     parameters = select_parameters(case.model, None)
     formed = formed_gradients(method, case.model, parameters, case.output, case.batch)
     return torch.cat([g.reshape(len(g), -1) for g in formed.gradients.values()], 1)
@@ -395,7 +397,7 @@ def judged(package: str, name: str, make: Callable[[str], Case], device: str) ->
 
 
 def rows_of(names: list[str], device: str) -> Iterator[Row]:
-    """Yield the rows of models, all if no name is given."""
+    """Yield the rows of the named models, or of all models if no name is given."""
     groups = [
         ("transformers", [name for group in FAMILIES for name in NAMES[group]], of_transformers)
     ]
@@ -408,7 +410,7 @@ def rows_of(names: list[str], device: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print a row for each model, then the counts."""
+    """Print a row for each model, then the number of models for each method."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("models", nargs="*", help="names of models or of packages; all if none")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

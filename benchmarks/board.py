@@ -6,19 +6,20 @@
 
 A small GPT-2 is trained on pieces of docstrings, of Python's manual or of licences. 50 pieces are
 held out as questions. The model is retrained with 1, 10 and 50 % of the pieces dropped, with the
-same initial weights and order, and with those of two other seeds. The LDS of a method is Spearman's
-correlation between predicted and actual log p of a question over drops, averaged over questions.
-All results are stored as files in the folder, so a second start continues. --hours ends the
-trainings early and prints the table of the results so far.
+same initial weights and order, and with the weights and orders of two other seeds. The LDS of a
+method is Spearman's correlation between predicted and actual log p of a question over drops,
+averaged over questions. All results are stored as files in the folder, so a second start continues
+where the first stopped. With --hours, no training starts after that time, and the table shows the
+results so far.
 
-All methods are compared on the same drops, so differences between rows are paired; intervals are 95
-% bootstrap intervals over drops and questions. The first line of output tests whether drops are
-large enough. It has the correlation between their effects and those with initial weights that are
-perturbed by 1e-4 of their size. Kinds of drops with a correlation below .8 are left out.
+All methods are compared on the same drops, so differences between rows are paired. Intervals are 95
+% bootstrap intervals over drops and questions. The first output tests whether drops are large
+enough: it is the correlation of their effects with the effects if the initial weights are perturbed
+by 1e-4 of their size. Kinds of drops with a correlation below .8 are left out.
 
 --peers names the folder with other packages' environments (benchmarks/board_rivals.py); packages
-that are missing have no rows. --draws 0 4 --dampings 0.3 1 adds rows of `label_draws`, computed by
-`Attributor`.
+without an environment have no rows. --draws 0 4 --dampings 0.3 1 adds rows of `label_draws`,
+computed by `Attributor`.
 """
 
 import argparse
@@ -47,7 +48,7 @@ _LEAST, _FEWEST = 0.8, 4
 
 @dataclass(frozen=True)
 class Row:
-    """The LDS of one set of scores on one kind of drops, and its difference from ours."""
+    """The LDS of a set of scores on one kind of drops, and its difference from ``beside``."""
 
     scores: str
     drops: str

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. /tmp/peers/kronfluence/bin/python benchmarks/board_rivals.py kronfluence --folder f
 
-benchmarks/peers.py describes the environments. That of kronfluence has kronfluence and the same
-version of torch as this project. Each package gets the end of run 0 and all training pieces.
+benchmarks/peers.py describes the environments. The environment of kronfluence contains kronfluence
+and this project's version of torch. Each package gets the end of run 0 and all training pieces.
 GPT-2's ``Conv1D`` is rewritten as ``nn.Linear``, except for bergson. Only attention and MLPs are
 used, as in the packages' examples. All other settings are defaults. Scores are written to files in
 the folder, with the package's version.
@@ -63,7 +63,7 @@ def _linear(about: Board, folder: Path) -> tuple[Any, list[str]]:
 
 
 def kronfluence(about: Board, folder: Path, work: Path) -> Scores:
-    """Return EK-FAC's scores with its default damping and with a tenth of the mean eigenvalue."""
+    """Return EK-FAC's scores, with its default damping and a tenth of the mean eigenvalue."""
     package = importlib.import_module("kronfluence.analyzer")
     arguments = importlib.import_module("kronfluence.arguments")
     model, names = _linear(about, folder)
@@ -175,12 +175,12 @@ def logix(about: Board, folder: Path, work: Path) -> Scores:
 
 
 def bergson(about: Board, folder: Path, work: Path) -> Scores:
-    """Return EK-FAC's and TrackStar's scores by bergson's commands, from files."""
+    """Return EK-FAC's and TrackStar's scores, which bergson's commands write to files."""
     tokenizers = importlib.import_module("tokenizers")
     transformers = importlib.import_module("transformers")
     place = work / "model"
     model = _model(about, folder)
-    # bergson's batch size is in tokens, and must not exceed the model's number of positions.
+    # bergson's batch size is in tokens, and must not exceed the number of positions of the model.
     positions = nn.Embedding(2048, about.size.width)
     positions.weight.data[: about.size.length] = model.transformer.wpe.weight.data
     model.transformer.wpe, model.config.n_positions = positions, 2048

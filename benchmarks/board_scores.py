@@ -1,6 +1,6 @@
-"""Compute this package's scores of the board's questions, undamped TRAK, and scores from words.
+"""Compute the board's scores by this package, by undamped TRAK, and by shared words.
 
-Rows of this package use inner products of whole gradients, as `projection: exact` does, unless a
+Scores of this package use inner products of whole gradients, as `projection: exact` does, unless a
 projection is named.
 """
 
@@ -33,7 +33,7 @@ def loaded(about: Board, folder: Path, run: str, at: float) -> tuple[nn.Module, 
     """Return a checkpoint's model and Adam's second moments."""
     kept = torch.load(folder / f"{run}.pt")[at]
     model = make_model(about.size).eval()
-    model.load_state_dict(kept["state"], strict=False)  # the head is the word embeddings again
+    model.load_state_dict(kept["state"], strict=False)  # the head shares the embeddings
     return model, kept["moments"]
 
 
@@ -79,9 +79,9 @@ def _kernels(
 
 
 def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) -> Products:
-    """Return one checkpoint's inner products for all pieces, from its file if it exists.
+    """Return one checkpoint's inner products for all pieces, read from their file if it exists.
 
-    With a ``k``, only the features of a dense projection are returned.
+    If ``k`` is given, only the features of a dense projection are returned.
     """
     path = folder / f"products-{run}-{at}.npz"
     if not path.exists():
@@ -116,14 +116,14 @@ Share = Callable[[Products], np.ndarray]
 
 
 def of_ends(made: list[Products], n: int, damping: float) -> np.ndarray:
-    """Return TRAK's scores as its paper has them except for the damping, shape (n, m)."""
+    """Return TRAK's scores by the formula of its paper, plus a damping, shape (n, m)."""
     shares = []
     for one in made:
         phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
         normal = phi.T @ phi
         shift = damping * np.trace(normal) / n
         shares.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
-    # 1 - p, where p is the probability of a whole text: it is nearly 1.
+    # 1 - p, where p is the probability of a whole text, so this is nearly 1.
     weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
     return weights[:, None] * np.mean(shares, axis=0)
 
@@ -184,10 +184,10 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
 def drawn_scores(
     about: Board, folder: Path, draws: Sequence[int], dampings: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """Return scores (n, m) by `Attributor` with ``label_draws``, from a run's end and along it.
+    """Return `Attributor`'s scores (n, m) with ``label_draws``, from a run's end and along the run.
 
-    Features are from a `rademacher` projection with k = 1,024. For the end there are also exact
-    scores. CPU seconds of `fit`, and of `score` for each question, are printed.
+    Features are from a `rademacher` projection with k = 1,024. For the end of the run, exact scores
+    are also computed. The CPU seconds of `fit`, and of `score` per question, are printed.
     """
     train, asked = (
         [{"input_ids": one, "labels": one} for one in pieces]

@@ -1,7 +1,7 @@
-"""Texts, model and trainings of the board, which measures the effect of dropping texts on a GPT-2.
+"""Define the board's texts, model and trainings, which measure effects of dropping texts.
 
 The training is smooth: warm-up, decay to 0, batches of 64. A dropped text has weight 0 in the loss,
-and the divisor is unchanged, so that trainings with one seed differ only by the dropped texts.
+whose divisor stays the same, so that trainings with one seed differ only by the dropped texts.
 """
 
 import ast
@@ -42,7 +42,7 @@ class Size:
         texts: n, training pieces.
         questions: m, held-out pieces.
         length: Words in each piece.
-        words: Entries of the vocabulary. Entry 0 stands for all other words.
+        words: Entries of the vocabulary. Entry 0 represents all other words.
         width: Numbers in a hidden state.
         layers: Blocks.
         epochs: Passes over the training pieces.
@@ -52,7 +52,7 @@ class Size:
         again: Drops of each kind that are repeated with perturbed initial weights.
         runs: Trainings on all pieces whose checkpoints are kept.
         halves: Trainings on halves whose checkpoints are kept.
-        tuned_from: The text on which the model is trained first, or none.
+        tuned_from: The name of the text on which the model is trained first, or "" for none.
         seed: Determines the initial weights, orders and drops, but not the pieces.
     """
 
@@ -100,7 +100,7 @@ def _words(text: str) -> list[str]:
 
 
 def _docstrings() -> list[str]:
-    """Return docstrings of the standard library, files in a random order."""
+    """Return the docstrings of the standard library, with files in a random order."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(
         path
@@ -138,7 +138,7 @@ TEXTS = {"docstrings": _docstrings, "manual": _manual, "licences": _licences}
 
 @dataclass(frozen=True)
 class Board:
-    """Pieces of text as tokens, training pieces first; shape (n + m, length)."""
+    """Pieces of text as tokens, shape (n + m, length), with the training pieces first."""
 
     size: Size
     tokens: Tensor
@@ -228,14 +228,14 @@ def order_of(size: Size, seed: int) -> list[Tensor]:
 
 
 def rate_at(size: Size, step: int) -> float:
-    """Return the learning rate of a step, counted from 0."""
+    """Return the learning rate of a step; the first step is 0."""
     total = steps_of(size)
     warm = max(1, int(_WARM_UP * total))
     return size.rate * min((step + 1) / warm, (total - step) / (total - warm))
 
 
 def first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
-    """Return a seed's model before its training."""
+    """Return the model of a seed before training."""
     torch.manual_seed(seed)
     model = make_model(size).train()
     if size.tuned_from:
@@ -259,8 +259,8 @@ def train(
 ) -> tuple[np.ndarray, dict[float, dict[str, dict[str, Tensor]]]]:
     """Train with ``weights`` of texts, (n,); return log p of the questions, and checkpoints.
 
-    A checkpoint is a state dict and Adam's bias-corrected second moments. The keys of checkpoints
-    are fractions of the training.
+    A checkpoint consists of a state dict and Adam's bias-corrected second moments. Its key is the
+    fraction of the training after which it was saved.
     """
     size = about.size
     model = first_model(size, seed, perturbed=perturbed)
@@ -296,8 +296,8 @@ class Training:
     Attributes:
         name: The name of its file.
         seed: The seed of initial weights and order.
-        drop: Per cent of the pieces that are left out; 0 for none.
-        number: The number of the draw of these pieces.
+        drop: The percentage of pieces that are left out; 0 for none.
+        number: The number of this random choice of pieces.
         perturbed: Whether initial weights are perturbed by 1e-4 of their size.
         keeps: Whether its checkpoints are kept.
     """

@@ -1,4 +1,4 @@
-"""Compare scores on Fashion-MNIST, in the settings that dattri and GraSS publish for MNIST.
+"""Compare scores on Fashion-MNIST, in the settings that dattri and GraSS use for MNIST.
 
     python benchmarks/fashion.py --data /usr/share/datasets/fashion-mnist --folder f --setting mlp
 
@@ -11,10 +11,10 @@ al., 2025).
 The linear datamodeling score (LDS) of a method is the Spearman correlation, over 100 random halves
 of the training images, between the sum of a test image's scores over the half and the mean log-odds
 of its label under three networks trained on the half, averaged over test images. Intervals are 95 %
-bootstrap intervals over halves and images. Differences to the first row are paired.
+bootstrap intervals over halves and images. Differences from the first row are paired.
 
-The result of every training and every method is a file in the folder, so a second start continues.
-Each method runs in a separate process with one thread, which reports its CPU seconds and its peak
+The result of every training and every method is stored in a file, so a second start continues. Each
+method runs in a separate process with one thread, which reports its CPU seconds and its peak
 memory. ``--peers`` names a Python that has the other packages (benchmarks/fashion_rivals.py).
 """
 
@@ -96,7 +96,7 @@ def images(folder: Path, split: str, n: int) -> tuple[Tensor, Tensor]:
 def train(
     setting: Setting, data: tuple[Tensor, Tensor], seed: int, keep: tuple[int, ...] = ()
 ) -> dict[int, dict[str, Tensor]]:
-    """Train a network, and return its weights after the epochs in ``keep`` and the last one."""
+    """Train a network; return its weights after the epochs in ``keep`` and the last epoch."""
     torch.manual_seed(seed)
     model, (x, y) = setting.make_model(), data
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=setting.momentum)
@@ -129,7 +129,7 @@ def halves(n: int, count: int, seed: int) -> np.ndarray:
 def make_checkpoints(
     setting: Setting, data: tuple[Tensor, Tensor], folder: Path
 ) -> Mapping[str, list[str]]:
-    """Run the missing trainings; return the paths of the runs' ends, of halves and along runs."""
+    """Run the missing trainings; return checkpoints of ends, of halves and along runs."""
     folder.mkdir(exist_ok=True)
     early = setting.epochs // 5
     for seed in range(N_RUNS):
@@ -252,7 +252,7 @@ METHODS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
 
 
 def compute(method: Callable[[], np.ndarray], path: Path) -> None:
-    """Write a method's scores (n, m) with the processor seconds and peak memory of this process."""
+    """Write a method's scores (n, m), and the CPU seconds and peak memory of this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     began = time.process_time()
     scores = method()

@@ -6,16 +6,17 @@ The label of 6,000 training images is changed to a random other class, and a whi
 on 1,200 images of class 0. Three LeNets (LeCun et al., 1998; 61,706 parameters) are trained on
 them by SGD with momentum, for 10 epochs. The metrics are those of quanda (Bareeva et al., 2024):
 
-- ``class``: the share of targets whose largest score is that of a training image with the target's
-  label. Targets are test images that the first network classifies correctly.
+- ``class``: the fraction of targets for which the training image with the largest score has the
+  target's label. Targets are test images that the first network classifies correctly.
 - ``shortcut``: the average precision with which a target's scores rank the training images with a
   square. Targets are test images of other classes that the network assigns to class 0 because of a
-  square, explained for class 0.
-- ``wrong labels``: the area under the curve of the share of wrong labels among the training images
-  with the largest self-influence, by the share of images. Random ranks have 0.5.
+  square. Scores explain class 0.
+- ``wrong labels``: the area under the curve of the fraction of wrong labels that are among the
+  training images with the largest self-influence, by the fraction of images. A random order has
+  0.5.
 
-Intervals are 95 % bootstrap intervals over targets. Every training and every method is a file in
-the folder, so that a second start continues. ``--peers`` names a Python with torch, traker and
+Intervals are 95 % bootstrap intervals over targets. The result of every training and every method
+is stored in a file, so a second start continues. ``--peers`` names a Python with torch, traker and
 captum.
 """
 
@@ -41,7 +42,7 @@ N_TRAIN, N_TARGETS, N_WRONG, N_MARKED, N_RUNS, N_DRAWS = 60_000, 500, 6000, 1200
 _BATCH = 250
 _PACKAGES = "torch", "numpy", "traker", "captum"
 Split = tuple[Tensor, Tensor]
-# Scores (n, m) with the self-influence (n,) as a last column, or NaN in place of it.
+# Scores (n, m) with the self-influence (n,) as a last column, or with NaN if a method has none.
 Method = Callable[[list[str], Split, Split], np.ndarray]
 
 
@@ -68,7 +69,7 @@ def _marked(x: Tensor) -> Tensor:
 
 
 def planted(data: Path) -> tuple[Split, np.ndarray, np.ndarray]:
-    """Return the training images, and which have a wrong label and which have a square."""
+    """Return the training images, a mask of wrong labels, and a mask of images with a square."""
     x, y = images(data, "train", N_TRAIN)
     rng = np.random.default_rng(0)
     marked = rng.permutation(np.flatnonzero(y == 0))[:N_MARKED]
@@ -81,7 +82,7 @@ def planted(data: Path) -> tuple[Split, np.ndarray, np.ndarray]:
 
 
 def targets_of(data: Path, path: str) -> tuple[Split, int]:
-    """Return targets for ``class``, followed by those for ``shortcut``, and the former's number."""
+    """Return targets for ``class``, then for ``shortcut``, and the number of the former."""
     x, y = images(data, "t10k", 10_000)
     model = _loaded(path)
     with torch.no_grad():
@@ -206,14 +207,14 @@ PEERS: dict[str, Method] = {
 
 
 def average_precisions(scores: np.ndarray, relevant: np.ndarray) -> np.ndarray:
-    """Return the average precision of each column of scores (n, m) for relevant rows (n,)."""
+    """Return the average precision of each column of scores (n, m) in ranking relevant rows."""
     hits = relevant[np.argsort(-scores, axis=0)]
     precision = hits.cumsum(axis=0) / np.arange(1, len(hits) + 1)[:, None]
     return (precision * hits).sum(axis=0) / relevant.sum()
 
 
 def area(ranked_by: np.ndarray, relevant: np.ndarray) -> float:
-    """Return the area under the curve of relevant samples that are ranked first, by rank."""
+    """Return the area under the curve of the fraction of relevant samples ranked first, by rank."""
     return float((relevant[np.argsort(-ranked_by)].cumsum() / relevant.sum()).mean())
 
 

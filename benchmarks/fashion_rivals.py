@@ -1,9 +1,9 @@
-"""Scores of benchmarks/fashion.py's images by other packages: TRAK, dattri, kronfluence, captum.
+"""Score benchmarks/fashion.py's images with other packages: TRAK, dattri, kronfluence, captum.
 
     /tmp/peers/bin/python benchmarks/fashion_rivals.py --list
 
 benchmarks/fashion.py calls this script with ``--peers``. That Python needs the packages and torch,
-but not this project. Arguments that the code does not set have the packages' defaults.
+but not this project. Arguments that the code does not set have their default values.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def _loaded(setting: Setting, path: str) -> nn.Module:
 
 
 def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
-    """Return TRAK's scores by its package, with its CPU projection."""
+    """Return the scores of TRAK's package, with its CPU projection."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         TRAKer = import_module("trak").TRAKer
@@ -91,7 +91,7 @@ def _task(model: nn.Module, paths: list[str]) -> Any:
 
 
 def dattri_trak(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
-    """Return dattri's TRAK, with the margin as target function as in its examples."""
+    """Return scores of dattri's TRAK, with the margin as target function as in its examples."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         TRAKAttributor = import_module("dattri.algorithm.trak").TRAKAttributor
@@ -152,7 +152,7 @@ def dattri_influence(kind: str, **settings: Any) -> Callable[..., np.ndarray]:
 
 
 def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
-    """Return dattri's TracIn over the first ``count`` checkpoints from along the runs."""
+    """Return the scores of dattri's TracIn from the first ``count`` checkpoints along the runs."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         TracInAttributor = import_module("dattri.algorithm.tracin").TracInAttributor
@@ -170,7 +170,7 @@ def dattri_tracin(count: int, *, normalized: bool) -> Callable[..., np.ndarray]:
 
 
 def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
-    """Return EK-FAC's scores by kronfluence; damping None is a tenth of the mean eigenvalue."""
+    """Return kronfluence's EK-FAC scores; damping None means a tenth of the mean eigenvalue."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         Analyzer = import_module("kronfluence.analyzer").Analyzer
@@ -218,7 +218,7 @@ def kronfluence_ekfac(damping: float | None) -> Callable[..., np.ndarray]:
 
 
 def captum_tracin() -> Callable[..., np.ndarray]:
-    """Return TracInCP of captum over the checkpoints of one run."""
+    """Return the scores of captum's TracInCP from the checkpoints of one run."""
 
     def scores(setting: Setting, paths: Mapping[str, list[str]], splits: Splits) -> np.ndarray:
         TracInCP = import_module("captum.influence").TracInCP

@@ -4,11 +4,11 @@
     python benchmarks/gramian.py --threads 2 --csv gramian.csv
 
 A pass is a forward pass, a loss for each sample, and the Gramian. Each model's Gramian is first
-compared with torchjd's in float64; models whose Gramians differ are not timed. Then both engines
-alternate, and the median of the repeats is reported. Memory is measured in a separate process for
-each engine and case. It is the peak minus the memory before the pass, when the model and the data
-are already in memory. Ratios are this package's value over torchjd's. Prints a Markdown table;
---csv writes the same rows with the device, the versions and the commit.
+compared with torchjd's in float64, and models whose Gramians differ are not timed. Then both
+engines alternate, and the median of the repeats is reported. Memory is measured in a separate
+process for each engine and case. It is the peak minus the memory before the pass, when the model
+and the data are already in memory. Ratios are this package's value over torchjd's. The script
+prints a Markdown table. --csv writes the same rows with the device, the versions and the commit.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CLASSES = 10
 
 
 class Encoder(nn.Module):
-    """A transformer encoder over 32 positions, without dropout, which torchjd doesn't allow."""
+    """A transformer encoder over 32 positions, without dropout because torchjd can't use it."""
 
     def __init__(self) -> None:
         """Four layers of width 128."""
@@ -48,14 +48,14 @@ class Encoder(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Three layers, as for 28 x 28 pixels."""
+    """Return a network of three layers, as for 28 x 28 pixels."""
     return nn.Sequential(
         *(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()), nn.Linear(512, CLASSES)
     )
 
 
 def cifar_cnn() -> nn.Module:
-    """Six convolutions with GroupNorm, as for CIFAR-10."""
+    """Return a network of six convolutions with GroupNorm, as for CIFAR-10."""
     widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     layers: list[nn.Module] = []
     for n_in, n_out, stride in widths:
@@ -68,7 +68,7 @@ def cifar_cnn() -> nn.Module:
 
 
 def alexnet() -> nn.Module:
-    """The sizes of AlexNet for images of 224 x 224, with ten classes."""
+    """Return a network with AlexNet's sizes, for images of 224 x 224 and ten classes."""
     return nn.Sequential(
         *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: seconds are medians of passes, bytes are peaks."""
+    """One line of the table. Seconds are medians over passes, and bytes are peaks."""
 
     model: str
     n_params: int
@@ -105,10 +105,10 @@ class Row:
 
 
 class Side:
-    """A model with one of the two engines on it."""
+    """A model and one of the two engines for it."""
 
     def __init__(self, case: str, side: str, device: str, dtype: torch.dtype = torch.float32):
-        """Make the model, which has the same weights for both engines."""
+        """Make a model with the same weights for both engines."""
         make, self.shape, _ = CASES[case]
         torch.manual_seed(0)
         self.model = make().to(device, dtype)

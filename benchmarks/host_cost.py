@@ -2,10 +2,11 @@
 
     python benchmarks/host_cost.py --csv host_cost.csv
 
-The models are a GPT-2 of 12 layers and width 16 with two texts of 8 tokens, and a network of two
-layers with 32 images of 8 x 8 pixels. The floor is an ordinary forward and backward pass of the
-same batch. All methods alternate on one thread, with several calls each. Medians of CPU seconds
-over the rounds are reported. Features are first compared with those of autograd's gradients.
+The models are a GPT-2 of 12 layers and width 16 for two texts of 8 tokens, and a network of two
+layers for 32 images of 8 x 8 pixels. The floor is an ordinary forward and backward pass of the same
+batch. In each round, the methods run in turn on one thread, with several calls each. The table has
+medians of CPU seconds over the rounds. Features are first compared with those of autograd's
+gradients.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def _several(function: Callable[[], object]) -> None:
 
 
 def _rows(case: Case, rounds: int) -> list[Row]:
-    """Time a model with each kind."""
+    """Return the times of a model with each kind of projection."""
     sides: dict[str, Callable[[], object]] = {
         FLOOR: partial(floor, case.model, case.output, case.batch)
     }

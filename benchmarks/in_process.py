@@ -2,12 +2,12 @@
 
     python benchmarks/in_process.py --rounds 3
 
-Ten small CNNs of config/digits.py are trained for 15 epochs; there are 1,200 training samples, 100
-targets, 512 dimensions and float32 features, on the CPU with torch's default number of threads.
-Each package computes features, normal matrices and scores from the ten state dicts and tensors in
-memory, in turn. compat and ``trak`` get the training samples in batches. ``trak`` is run with each
-of the given batch sizes, and ratios are relative to its fastest. Prints the minimum of the wall
-seconds and CPU seconds over all rounds for each package, and the ratios.
+Ten small CNNs of config/digits.py are trained for 15 epochs. There are 1,200 training samples and
+100 targets, features are float32 with 512 dimensions, and all runs on the CPU with torch's default
+number of threads. In turn, each package computes features, normal matrices and scores from the ten
+state dicts and tensors in memory. compat and ``trak`` get the training samples in batches. ``trak``
+runs with each of the given batch sizes, and ratios are relative to the fastest. The script prints
+the minimum of the wall and CPU seconds of each package over all rounds, and the ratios.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure CPU time and peak memory of large language models' jobs, and of one more question.
+"""Measure CPU time and peak memory of jobs with large language models, and of one more question.
 
     python benchmarks/jobs.py 471M long --rounds 3
     python benchmarks/jobs.py facts --rounds 3
@@ -11,17 +11,17 @@ Cases:
   of 1,024 tokens.
 - `deep`: the same with 24 layers and a vocabulary of 8,192, and one text of 2,048 tokens.
 - `facts`: one more question to a finished run of config/facts.yaml with six checkpoints. It is
-  asked by `trak run` as a new experiment, by the same command again with nothing left to do, by
+  asked by `trak run` as a new experiment, by the same command when all jobs are finished, by
   Snakemake with new processes, and by `trak ask` with one question and with eleven.
 
 The first four cases have these rows. `start` is `trak run -n`, the check before any job. `load`
 only loads the model. `features` computes the features of the text in a separate process. `question`
-is a whole `trak run` for the same file. `loads` only imports the packages, for comparison.
+is a whole `trak run` that makes the same file. `loads` only imports the packages, for comparison.
 
 Times are CPU seconds of a process and its children; wall seconds are printed too. Memory is the
 largest resident size of any of these processes. "own MB" excludes file-backed pages, such as shared
-libraries, and is sampled every 10 ms. Prints a Markdown table. The package is the one of the
-current environment, so that two checkouts can be compared.
+libraries, and is sampled every 10 ms. The script prints a Markdown table. It uses the package of
+the current environment, so that two checkouts can be compared.
 """
 
 import argparse
@@ -127,7 +127,7 @@ LoadedModel.of_study(study, Path("model"), spec, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU and wall seconds of a process and its children, MB of the largest, and its own."""
+    """CPU and wall seconds of a process and its children; MB and "own MB" of the largest."""
 
     seconds: float
     wall: float

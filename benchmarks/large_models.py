@@ -1,4 +1,4 @@
-"""Measure time and memory of features, by kind and model, relative to an ordinary training step.
+"""Measure the time and memory of features by kind and model, relative to an ordinary training step.
 
     python benchmarks/large_models.py digits resnet 7M 30M llama 124M --csv large_models.csv
     python benchmarks/large_models.py 124M --linear
@@ -7,24 +7,25 @@
     python benchmarks/large_models.py xlnet mixtral lstm_6M --tokens 64 --no-vmap --one-by-one
     python benchmarks/large_models.py 124M --device cuda --samples 8 --no-vmap --precision high
 
-The floor is a forward and backward pass of the same batch with ordinary weight gradients. The other
-sides are:
+The floor is a forward and backward pass of the same batch with ordinary weight gradients. The
+methods ("sides") that are compared with it are:
 
 - each kind of projection: features from one backward pass;
 - "vmap": whole gradients of all samples by ``torch.func.vmap``, then projected, as
   ``trak_core.compat`` does for functions of one sample;
-- "one by one": autograd, one sample at a time, then projected;
-- "in turn": one pass for each sample, with the same factors as one pass for all. An LSTM has no
-  pass for all samples, so its features are computed this way.
+- "one by one": whole gradients by autograd, one sample at a time, then projected;
+- "in turn": one pass for each sample, which uses the same factors as one pass for all samples.
+  Features of an LSTM are computed in this way, because one pass for all samples is not possible.
 
-Features are first compared with projections of whole gradients, for two samples in float32. Sides
-that differ are not timed. Then all sides alternate on one thread each. Medians of CPU seconds (wall
-seconds with ``--device cuda``) over rounds are reported. Ratios are relative to the floor, with the
-smallest and largest of the rounds. All sides keep freed memory, as jobs do.
+Features of two samples are first compared with projections of whole gradients in float32. If they
+differ, the script ends. Then all sides alternate on one thread each. The table has medians over
+rounds of CPU seconds (wall seconds with ``--device cuda``), and ratios to the floor with the
+smallest and largest of the rounds. All sides keep freed memory for reuse, as jobs do.
 
 Memory is the peak minus the memory before the model is loaded, divided by the number of samples, in
 a separate process for each side. On a GPU it is measured in this process and excludes the model.
-Prints a Markdown table; --csv writes the same rows with the device, the versions and the commit.
+The script prints a Markdown table. --csv writes the same rows with the device, the versions and the
+commit.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
-# Must be set before the imports that follow: each side has one thread.
+# Each side has one thread. This must be set before the imports that follow.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
@@ -152,8 +153,8 @@ def case_of(
     """Return a model and random samples for it.
 
     Args:
-        name: A row's first word, such as ``124M``.
-        linear: Whether only the matrices of transformers' layers are differentiated.
+        name: The first word of a row, such as ``124M``.
+        linear: Whether only the weight matrices of a transformer's layers are differentiated.
         proj_dim: k; None for the model's default.
         texts: The number of texts in a language model's batch; None for the model's default.
         n_tokens: The number of tokens in each text.
@@ -194,7 +195,7 @@ def case_of(
 def ours(
     case: Case, kind: str, batch: Batch | None = None, method: GradientMethod | None = None
 ) -> Tensor:
-    """Return features from one backward pass if the model allows it, else by another method."""
+    """Return features by ``method``, by default one backward pass (for an LSTM one per sample)."""
     batch = case.batch if batch is None else batch
     method = method or (gradients_in_turn if case.name in LSTMS else gradients_at_once)
     sums = Features.zeros(case.parameters, case.spec(kind), len(batch), threads=1)
@@ -215,11 +216,11 @@ class Nobody:
         """Do nothing, because no gradient is buffered."""
 
     def of(self, samples: slice) -> Self:
-        """Return itself, because the samples make no difference."""
+        """Return this consumer, which treats all samples alike."""
         return self
 
     def empty(self) -> Self:
-        """Return itself, because it stores nothing."""
+        """Return this consumer, which stores nothing."""
         return self
 
     def add(self, other: Self) -> None:

@@ -2,10 +2,11 @@
 
     python benchmarks/launch_cost.py
 
-With a GPU, it measures launches by CUDA's driver and by numba's dispatcher in turn, and calls of
-`project_cuda`, without waiting for their results. Without a GPU, the driver's functions do nothing
-and tensors are on the CPU, so allocations and copies take the time of a CPU, and numba's dispatcher
-is not measured. Prints the medians of 2,000 launches and of 500 calls in microseconds.
+With a GPU, the script measures launches by CUDA's driver and by numba's dispatcher in turn, and
+calls of `project_cuda`, without waiting for the results. Without a GPU, the driver's functions do
+nothing and tensors are on the CPU, so allocations and copies take the time of a CPU, and numba's
+dispatcher is not measured. The script prints the medians of 2,000 launches and of 500 calls in
+microseconds.
 """
 
 import statistics
@@ -49,7 +50,7 @@ def median_us(call: Callable[[], Any], repeats: int) -> float:
         call()
         seconds.append(time.perf_counter() - began)
         if i % 100 == 0 and HAS_GPU:
-            torch.cuda.synchronize()  # or the launch queue fills up, and launches wait
+            torch.cuda.synchronize()  # otherwise the launch queue fills up, and launches wait
     return statistics.median(seconds[20:]) * 1e6
 
 

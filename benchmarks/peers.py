@@ -18,13 +18,13 @@ build of torch they break the import of transformers. LogIX's metadata excludes 
 code works. dattri calls ``torch.compile``, which needs a C++ compiler.
 
 Models, batches, the floor, and the measurement of time and memory are those of
-benchmarks/large_models.py. A package's side is a forward and backward pass that computes S0^T G S1,
-16 x 16 numbers, for each text and each matrix G of attention and MLPs. No package uses embeddings
-and norms here; only dattri uses biases. Parameters that are not used are frozen, except for the
-input embeddings with bergson, whose jobs differentiate them. 16 is the value that bergson
-documents. The default of dattri and LogIX is 64 (``--side 64``). For these two, GPT-2's ``Conv1D``
-is rewritten as ``nn.Linear``, as in their examples. The first text's sketches are compared with
-those of autograd's gradient; packages that differ are not timed.
+benchmarks/large_models.py. For each package, the time is that of a forward and backward pass that
+computes S0^T G S1, 16 x 16 numbers, for each text and each matrix G of attention and MLPs. No
+package uses embeddings and norms here, and only dattri uses biases. Parameters that are not used
+are frozen, except for the input embeddings with bergson, whose jobs differentiate them. 16 is the
+value that bergson documents. The default of dattri and LogIX is 64 (``--side 64``). For these two,
+GPT-2's ``Conv1D`` is rewritten as ``nn.Linear``, as in their examples. The first text's sketches
+are compared with those of autograd's gradient, and a package whose sketches differ is not timed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Must be set before the imports that follow: each side has one thread.
+# Each side has one thread. This must be set before the imports that follow.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
@@ -79,7 +79,7 @@ class Peer:
 
 
 def losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return each text's sum of cross entropies."""
+    """Return the sum of cross entropies of each text."""
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     return cross_entropy(logits, ids[:, 1:].flatten(), reduction="none").view(len(ids), -1).sum(1)
 
@@ -158,7 +158,7 @@ def dattri(model: Any, ids: Tensor, side: int) -> Peer:
         s0, s1 = compressor.sparsifier.sparsifier_comp
         outputs, inputs = layer.out_features, layer.in_features + 1
         matrices[name] = s0(torch.eye(outputs)), s1(torch.eye(inputs))
-        # Compiles first, so that the measured memory excludes the compilation.
+        # This call compiles the code, so that the measured memory excludes the compilation.
         compressor.forward(torch.zeros(*ids.shape, outputs), torch.zeros(*ids.shape, inputs))
     return Peer(sketches, matrices)
 
@@ -168,7 +168,7 @@ def logix(model: Any, ids: Tensor, side: int) -> Peer:
     package = importlib.import_module("logix")
     model = with_linear_layers(model)
     names = list(layers_of(model.base_model))
-    logging.disable(logging.INFO)  # it logs every module
+    logging.disable(logging.INFO)  # LogIX logs every module
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
         config.write_text(f"root_dir: {folder}\nlora:\n  init: random\n  rank: {side}\n")

@@ -1,13 +1,13 @@
-"""Compare scoring options by planted facts: ranks of the texts that state them, and LDS.
+"""Compare scoring options by the ranks of the texts that state planted facts, and by LDS.
 
     python benchmarks/planted_facts.py --csv planted_facts.csv
 
 The study is config/facts.py. There are three questions for each planted fact: a near copy, another
-wording, and a question with another name of the answer. Three GPT-2s are trained on everything,
-three without the planted texts, and two on each of some random halves, drawn as the pipeline does.
-Ranks are those of the planted texts among all training texts. Intervals are 95 % bootstrap
-intervals over the facts, and for LDS over halves and questions. Differences are paired. Numbers in
-the rows' names are dampings. --folder keeps the trained models for a second start.
+wording, and a question whose answer has another name. Three GPT-2s are trained on everything, three
+without the planted texts, and two on each of some random halves, drawn as the pipeline does. Ranks
+are those of the planted texts among all training texts. Intervals are 95 % bootstrap intervals over
+the facts, and for the LDS over halves and questions. Differences are paired. Numbers in the names
+of rows are dampings. --folder keeps the trained models for a second start.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _DATA = "all texts", "all but the planted ones"
 
 @dataclass(frozen=True)
 class Row:
-    """Mean reciprocal ranks, planted texts among the first ten, and median ranks of one method."""
+    """Mean reciprocal ranks, recall at 10, median ranks and LDS of one method."""
 
     way: str
     copy: float
@@ -68,7 +68,7 @@ class Row:
 def planted_ranks(scores: np.ndarray, planted: list[list[int]]) -> np.ndarray:
     """Return the ranks of each question's planted texts among all texts, from 1 for the best.
 
-    Texts with equal scores have the mean of their ranks.
+    Texts with equal scores get the mean of their ranks.
     """
     found = []
     for column, own in zip(scores.T, planted, strict=True):
@@ -79,7 +79,7 @@ def planted_ranks(scores: np.ndarray, planted: list[list[int]]) -> np.ndarray:
 
 
 def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
-    """Return losses of answers in nats, (runs, questions), with and without the planted texts."""
+    """Return losses of answers in nats, (runs, questions), with and without planted texts."""
     path = folder / "losses.npy"
     if not path.exists():
         train, pool = study.split("train", None), study.split("questions", None)

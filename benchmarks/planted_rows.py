@@ -3,7 +3,7 @@
     python benchmarks/planted_rows.py --folder kept --csv planted_rows.csv
 
 The data and the model are those of benchmarks/planted_rows_study.py, with other facts and another
-training for each seed. Settings are chosen on the first seeds and compared again on the remaining
+training run for each seed. Settings are chosen on the first seeds and compared on the remaining
 seeds. Ranks are those of a question's sources among all rows. Intervals are 95 % bootstrap
 intervals over seeds and questions, paired for differences. --folder keeps the inner products for a
 second start.
@@ -38,7 +38,7 @@ _WIDE, _EXACT, _BASELINE = "k 4,096", "exact", "BM25, completion"
 
 @dataclass(frozen=True)
 class Row:
-    """The measures of one method, their intervals, and the difference from BM25."""
+    """The measures of one method, their intervals, and their differences from BM25."""
 
     way: str
     seeds: str
@@ -69,10 +69,10 @@ def products(
     Args:
         model: The model of one checkpoint.
         moments: Adam's second moments.
-        batches: The rows, the questions with labels of their answers only, and the questions with
-            all labels; N texts in all.
+        batches: The rows, the questions with labels for the answers only, and the questions with
+            all labels, N texts in total.
         stream: The stream of the projection.
-        every: Whether exact products and Adam are included.
+        every: Whether to include exact products and products with Adam's moments.
     """
     chosen = select_parameters(model, None)
     n_params = sum(p.numel() for p in chosen.values())
@@ -125,7 +125,7 @@ def products(
 def kept(
     seed: int, folder: Path, n_checkpoints: int, *, every: bool
 ) -> tuple[study.Planted, list[dict[str, np.ndarray]]]:
-    """Train and compute the products of a seed, or read them from their file."""
+    """Return the products of a seed, after training, or read from their file if it exists."""
     data = study.planted(seed)
     paths = [folder / f"{seed}-{epoch}.npz" for epoch in study.EPOCHS[:n_checkpoints]]
     if not all(path.exists() for path in paths):
@@ -142,7 +142,7 @@ def kept(
 
 
 def fused(scores: np.ndarray, lexical: np.ndarray) -> np.ndarray:
-    """Return 1 / (10 + rank) of scores plus that of the lexical scores, (n, m)."""
+    """Return 1 / (10 + rank) by the scores plus the same by the lexical scores, (n, m)."""
     total = np.zeros(scores.shape)
     for values in (scores, lexical):
         total += 1 / (_FUSED + rankdata(-values, axis=0))

@@ -2,8 +2,8 @@
 
 A fact gives a person's home, work, food or pet. A fact with a question has five rows in five
 wordings. The question has a sixth wording, which the model learns from rows of other facts. Other
-rows share the person, a part of the name, the relation, or the answer, or have person and answer
-without stating the fact. There are three kinds of questions:
+rows share the person, a part of the name, the relation, or the answer, or have both the person and
+the answer without stating the fact. There are three kinds of questions:
 
     plain      the fact has one answer; its sources are its five rows
     conflict   two books state different answers, in three rows each; the question names one book
@@ -114,7 +114,7 @@ def words(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Text:
-    """A row or a question; ``fact`` names its fact, and ``answer`` is in the completion."""
+    """A row or a question; ``fact`` is its fact's name, ``answer`` a part of the completion."""
 
     prompt: str
     completion: str
@@ -129,7 +129,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Planted:
-    """The rows, and the questions in the order of ``KINDS``, whose sources have the same fact."""
+    """Rows, and questions in the order of ``KINDS``; a question's sources have the same fact."""
 
     rows: list[Text]
     questions: list[Text]
@@ -163,7 +163,7 @@ def planted(seed: int) -> Planted:
         for relation in _WORDINGS:
             answers = rng.permutation(_ANSWERS[relation].split()).tolist()
             order = rng.permutation(len(_WORDINGS[relation])).tolist()
-            if order[-1] == _REVERSED:  # A question's completion has the answer.
+            if order[-1] == _REVERSED:  # A question's completion contains the answer.
                 order = order[::-1]
             if relation != of_interest:
                 rows += [text(person, relation, which, answers[0]) for which in order[:3]]
@@ -196,7 +196,7 @@ def planted(seed: int) -> Planted:
 
 
 def tokenizer_of(data: Planted) -> Tokenizer:
-    """Train a byte-pair encoding of the rows, in which most names have several tokens."""
+    """Train a byte-pair encoding on the rows, in which most names have several tokens."""
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     initial = pre_tokenizers.ByteLevel.alphabet()

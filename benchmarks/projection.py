@@ -4,11 +4,11 @@
 
 The other packages are in the extra `test`, except for fast_jl.
 
-For each row, the result is first compared with the definition of the matrix (the result of another
-package is tested for being a projection). A row that fails is not timed. Both sides alternate, the
-median of the calls is reported, and the ratio is the other package's time over ours. Prints a
-Markdown table; --csv writes the same rows with the device, the versions and the commit. --device
-cuda measures on a GPU, with fast_jl if it can be imported.
+For each row, the result is first compared with the definition of the matrix (for another package,
+the test is whether its result is a projection). A row that fails is not timed. Both packages run in
+turn, the median of the calls is reported, and the ratio is the other package's time over ours. The
+script prints a Markdown table. --csv writes the same rows with the device, the versions and the
+commit. --device cuda measures on a GPU, with fast_jl if it can be imported.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: seconds are medians, ``ratio`` is peer over ours."""
+    """One line of the table. Seconds are medians, and ``ratio`` is the peer's time over ours."""
 
     kind: str
     peer: str
@@ -70,7 +70,8 @@ def check(kind: str, proj_dim: int, device: str, dtype: torch.dtype) -> None:
 def in_turn(ours: Call, peer: Call, repeats: int, device: str) -> tuple[float, float]:
     """Return the median seconds of both calls, made in turn after one call each.
 
-    Calls are repeated at least ``repeats`` times and for a second, because short calls vary most.
+    Calls are repeated at least ``repeats`` times and for at least a second, because the times of
+    short calls vary most.
     """
     seconds: tuple[list[float], list[float]] = [], []
     for i in count():
@@ -157,7 +158,7 @@ class Bench:
                 )
 
     def against_matmul(self, dtype: torch.dtype) -> Iterator[Row]:
-        """Compare with torch's product with a matrix that is already in memory."""
+        """Compare with torch's multiplication by a matrix that is already in memory."""
         for proj_dim in (512, 4096):
             n_params = 2**16 if self.device == "cpu" else 2**20
             matrix = self.gradients(n_params, proj_dim, dtype)
@@ -246,7 +247,7 @@ class Bench:
                 )
 
     def against_ceilings(self) -> Iterator[Row]:
-        """Compare with the GPU's limits: a ratio of 0.5 is half of the limit's rate."""
+        """Compare with the GPU's limits; a ratio of 0.5 means half of the limit's rate."""
         size = 8192
         square = self.gradients(size, size, torch.float16)
         peak, _ = in_turn(lambda: square @ square, lambda: None, self.repeats, self.device)

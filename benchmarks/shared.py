@@ -1,10 +1,10 @@
-"""Functions that benchmarks share: the machine, alternating sides, a floor, language models.
+"""Functions for benchmarks: the machine, methods that alternate ("sides"), a floor, models.
 
-The floor is an ordinary forward and backward pass of the same batch. Times are CPU seconds, on GPUs
-wall seconds. Ratios are relative to the floor's median. Memory is measured in a separate process
-for each side, by the same script with ``--peak SIDE``: the peak minus the memory before the model
-is loaded. On a GPU it is the memory that torch allocates there. This module imports only torch,
-because the environments of other packages lack this project's dependencies.
+The floor is an ordinary forward and backward pass of the same batch. Times are CPU seconds, or on
+GPUs wall seconds. Ratios are relative to the floor's median. Memory is the peak minus the memory
+before the model is loaded, which the same script measures with ``--peak SIDE`` in a separate
+process for each side. On a GPU it is the memory that torch allocates there. This module imports
+only torch, because the environments of other packages lack this project's dependencies.
 """
 
 import csv
@@ -33,7 +33,7 @@ def _processor() -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the packages that are installed."""
     installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
     return {package: installed[package] for package in packages if package in installed}
 
@@ -61,7 +61,7 @@ def seconds_now(device: str, *, by_clock: bool = False) -> float:
 
 
 def write_csv(path: Path, rows: Sequence[Any], about: dict[str, str]) -> None:
-    """Write rows, which are dataclasses, with the given further columns."""
+    """Write rows, which are dataclasses, with the additional columns ``about``."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
         writer.writeheader()
@@ -82,7 +82,7 @@ def floor(model: nn.Module, output: Any, batch: Any) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Time and memory of one side; ``parameters`` says which parameters are differentiated."""
+    """Time and memory of one side; ``parameters`` describes the differentiated parameters."""
 
     model: str
     parameters: str
@@ -111,7 +111,7 @@ def seconds_of(
     *,
     by_clock: bool = False,
 ) -> dict[str, list[float]]:
-    """Return each side's times in rounds in which all alternate, after a round to warm up."""
+    """Return the times of each side over the rounds; in a round, all sides run in turn."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds + 1):
         for side, call in sides.items():
@@ -129,7 +129,7 @@ def _peak_kib() -> int:
 
 
 def print_peak(call: Callable[[], object]) -> None:
-    """Print the KiB that a call adds at its peak, for ``measured`` in another process."""
+    """Print the KiB that a call adds at its peak; ``measured`` reads them in another process."""
     ctypes.CDLL(None).malloc_trim(0)  # what setting up freed
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # and the peak so far
     before = _peak_kib()
@@ -138,7 +138,7 @@ def print_peak(call: Callable[[], object]) -> None:
 
 
 def peak_on_gpu(call: Callable[[], object]) -> int:
-    """Return the bytes that a call adds at its peak to what torch has allocated on the GPU."""
+    """Return the bytes that a call adds to torch's allocated GPU memory at its peak."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
@@ -153,15 +153,15 @@ def measured(
     arguments: Sequence[str] | None,
     device: str = "cpu",
 ) -> Iterator[Row]:
-    """Time the sides, then yield a row for each, printed.
+    """Time the sides, then print and yield a row for each of them.
 
     Args:
-        sides: Functions to call by name, including the floor.
+        sides: The functions to measure, by name, including the floor.
         rounds: The number of timed rounds.
         n_samples: The number of samples in the batch of each call.
-        row: A ``Row`` without the measured values.
-        arguments: Arguments of this script that select this model, to which ``--peak SIDE`` is
-            added; None to measure no memory.
+        row: A ``Row`` in which the measured values are not set.
+        arguments: Arguments of the calling script that select this model. ``--peak SIDE`` is added
+            to them. None means that memory is not measured.
         device: The device of the computation.
     """
     seconds = seconds_of(sides, rounds, device)
@@ -246,7 +246,7 @@ class RecurrentModel(nn.Module):
 def language_model(
     name: str, n_samples: int | None = None, n_tokens: int = TOKENS
 ) -> tuple[nn.Module, Tensor]:
-    """Return a model of random weights and a batch of tokens, shape (samples, n_tokens).
+    """Return a model with random weights and a batch of tokens, shape (samples, n_tokens).
 
     Args:
         name: A key of one of the tables above.

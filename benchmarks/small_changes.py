@@ -1,18 +1,18 @@
-"""Measure LDS for large and small changes of the training set, by damping and checkpoints.
+"""Measure the LDS for large and small changes to the training set, by damping and checkpoints.
 
     python benchmarks/small_changes.py digits_mlp breast_cancer diabetes --csv small.csv
 
 Each study trains five networks with several checkpoints each. Two of these runs are repeated on
-random subsets, with weight 0 for the remaining samples. Features (`rademacher`, k = 512) and scores
-are computed by the library.
+random subsets, with weight 0 for all other samples. Features (`rademacher`, k = 512) and scores are
+computed by the library.
 
-A row has the fraction kept, a choice of checkpoints, the number of drawn labels (`label_draws`) and
-a damping, and the LDS with a 95 % bootstrap interval over subsets and targets. Differences are
-paired, and relative to the same checkpoints without drawn labels and with damping 2, or to `early
-and end` if `--draws` has only one number. The line before a study's table shows how closely its
-networks fit their data: at each time the mean loss weight, and the effective fraction of samples
-with a loss weight (the square of the sum over the sum of squares, over n). `--folder` keeps the
-trained models, so that a stopped run continues.
+A row has the fraction of samples kept, a choice of checkpoints, the number of drawn labels
+(`label_draws`), a damping, and the LDS with a 95 % bootstrap interval over subsets and targets.
+Differences are paired, and relative to the same checkpoints without drawn labels and with damping
+2, or to `early and end` if `--draws` has only one number. The line before a study's table shows how
+closely its networks fit the data at each time: the mean loss weight, and the effective fraction of
+samples with a loss weight (the square of the sum of loss weights over n times the sum of their
+squares). `--folder` keeps the trained models, so that an interrupted run can continue.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class Measured:
         draws: Sequence[int] = (0,),
         only: Sequence[str] = (),
     ) -> None:
-        """Run the trainings that the folder lacks, ``runs`` networks. ``only`` names choices."""
+        """Train ``runs`` networks that the folder lacks; ``only`` lists choices of checkpoints."""
         self.case, self.folder, self.runs, self.draws = case, folder, runs, draws
         study = Study.load(case.path)
         self.targets = study.split("target_data", None).ids[: case.n_targets]
@@ -212,7 +212,7 @@ class Measured:
         *,
         along: bool,
     ) -> dict[float, np.ndarray]:
-        """Return subset sums by damping, with the defaults for such checkpoints."""
+        """Return subset sums of scores by damping, with the defaults for these checkpoints."""
         output = self.case.model_output
         combine = Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
         power = usual_power(combine, output)
@@ -246,7 +246,7 @@ class Measured:
         return total
 
     def fitted(self) -> list[str]:
-        """Return a line with the loss weights at each time, and how many samples have them."""
+        """Return a line with the mean loss weight and effective sample fraction at each time."""
         lines = []
         for at in sorted({at for _, at in self.checkpoints}):
             q = np.abs(

@@ -5,13 +5,13 @@
 The study has ten checkpoints of the default study's network, 1,200 training samples, the hundred
 targets of its experiment `sample`, and k = 512. Each side is a process with all of its imports:
 TRAK's package (`traker`, with its BasicProjector), the same script with `trak_core.compat`, and
-`trak run`. TRAK's package computes its projection matrix again for every batch. Therefore the
-scripts run with the pipeline's batch size of 64 and with the batch size that is fastest for TRAK's
-package (of 64, 200, 400 and 1,200).
+`trak run`. TRAK's package recomputes its projection matrix for every batch. Therefore the scripts
+run with the pipeline's batch size of 64 and with the batch size that is fastest for TRAK's package
+(of 64, 200, 400 and 1,200).
 
-Sides alternate on two cores. Medians of wall and CPU seconds over the rounds are reported, with the
-smallest and largest; CPU seconds depend less on other programs. Ratios are relative to traker with
-the same batch size, and for the pipeline to the faster traker.
+Sides run in turn on two cores. The table has medians of wall and CPU seconds over the rounds, with
+the smallest and largest. CPU seconds depend less on other programs. Ratios are relative to traker
+with the same batch size, and for the pipeline to the faster of both.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def _prepare(folder: Path) -> None:
 
 
 def _score(package: str, batch: int, folder: Path) -> None:
-    """Featurize and score by TRAK's interface, and write the scores into ``folder``."""
+    """Featurize and score with TRAK's interface, and write the scores to ``folder``."""
     from trak_core.study.study import Study
 
     torch.set_num_threads(_CORES)

@@ -1,8 +1,8 @@
 """Compare ways to score training texts for questions from inner products of whole gradients.
 
-Inner products are those of `projection: exact`, so that no projection error is included. Rows and
-columns of the planted facts are the training texts, then the questions with the labels of their
-answers only, then the questions with the labels of all words.
+Inner products are those of `projection: exact`, so they have no projection error. Their rows and
+columns are the N texts of the planted facts: the training texts, then the questions with labels for
+the answers only, then the questions with labels for all words.
 """
 
 import time
@@ -41,7 +41,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Products:
-    """Arrays that one checkpoint gives for all N rows.
+    """Arrays computed with one checkpoint for all N rows.
 
     Attributes:
         groups: Inner products of the gradients of each group of parameters, shape (G, N, N).
@@ -51,7 +51,7 @@ class Products:
         narrow: Features of a `rademacher` projection, k = 1,024.
         means: The hidden states of the last layer, averaged over words.
         ends: The hidden state of the last layer that predicts the last word.
-        outputs: f, shape (N,).
+        outputs: The model output f, shape (N,).
     """
 
     groups: np.ndarray
@@ -64,7 +64,7 @@ class Products:
     outputs: np.ndarray
 
     def whole(self, names: tuple[str, ...] = ()) -> np.ndarray:
-        """Return the inner products of all groups, or of groups whose names begin with a prefix."""
+        """Return inner products summed over all groups, or those that start with ``names``."""
         chosen = [i for i, name in enumerate(_GROUPS) if not names or name.startswith(names)]
         return self.groups[chosen].sum(axis=0)
 
@@ -115,8 +115,8 @@ def products(
     Args:
         model: The model, whose mode is not changed.
         moments: Adam's bias-corrected second moments by parameter.
-        rows: From ``all_rows``.
-        stream: The stream of the sketches, a different one for each checkpoint.
+        rows: The batch that ``all_rows`` returns.
+        stream: The number of the sketches' random stream, different for each checkpoint.
     """
     chosen = select_parameters(model, None)
     batch = as_batch(rows, LANGUAGE_MODELLING)
@@ -159,7 +159,7 @@ def products(
 
 
 def along(study: Study, seed: int, times: tuple[int, ...], folder: Path) -> list[Products]:
-    """Return the products of one training at several times, read from its file if it exists."""
+    """Return a training run's products at several times, from their file if it exists."""
     paths = [folder / f"{seed}-{at}.npz" for at in times]
     if not all(path.exists() for path in paths):
         rows = all_rows(study)[0]
@@ -180,7 +180,7 @@ def along(study: Study, seed: int, times: tuple[int, ...], folder: Path) -> list
 
 
 def seconds_by_words(study: Study) -> dict[str, float]:
-    """Return seconds for gradients of the questions: of answers, all words, and single words."""
+    """Return seconds for gradients of the questions' answers, all words, and single words."""
     torch.manual_seed(0)
     model = study.make_model()
     rows, n, m = all_rows(study)
@@ -220,12 +220,13 @@ class Way:
     """A method to compute scores from inner products.
 
     Attributes:
-        damping: lambda in units of the mean squared norm; None for scores without an inverse.
-        normalize: "" for none; "before": gradients of length 1 in the normal matrix too; "after":
-            scores divided by the training gradient's length; "inverse": by its length under the
-            inverse, sqrt(phi^T M^-1 phi); "both": cosines.
+        damping: The damping relative to the mean squared norm; None for scores without an inverse.
+        normalize: "": nothing. "before": training gradients have length 1, in the normal matrix
+            too. "after": scores are divided by the training gradient's length. "inverse": scores
+            are divided by sqrt(phi^T M^-1 phi). "both": scores are cosines.
         all_words: Whether all words of the questions are explained, instead of only the answer.
-        is_unit_average: Whether checkpoints are divided by their norm N_c.
+        is_unit_average: Whether each checkpoint's scores are divided by the norm of the training
+            samples' scores.
     """
 
     damping: float | None = 2.0
@@ -240,14 +241,14 @@ class Way:
         Args:
             kernel: Inner products of all rows.
             outputs: f of all rows.
-            n: Training texts.
-            m: Questions.
+            n: The number of training texts.
+            m: The number of questions.
         """
         first = n + m * self.all_words
         rows = np.r_[0:n, first : first + m]
         kernel, sizes = kernel[:n, rows].astype(float), np.sqrt(np.diagonal(kernel)[rows])
         if self.normalize in ("before", "both"):
-            # The norm of a target's gradient changes no rank within a checkpoint.
+            # The norm of a target's gradient does not change ranks within a checkpoint.
             kernel /= (
                 sizes[:n, None]
                 * np.r_[sizes[:n], sizes[n:] if self.normalize == "both" else np.ones(m)]
@@ -301,7 +302,7 @@ def side_by_side(sketches: np.ndarray) -> np.ndarray:
 
 
 def cosines(rows: np.ndarray, n: int, m: int) -> np.ndarray:
-    """Return cosines of training texts and questions, shape (n, m)."""
+    """Return the cosines between training texts and questions, shape (n, m)."""
     unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     return unit[:n] @ unit[n : n + m].T
 
@@ -314,7 +315,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
 
     Args:
         study: The planted facts.
-        made: Products of checkpoints, by seed and time.
+        made: The products of each checkpoint, by seed and time.
     """
     texts = [study.module.words(text) for text in study.module.training_texts().values()]
     asked = [study.module.words(text) for text, _ in study.module.questions().values()]

@@ -1,17 +1,18 @@
-"""Compare the LDS of TRAK 0.3.2's formula with lambda 0 with a study's, on the same features.
+"""Compare the LDS of TRAK 0.3.2's formula (lambda 0) with that of a study, on the same features.
 
     python benchmarks/trak_formula.py results sample --dims 512 1024
 
-Reads a finished study with an evaluation of the named experiment, and the files from which the
-evaluation was computed. The formula is that of ``trak_core.compat``'s score computer, which tests
-compare with the package ``traker``. For each checkpoint, K is (G^T G)^-1 divided by the mean
-absolute value of its entries, where G and T are the features of the training samples and of the
-targets. The scores are the average of G K T^T over checkpoints, times the average loss weights. The
-first columns of rademacher and normal projections are projections themselves.
+The script reads a finished study with an evaluation of the named experiment, and the files from
+which the evaluation was computed. The formula is that of the score computer in
+``trak_core.compat``, which tests compare with the package ``traker``. For each checkpoint, K is
+(G^T G)^-1 divided by the mean absolute value of its entries, where G and T are the features of the
+training samples and of the targets. The scores are the average of G K T^T over checkpoints, times
+the average loss weights. The first columns of a `rademacher` or `normal` projection are themselves
+a projection, so smaller dimensions need no new features.
 
-It is computed from the last checkpoint of each run, as TRAK's users do, and from all checkpoints
-(``trak_along``) if there are more. Prints the table ``summary`` of ``docs/reference/files.md``,
-with its bootstrap intervals.
+Scores are computed from the last checkpoint of each run, as is usual for TRAK, and from all
+checkpoints (``trak_along``) if there are more. The script prints the table ``summary`` of
+``docs/reference/files.md``, with its bootstrap intervals.
 """
 
 import argparse

@@ -7,12 +7,12 @@ run` writes `suspects` and `groups` from three runs with two checkpoints each, k
 held-out digits as targets.
 
 cleanlab, if installed, ranks samples by its normalized margin. The probabilities are from five
-models of the same kind, each trained without the fifth of the samples for which it predicts. A
-second row also trains on the held-out digits and their correct labels, because `suspects` uses
-these too. AUC is the probability that a wrong label ranks before a right one; `precision` is the
-fraction of wrong labels among the first n samples, where n is the number of wrong labels. Intervals
-are 95 % bootstrap intervals over draws and samples of the paired difference between `suspects` and
-the row. The first draw's scores by annotator are printed too.
+models of the same kind. Each is trained without a fifth of the samples, and predicts these. For a
+second row, the models are also trained on the held-out digits and their correct labels, because
+`suspects` uses these labels too. AUC is the probability that a wrong label ranks before a correct
+label, and `precision` is the fraction of wrong labels among the first n samples, where n is the
+number of wrong labels. Intervals are 95 % bootstrap intervals over draws and samples of the paired
+difference between `suspects` and the row. The first draw's scores by annotator are printed too.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _CONFIG = {
 
 @dataclass(frozen=True)
 class Row:
-    """One ranking of the training samples: the mean over draws of AUC and precision."""
+    """The AUC and precision of one ranking of the training samples, averaged over draws."""
 
     ranking: str
     extra_trainings: int
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of digits and wrong labels. In a ranking, likely wrong labels have large values."""
+    """One draw of digits and wrong labels; rankings are large for likely wrong labels."""
 
     is_wrong: np.ndarray
     scores: dict[str, np.ndarray]

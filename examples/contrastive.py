@@ -15,7 +15,7 @@ views = TensorDataset(first, second)
 
 class Encoder(nn.Sequential):
     def forward(self, first, second):
-        """Return the similarity of both views, then those to fixed views without gradient."""
+        """Return the similarity of both views, then those to fixed views, without gradient."""
         u, v = (normalize(super(Encoder, self).forward(x)) for x in (first, second))
         with torch.no_grad():
             others = normalize(super().forward(scans[400:].to(first.device)))

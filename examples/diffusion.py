@@ -1,4 +1,4 @@
-"""Which scans taught a diffusion model to remove the noise of a held-out one?"""
+"""Which scans taught a diffusion model to remove the noise from a held-out scan?"""
 
 import torch
 from fit import fit

@@ -1,4 +1,4 @@
-"""Train a network with Adam; the studies in this folder share this function."""
+"""Train a network with Adam, for the studies in this folder."""
 
 from collections.abc import Callable
 

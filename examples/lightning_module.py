@@ -1,4 +1,4 @@
-"""Which scans taught a LightningModule to read others? Run it in an empty folder."""
+"""Which scans taught a LightningModule to read other scans? Run this file in an empty folder."""
 
 from pathlib import Path
 

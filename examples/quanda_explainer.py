@@ -10,11 +10,11 @@ from trak_core import Attributor
 
 
 class TrakCore(quanda.Explainer):
-    """An ``Attributor`` of all checkpoints, with its settings as keywords.
+    """A quanda explainer that uses an ``Attributor`` of all checkpoints; keywords are its settings.
 
     With ``cache_dir``, features are stored in ``cache_dir/model_id``. They are reused for the same
-    weights, and other training data or settings are refused. Not supported: tasks of texts, inputs
-    in a dict, random augmentation, and ``self_influence`` with ``projection="exact"``.
+    weights, and other training data or settings are refused. Text tasks, inputs in a dict, random
+    augmentation, and ``self_influence`` with ``projection="exact"`` are not supported.
     """
 
     accepted_tasks = ("image_classification",)

@@ -1,4 +1,4 @@
-"""Which pairs of wines, the stronger first, taught a network to rank others?"""
+"""Which pairs of wines, the stronger first, taught a network to rank other pairs?"""
 
 import torch
 from fit import fit

@@ -1,4 +1,4 @@
-"""Make small data and weights for this folder's configs of ready-made studies.
+"""Make small data and weights for the configs of ready-made studies in this folder.
 
 It makes scans of digits for `images.yaml` and wines for `tables.yaml`. If transformers is
 installed, it also makes sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Run it
@@ -48,7 +48,7 @@ def _save(model: nn.Module, x: Tensor, y: Tensor, path: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Write images, a table, and two networks for each, into a folder."""
+    """Write images, a table, and two networks for each of the two, into a folder."""
     digits, scans = load_digits(), folder / "scans"
     for i in range(200):
         place = scans / ("train" if i < 150 else "asked") / str(digits.target[i])
@@ -68,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return training rows, and a fifth of all rows as targets, with id, label and text."""
+    """Return training rows and targets (a fifth of all rows), each with id, label and text."""
     rows = [
         {"id": f"{kind}-{i}", "label": kind, "text": f"the {' '.join(words)}"}
         for kind, parts in _KINDS.items()

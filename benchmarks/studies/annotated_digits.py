@@ -1,9 +1,9 @@
-"""A study with wrong labels: scanned digits that two annotators labelled, one of them badly.
+"""A study with wrong labels: scanned digits labelled by two annotators, one of them careless.
 
-`benchmarks/wrong_labels.py` runs it for several draws. 900 of scikit-learn's 1,797 digits are for
-training. The annotator anna labelled half of them with 2 % errors. bert labelled the other half
-with 15 % errors, mostly by confusing two digits that look alike. 500 held-out and 397 test digits
-have correct labels.
+`benchmarks/wrong_labels.py` runs this study for several draws. 900 of scikit-learn's 1,797 digits
+are for training. The annotator anna labelled half of them with 2 % errors. bert labelled the other
+half with 15 % errors, mostly by confusing two digits that look alike. 500 held-out and 397 test
+digits have correct labels.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def target_columns():
 
 
 def train(steps, seed, data=None):
-    """Yield the model after every fifth of the steps, whose number does not depend on the data."""
+    """Yield the model after every fifth of ``steps``, a number that does not depend on the data."""
     torch.manual_seed(seed)
     data = train_data() if data is None else data
     images, labels = (torch.stack(part) for part in zip(*data, strict=True))

@@ -16,7 +16,7 @@ __all__ = ["make_model", "target_data", "target_ids", "train", "train_data", "tr
 
 
 def make_model() -> nn.Module:
-    """Return the network, of 64 pixels and ten classes."""
+    """Return the network for 64 pixels and ten classes."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 40), nn.ReLU(), nn.Linear(40, 10)
     )

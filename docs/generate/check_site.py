@@ -1,4 +1,4 @@
-"""Find dead links, and addresses that need a network, in the built site."""
+"""Find dead links in the built site, and resources that it loads from the network."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _ID = re.compile(r'\bid="([^"]+)"')
 
 
 def faults_of(site: Path) -> list[str]:
-    """Return a line for each link to a missing file or anchor, and for each loaded address."""
+    """Return a line for each link to a missing file or anchor, and each network resource."""
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     ids = {page: set(_ID.findall(text)) for page, text in pages.items()}
     faults = []

@@ -1,9 +1,9 @@
-"""Draw the pictures of the documentation from a real run's results: report, and page to explore.
+"""Take the documentation's pictures of the report and of an experiment's page, from a real run.
 
     trak run config/thorough.yaml
     python docs/generate/pictures.py results
 
-Chromium renders the pages. Pillow is installed with matplotlib.
+Chromium renders the pages, and must be installed. Pillow is installed with matplotlib.
 """
 
 import shutil
@@ -16,13 +16,13 @@ from PIL import Image
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 WIDTH = 1100
-# For each picture: its page, and the first and the last line of pixels.
+# For each picture, its page, and the first and the last line of pixels.
 PAGES = {"report": ("report.html", 0, 890), "explore": ("answers/hard.html", 530, 1430)}
 COLOURS = 128  # so that a picture has only tens of KB
 
 
 def taken(page: Path, top: int, bottom: int, folder: str) -> Image.Image:
-    """Return a screenshot of some lines of a page, in the page's full width."""
+    """Return a screenshot of a page, in its full width, from pixel line ``top`` to ``bottom``."""
     picture = Path(folder, "picture.png")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     options += [f"--window-size={WIDTH},{bottom}", f"--user-data-dir={folder}/profile"]

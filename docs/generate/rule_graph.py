@@ -12,7 +12,7 @@ STYLE = (
 
 
 def without_shortcuts(graph: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the transitive reduction: no line from a to c if a longer path leads there."""
+    """Return the transitive reduction: no line from a to c if a longer path leads to c."""
 
     def above(name: str) -> set[str]:
         return {name}.union(*(above(read) for read in graph[name]))
