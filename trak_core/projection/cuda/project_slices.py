@@ -155,8 +155,8 @@ def _gather(
 ) -> None:
     """Copy the coordinates from ``origin`` on to ``buffer``. Outside all blocks, they become 0.
 
-    ``buffer`` has shape (n_planes, n_rows, n). If there are two planes, the first contains the values
-    rounded to bfloat16, and the second the rounding errors. ``starts`` contains the first
+    ``buffer`` has shape (n_planes, n_rows, n). If there are two planes, the first contains the
+    values rounded to bfloat16, and the second the rounding errors. ``starts`` contains the first
     coordinate of each block.
     """
     buffer.zero_()
