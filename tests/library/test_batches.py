@@ -102,7 +102,7 @@ def by_grad(m, x):
 
 def test_a_forward_that_differentiates_needs_a_graph():
     model = Net(lambda m, x: by_grad(m, x.requires_grad_()), {"linear": lambda: nn.Linear(4, 3)})
-    with refused("gradients.model_call", re.compile(r"(?s)Found .*(?=A forward)")):
+    with refused("gradients.model_call", re.compile(r"(?s)Found .*(?=A `forward`)")):
         count_classes(model, CLASSIFICATION, (torch.zeros(1, 4), torch.tensor([0])), CPU)
 
 

@@ -193,7 +193,8 @@ def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
 
 def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
     assert isolated(python, NO_EXTRA, tmp_path) == (
-        "trak_core.report needs matplotlib. Found none: pip install 'trak-core[workflow]'\n"
+        "trak_core.report needs matplotlib, which must be installed. "
+        "Run `pip install 'trak-core[workflow]'`.\n"
     )
 
 

@@ -340,7 +340,7 @@ def test_scores_can_be_pickled(linear):
     again = pickle.loads(pickle.dumps(scores))
     pd.testing.assert_frame_equal(again.frame, scores.frame)
     pd.testing.assert_frame_equal(again.top(3), scores.top(3))
-    with refused("attribution.no_tokens", "unpickling"):
+    with refused("attribution.no_tokens", "pickle"):
         made.tokens(again)
     with refused("attribution.scoring", "'topk'"):
         made.score(targets, keep="topk")

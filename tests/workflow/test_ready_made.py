@@ -199,7 +199,9 @@ def test_each_start_shows_samples_as_read_and_asked_ones_in_another_format(
     rows = [{"prompt": "asked ", "text": f"{a} {b} said"} for a in WORDS[:3] for b in WORDS[:4]]
     write(study.path("train.jsonl"), rows)
     reads = "The first {}, 0, as the model reads it: "
-    trained = reads.format("training sample") + "'asked', then what counts: 'what what said'\n"
+    trained = (
+        reads.format("training sample") + "'asked', then the text to explain: 'what what said'\n"
+    )
     lacks = "Notice: training samples {}, but this sample does not. If training added this text, "
     lacks += "the sample must have it too.\n"
     lines = f"{trained}{reads.format('sample of experiment asked')}'the sky is red'\n"
@@ -223,7 +225,7 @@ def test_what_a_config_may_not_say(study, monkeypatch):
     assert with_ready_study({"study": "mine.py"}) == {"study": "mine.py"}
     with refused("config.study", "language_modl", ", ".join(READY_MADE)):
         with_ready_study({"study": "language_modl", "study_arguments": {}})
-    with refused("config.study", "tabular, study_arguments None"):
+    with refused("config.study", "tabular and study_arguments None"):
         with_ready_study({"study": "tabular"})
     for wrong, named in (
         ({"text": "train.jsonl"}, "no texts"),

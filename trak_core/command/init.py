@@ -59,7 +59,9 @@ _TRANSFORM = (
 )
 _SCALE = "null means unscaled columns; give standard if training scaled them with StandardScaler"
 _RUNS = "files whose names differ only in an epoch or a step form one run, others are separate runs"
-_SEVERAL = "# Write several checkpoints of a run as {path: ..., run: a name, at: an epoch or step}."
+_SEVERAL = (
+    "# Write several checkpoints of one run as {path: ..., run: a name, at: an epoch or step}."
+)
 _SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
 _OUTPUT = "regression for a number, image_classification for a class"
 
