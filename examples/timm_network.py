@@ -30,7 +30,7 @@ for seed in (0, 1):
     torch.manual_seed(seed)
     model = timm.create_model("test_resnet", pretrained=False, num_classes=3)
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
-    for x, y in torch.utils.data.DataLoader(train, 50, shuffle=True):
+    for x, y in torch.utils.data.DataLoader(train, 10, shuffle=True):
         adam.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         adam.step()

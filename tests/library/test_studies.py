@@ -171,7 +171,7 @@ def test_a_missing_field_is_named_with_its_first_row_or_all(weights, tmp_path):
         rows = language_model(file, folder, text=f"{{{name}}}", max_tokens=9).train_data()
         with refused("studies.template", f"{file}, line {line}:", re.compile(r"answer\}'\.$")):
             rows[row]
-    with refused("studies.field", f"{file}, line 2:", re.compile(r"row with b\.$")):
+    with refused("studies.field", f"{file}, line 2:", re.compile(r"fields b\.$")):
         Rows(read_rows(file), lambda row: field(row, "a"))[3]
 
 

@@ -141,7 +141,7 @@ def test_a_study_whose_training_takes_no_data(study):
 
 
 UNKNOWN = ("config.unknown_experiment", "few", "'many'")
-COLUMNS = ("config.sweep_columns", "rademacher or normal", 32)
+COLUMNS = ("config.sweep_columns", "rademacher and normal", 32)
 BAD = {
     "both": ({"evaluation.ground_truth": "x.h5"}, "config.two_truths"),
     "settings without models": (
@@ -247,4 +247,4 @@ def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
     lds = lds_of(results, scores * weights, "0-9", "10-19", "20-26")
     assert float(rows["trak_0.3.2"][3]) == pytest.approx(lds, abs=6e-4)
     short = piped((*command, "64"), check=False)
-    assert "64 columns of rademacher with 32 are no projection" in short.stderr
+    assert "64 columns of rademacher with 32 are not a projection" in short.stderr

@@ -222,7 +222,7 @@ def test_results_that_may_only_be_read(own, tmp_path):
             (["-n"], 0, "Nothing to be done"),
             ([], 0, "Nothing to be done"),
             (["-n", *new], 0, "new"),
-            (new, 1, f"Found Permission denied at {mine.config['results']}. Change it"),
+            (new, 1, f"Found Permission denied at {mine.config['results']}. Make the"),
         ):
             ended, output = run_as_reader(*call, *more, cwd=mine.folder)
             assert (ended, said in output) == (status, True), output
