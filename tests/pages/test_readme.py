@@ -41,7 +41,8 @@ def test_the_example_in_python_runs():
 
 def test_the_page_in_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    printed = run_code("".join(text for _, text in blocks("docs/how-to/python.md")))
+    code = [text for kind, text in blocks("docs/how-to/python.md") if kind == "python"]
+    printed = run_code("".join(code))
     assert printed.startswith("(180, 20)")
     assert (tmp_path / "features/features/seed1/train.h5").exists()
 
