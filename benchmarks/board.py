@@ -48,7 +48,7 @@ _LEAST, _FEWEST = 0.8, 4
 
 @dataclass(frozen=True)
 class Row:
-    """The LDS of a set of scores on one kind of drops, and its difference from ``beside``."""
+    """The LDS of one method for one kind of subsets, and its difference from ``beside``'s LDS."""
 
     scores: str
     drops: str
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument("--draws", type=int, nargs="*", default=[], help="numbers of drawn labels")
     parser.add_argument("--dampings", type=float, nargs="*", default=[1], help="of these rows")
-    parser.add_argument("--beside", default=OURS, help="the row with which all are compared")
+    parser.add_argument("--beside", default=OURS, help="compare other methods with this one")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     asked = parser.parse_args()
     size = replace(SIZES[asked.size], seed=asked.seed)

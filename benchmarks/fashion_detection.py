@@ -25,7 +25,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -34,9 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 from fashion import Setting, compute, file_of, images, log_odds, train
+from fashion_rivals import traker
 from shared import environment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 N_TRAIN, N_TARGETS, N_WRONG, N_MARKED, N_RUNS, N_DRAWS = 60_000, 500, 6000, 1200, 3, 1000
 _BATCH = 250
@@ -119,32 +119,12 @@ def ours(count: int, **settings: Any) -> Method:
     return scores
 
 
-def traker(count: int, proj_dim: int) -> Method:
-    """Return the scores of TRAK's package, with its CPU projection."""
+def trak_package(count: int, proj_dim: int) -> Method:
+    """Return the scores of TRAK's package, as in benchmarks/fashion_rivals.py."""
 
     def scores(paths: list[str], train: Split, targets: Split) -> np.ndarray:
-        splits = [DataLoader(TensorDataset(*split), _BATCH) for split in (train, targets)]
-        states = [torch.load(path) for path in paths[:count]]
-        with tempfile.TemporaryDirectory() as folder:
-            tracer = import_module("trak").TRAKer(
-                model=LeNet().eval(),
-                task="image_classification",
-                train_set_size=len(train[0]),
-                save_dir=folder,
-                device="cpu",
-                proj_dim=proj_dim,
-                use_half_precision=False,
-            )
-            for model_id, state in enumerate(states):
-                tracer.load_checkpoint(state, model_id=model_id)
-                for batch in splits[0]:
-                    tracer.featurize(batch=batch, num_samples=len(batch[0]))
-            tracer.finalize_features()
-            for model_id, state in enumerate(states):
-                tracer.start_scoring_checkpoint("all", state, model_id, len(targets[0]))
-                for batch in splits[1]:
-                    tracer.score(batch=batch, num_samples=len(batch[0]))
-            return _with_self_influence(tracer.finalize_scores(exp_name="all"))
+        compute_scores = traker("runs", count, proj_dim)
+        return _with_self_influence(compute_scores(SETTING, {"runs": paths}, (train, targets)))
 
     return scores
 
@@ -200,7 +180,7 @@ METHODS: dict[str, Method] = {
     "random": random,
 }
 PEERS: dict[str, Method] = {
-    "TRAK 0.3.2, 1 run, k = 1024": traker(1, 1024),
+    "TRAK 0.3.2, 1 run, k = 1024": trak_package(1, 1024),
     "captum TracInCP, 1 run": captum_tracin("TracInCP", sample_wise_grads_per_batch=True),
     "captum TracInCPFast, 1 run": captum_tracin("TracInCPFast"),
 }

@@ -55,7 +55,7 @@ def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
             tracer = TRAKer(
                 model=model,
                 task="image_classification",
-                train_set_size=N_TRAIN,
+                train_set_size=len(splits[0][0]),
                 save_dir=folder,
                 device="cpu",
                 proj_dim=proj_dim,
@@ -68,7 +68,7 @@ def traker(group: str, count: int, proj_dim: int) -> Callable[..., np.ndarray]:
                     tracer.featurize(batch=batch, num_samples=len(batch[0]))
             tracer.finalize_features()
             for model_id, state in enumerate(states):
-                tracer.start_scoring_checkpoint("all", state, model_id, num_targets=N_TARGETS)
+                tracer.start_scoring_checkpoint("all", state, model_id, len(splits[1][0]))
                 for batch in targets:
                     tracer.score(batch=batch, num_samples=len(batch[0]))
             return np.array(tracer.finalize_scores(exp_name="all"))

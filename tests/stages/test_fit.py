@@ -361,7 +361,7 @@ def test_random_predictions_are_no_fit(n_right, is_doubtful):
     ],
 )
 def test_classes_that_are_taken_for_each_other_are_no_fit(taken_for, is_doubtful):
-    """Of each class, 6 of 10 samples are predicted as another, although most samples are right."""
+    """Six samples of class a are predicted as class b. Most samples of all are predicted right."""
     label = np.array([n for n in range(7) for _ in range(10 if n < 6 else 4)] + [0] * 60)
     moved = {a: np.flatnonzero(label == a)[:6] for a in taken_for}
     prediction = label.copy()

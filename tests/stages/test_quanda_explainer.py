@@ -1,4 +1,4 @@
-"""The example of quanda: its table, and its explainer beside an Attributor."""
+"""Run the quanda example, and compare its explainer with an Attributor."""
 
 import os
 import re
