@@ -82,7 +82,7 @@ AS_A_WHOLE = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces have three tokens of a text, or some rows of the weight for whole gradients."""
-    monkeypatch.setattr(margins_in_pieces, "PIECE", 3 * VOCABULARY)
+    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 3 * VOCABULARY)
     monkeypatch.setattr(gradient_terms, "PIECE", 40)
 
 

@@ -97,14 +97,14 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch"])
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
 def test_features_wait_once(make, kind, monkeypatch):
-    monkeypatch.setattr(margins_in_pieces, "PIECE", 200)
+    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 200)
     check_waits(make, kind)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
 def test_sketches_of_factors_wait_once(make, monkeypatch):
-    monkeypatch.setattr(margins_in_pieces, "PIECE", 200)
+    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 200)
     check_waits(make, "tensor_sketch")
 
 

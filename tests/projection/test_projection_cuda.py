@@ -12,6 +12,7 @@ from refused import refused
 from trak_core.projection import project
 from trak_core.projection.cpu.dense import normal_entry
 from trak_core.projection.cuda import (
+    compiled,
     dense,
     device_functions,
     project_cuda,
@@ -352,10 +353,15 @@ WHERE = re.compile(r"wrong of .* coordinate .*(?= Project on the CPU)")
 
 class TestSelfTest:
     @pytest.fixture(autouse=True)
-    def small(self, monkeypatch):
+    def small(self, monkeypatch, tmp_path):
         monkeypatch.setattr(project_module, "_passed", set())
         monkeypatch.setattr(project_module, "COLUMNS", 35)
         monkeypatch.setattr(project_module, "STEP", 23)
+        # On a GPU, neither machine code nor marks of other tests.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        compiled._function.cache_clear()
+        yield
+        compiled._function.cache_clear()
 
     # From before the fixture that spares the other tests the self-test.
     run = staticmethod(project_module.require_right_matrix)

@@ -130,10 +130,10 @@ def test_every_kernel_lives_in_registers_and_shared_memory(kernels, target):
 @pytest.mark.parametrize(
     ("case", "dtype", "column_tiles", "sample_tiles"),
     [
-        ("8-float16", "f16", 8, 1),
+        ("8-float16", "f16", 4, 1),
         ("16-float16", "f16", 4, 2),
         ("40-float16", "f16", 4, 4),
-        ("8-bfloat16", "bf16", 8, 1),
+        ("8-bfloat16", "bf16", 4, 1),
         ("16-bfloat16", "bf16", 4, 2),
         ("16-float32", "bf16", 4, 4),
     ],

@@ -26,8 +26,8 @@ T = TypeVar("T")
 # Peak memory of a backward pass, relative to the tensors that the forward pass saves. The measured
 # ratio was 1.5 to 1.7 for a ResNet and for GPT-2-like models of 7 and 124 million parameters.
 _ACTIVATIONS = 2
-# Gradients are formed in pieces. This many copies of a piece are in memory at the same time.
-_PIECES = 3
+# Gradients and logits are formed in pieces. This many copies of a piece are in memory at a time.
+_PIECES, _LOGIT_PIECES = 3, 4
 PIECE_BYTES = 4 * PIECE
 
 
@@ -146,10 +146,10 @@ def _pair(batch: Batch) -> Batch:
 def budget_bytes(device: torch.device, memory_mb: int) -> int:
     """Return the bytes that a batch may use: ``memory_mb`` MiB, or 4/5 of a GPU's free memory.
 
-    On a GPU, pieces of formed gradients are larger than on a CPU. The difference is subtracted.
+    On a GPU, pieces are larger than on a CPU. The difference is subtracted.
     """
     if device.type == "cuda":
-        larger_pieces = _PIECES * 4 * (piece_on(device) - PIECE)
+        larger_pieces = (_PIECES + _LOGIT_PIECES) * 4 * (piece_on(device) - PIECE)
         return torch.cuda.mem_get_info(device)[0] * 4 // 5 - larger_pieces
     return memory_mb * 2**20
 

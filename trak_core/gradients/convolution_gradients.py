@@ -71,7 +71,7 @@ class Patches(Contribution):
             each = b * window * max(places, c * outputs)
             for group in range(self.groups):
                 gradients = self._gradients_of(group)
-                for part in pieces(inputs, each):
+                for part in pieces(inputs, each, gramian.device):
                     patches = self._patches(group, part)
                     rows = gradients @ patches.transpose(-1, -2)
                     add_product(gramian, rows.reshape(c * b, -1))
@@ -165,7 +165,7 @@ class Patches(Contribution):
             for group in range(self.groups):
                 own = gradients[:, group * n_outputs : (group + 1) * n_outputs]
                 seen = moved[..., group * n_inputs : (group + 1) * n_inputs]
-                for part in pieces(n_inputs, c * b * n_outputs):
+                for part in pieces(n_inputs, c * b * n_outputs, own.device):
                     inputs = seen[..., part]
                     yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 

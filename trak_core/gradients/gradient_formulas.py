@@ -27,7 +27,7 @@ from trak_core.gradients.gradient_terms import Contribution, Dense, Lookup, Oute
 from trak_core.gradients.graph import Edge, Layout, locate, name_of, shape_of
 from trak_core.gradients.margins_in_pieces import head_factors
 
-# Number of entries that are multiplied and summed at a time. They fit into a core's cache.
+# Number of entries that a CPU multiplies and sums at a time. They fit into a core's cache.
 _CACHED = 2**18
 
 
@@ -238,6 +238,8 @@ def _weighted_sums(
     slice of the samples.
     """
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
+    if gradients.is_cuda:
+        step = max(1, gradients.shape[1])
     sums = []
     for start in range(0, gradients.shape[1], step):
         part = slice(start, start + step)

@@ -11,7 +11,7 @@ For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
 which ``Outer`` stores as the pair (delta, x). For T tokens and a weight with p x q entries, the
 pair has T (p + q) numbers instead of p q. Opacus and BackPACK form dW_i for all i by an einsum,
-which takes B p q numbers. Here at most ``PIECE`` entries are formed at a time. The ghost norms of
+which takes B p q numbers. Here at most ``piece_on`` entries are formed at a time. The ghost norms of
 Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
 """
 
@@ -26,13 +26,17 @@ from torch import Tensor
 
 # Largest number of entries in a piece of formed gradients: 16 MiB of float32, for a CPU's cache.
 PIECE = 2**22
-# The same number for a GPU: 128 MiB, because starting the kernels for a piece takes 2 ms.
-PIECE_OF_GPU = 2**25
+# The same number for a GPU: 128 MiB, or 1/128 of its memory if that is more, because starting the
+# kernels for a piece takes up to 2 ms.
+_LEAST_OF_GPU, _SHARE_OF_GPU = 2**25, 128
 
 
 def piece_on(device: torch.device) -> int:
     """Return the largest number of entries in a piece of formed gradients on a device."""
-    return PIECE_OF_GPU if device.type == "cuda" else PIECE
+    if device.type != "cuda":
+        return PIECE
+    n_bytes = torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU
+    return max(_LEAST_OF_GPU, n_bytes // 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,9 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
     gramian.addmm_(rows, rows.T)
 
 
-def pieces(size: int, entries_each: int) -> Iterator[slice]:
-    """Cut ``size`` items of ``entries_each`` entries into slices of at most ``PIECE`` entries."""
-    step = max(1, PIECE // max(1, entries_each))
+def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
+    """Cut ``size`` items of ``entries_each`` entries into slices of at most ``piece_on`` entries."""
+    step = max(1, piece_on(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
@@ -164,7 +168,7 @@ class Outer(Contribution):
             self._add_inner_products(gramian)
             return
         transposed_gradients = self.gradients.transpose(-1, -2)
-        for part in pieces(p, c * b * q):
+        for part in pieces(p, c * b * q, gramian.device):
             rows = transposed_gradients @ self.inputs[..., part]
             add_product(gramian, rows.reshape(c * b, -1))
 
@@ -173,7 +177,7 @@ class Outer(Contribution):
         inputs, gradients = self.inputs.flatten(0, 1), self.gradients.flatten(0, 2)
         for i in range(c):
             # sum over t and t' of <x_bt, x_b't'> <delta_cbt, delta_c'b't'>, for some b at a time
-            for part in pieces(b, t * c * b * t):
+            for part in pieces(b, t * c * b * t, gramian.device):
                 n = part.stop - part.start
                 products = self.gradients[i, part].flatten(0, 1) @ gradients.T
                 input_products = self.inputs[part].flatten(0, 1) @ inputs.T
@@ -223,7 +227,8 @@ class Lookup(Contribution):
 
     def add_to(self, gramian: Tensor) -> None:
         used, numbers = self.indices.unique(return_inverse=True)
-        for part in pieces(self.gradients.shape[-1], gramian.shape[0] * len(used)):
+        q, each = self.gradients.shape[-1], gramian.shape[0] * len(used)
+        for part in pieces(q, each, gramian.device):
             add_product(gramian, _summed(numbers, len(used), self.gradients[..., part]))
 
     def part(self, first: int, last: int) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from trak_core.gradients.gradient_terms import (
-    PIECE,
     Contribution,
     Dense,
     Outer,
     add_product,
+    piece_on,
     pieces,
 )
 from trak_core.model_outputs.model_output import at_least_float32
@@ -89,7 +89,7 @@ class Rows:
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the margins of labels, and whether each label is the predicted class.
 
-    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. At most ``PIECE``
+    Margins equal those of ``model_outputs.supervised.margin`` up to rounding. At most ``piece_on``
     logits, but at least the logits of one token, are in memory at a time. ``hidden``, the layer's
     inputs, has shape (batch, tokens, d). Labels and both results have shape (batch, tokens).
     """
@@ -106,7 +106,7 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
 
 def _step(head: Head, n_rows: int = 1) -> int:
     """Return how many tokens of each text a piece has if it has tokens of ``n_rows`` texts."""
-    return max(1, PIECE // max(1, n_rows * len(head.weight)))
+    return max(1, piece_on(head.weight.device) // max(1, n_rows * len(head.weight)))
 
 
 class MarginsInPieces(torch.autograd.Function):
@@ -173,7 +173,7 @@ class HeadOfMargins(torch.autograd.Function):
         factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
         if ctx.needs_input_grad[0]:
             weight = torch.empty_like(ctx.head.weight)
-            for part in pieces(*weight.shape):
+            for part in pieces(len(weight), weight.shape[1], weight.device):
                 weight[part] = factors.part(part.start, part.stop).view_as(weight[part])
         bias = factors.of_bias().gradients.flatten() if ctx.needs_input_grad[1] else None
         return weight, bias, None, None, None
@@ -213,15 +213,16 @@ class MarginFactors(Contribution):
 
     def add_to(self, gramian: Tensor) -> None:
         n, width = self.matrix
-        for part in pieces(n, self.n_rows * width):
+        for part in pieces(n, self.n_rows * width, gramian.device):
             add_product(gramian, self.part(part.start, part.stop))
 
     def part(self, first: int, last: int) -> Tensor:
         (n_each, n_samples, _), width = self.gradients.shape, self.matrix[1]
         total = self.rows.others.new_zeros(n_each, n_samples, last - first, width)
+        step = max(1, piece_on(total.device) // (last - first))
         for sample in range(n_samples):
             start = sample * self.n_tokens
-            for part in _slices(self.n_tokens, max(1, PIECE // (last - first))):
+            for part in _slices(self.n_tokens, step):
                 tokens = slice(start + part.start, start + part.stop)
                 slopes = self.head.slopes(self.rows, tokens, first, last)
                 hidden = self.rows.hidden[tokens]

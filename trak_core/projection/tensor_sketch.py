@@ -33,8 +33,9 @@ from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, h
 from trak_core.settings import ProjectionSpec
 
 # The largest number of complex numbers that are transformed in one call. On a CPU, they take 1 MiB,
-# which fits into a core's cache. On a GPU, they take 64 MiB, because a call takes 0.2 ms to start.
-_PIECE, _PIECE_OF_GPU = 2**17, 2**23
+# which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is more,
+# because a call takes 0.2 ms to start.
+_PIECE, _PIECE_OF_GPU, _SHARE_OF_GPU = 2**17, 2**23, 256
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
 # and layers of size 256 to 3,072. They decide which of two methods is used. ``_CALL_NS`` and
 # ``_LANE_NS`` were chosen on an Intel Xeon from 135 cases of size 10 to 768 and k = 64 to 4,096. In
@@ -111,6 +112,15 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _pieces_on(device: torch.device) -> tuple[int, int]:
+    """Return the largest number of complex numbers in a transform, and in one of several layers."""
+    if device.type != "cuda":
+        most = _PIECE if _has_kernels(device) else _PIECE_OF_GPU
+        return most, most
+    n_bytes = torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU
+    return max(_PIECE_OF_GPU, n_bytes // 8), _PIECE_OF_GPU
+
+
 def _fill_counts(
     spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, counts: Tensor, dim: int
 ) -> None:
@@ -148,6 +158,18 @@ def _fill_counts(
         torch.sum(picked * signs, 2, out=into)
 
 
+def _balancing_scales(left: Tensor, right: Tensor) -> list[Tensor]:
+    """Return factors for pairs of rows, after which both rows of a pair have equal norms.
+
+    If one of the rows is 0, both factors are 0.
+    """
+    # In float64, squares do not over- or underflow.
+    norms = [torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float64) for x in (left, right)]
+    scale = (norms[1] / norms[0]).sqrt_()
+    # NaN and infinity become NaN, because they are multiplied by 0, so they are not hidden.
+    return [x.nan_to_num(0, 0, 0).float() for x in (scale, 1 / scale)]
+
+
 def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
     """Split samples and tokens into pieces of at most ``most`` tokens, or one if that is 0."""
     n_samples, n_tokens = left.shape[:2]
@@ -159,17 +181,14 @@ def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
 
 
 def _add_transforms(counts: Tensor, sums: Tensor) -> None:
-    """Add sum_t F(x_t + i y_t)^2 to ``sums`` (b, k), complex128, and overwrite ``counts``.
+    """Add sum_t F(x_t + i y_t)^2 to ``sums``, shape (b, k), complex128.
 
-    The shape of ``counts`` is (tokens, b, k, 2).
+    ``counts`` has shape (tokens, b, k, 2).
     """
     if _has_kernels(counts.device):
         transformed = torch.view_as_real(torch.fft.fft(torch.view_as_complex(counts)))
         add_squares_cpu(transformed.flatten(2).numpy(), torch.view_as_real(sums).flatten(1).numpy())
         return
-    norms = torch.linalg.vector_norm(counts, dim=2, keepdim=True, dtype=torch.float64)
-    # If x or y is 0, both are multiplied by 0. NaN and infinity become NaN, so they are not hidden.
-    counts *= (norms.flip(3) / norms).sqrt_().nan_to_num_(0, 0, 0).float()
     sums += torch.fft.fft(torch.view_as_complex(counts)).square_().sum(0)
 
 
@@ -258,12 +277,12 @@ class OuterProducts:
         assert self.spec.shapes is not None
         k, (n_samples, n_tokens) = self.spec.proj_dim, left.shape[:2]
         has_kernels = _has_kernels(left.device)
-        most = (_PIECE if has_kernels else _PIECE_OF_GPU) // k
+        most, most_held = (n // k for n in _pieces_on(left.device))
         # On a GPU, each run of k entries of a row takes as much memory as a sketch.
         runs = 1 if has_kernels else -(-max(self.spec.shapes[number]) // k)
-        if 2 * runs * n_samples * n_tokens <= most:
+        if 2 * runs * n_samples * n_tokens <= most_held:
             if not len(self._held):
-                self._held = self.rows.new_empty(most // n_samples, n_samples, k, 2)
+                self._held = self.rows.new_empty(most_held // n_samples, n_samples, k, 2)
             if self._n_held + n_tokens > len(self._held):
                 self._add_held()
             start, self._n_held = self._n_held, self._n_held + n_tokens
@@ -271,12 +290,18 @@ class OuterProducts:
             return
         for samples, tokens in _pieces(left, most // runs):
             a, b = left[samples, tokens], right[samples, tokens]
+            if not has_kernels:
+                scales = _balancing_scales(a, b)
+                a, b = a * scales[0], b * scales[1]
             counts = self.rows.new_empty(a.shape[1], a.shape[0], k, 2)
             _fill_counts(self.spec, number, a, b, counts, 3)
             _add_transforms(counts, self.spectrum[samples])
 
     def _add_held(self) -> None:
-        _add_transforms(self._held[: self._n_held], self.spectrum)
+        counts = self._held[: self._n_held]
+        if not _has_kernels(counts.device):
+            counts *= torch.stack(_balancing_scales(*counts.unbind(3)), dim=3)
+        _add_transforms(counts, self.spectrum)
         self._n_held = 0
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
