@@ -20,19 +20,24 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
             raise InputError(f"With `{setting}`, {requirement}. Found {value}. {remedy}", code=code)
 
 
+def check_relations(config: Mapping[str, Any]) -> None:
+    """Raise an error for the first relation between keys that does not hold."""
+    checks = [check_exact, check_preconditioner, check_label_draws, check_conditions, check_means]
+    checks += [check_lists, check_removals, *[check_evaluation] * ("evaluation" in config)]
+    for check in checks:
+        check(config)
+
+
 def check_exact(config: Mapping[str, Any]) -> None:
     """Raise an error if ``projection: exact`` is set together with incompatible keys."""
     if not isinstance(projection := config["projection"], str):
         return
-    scoring, dtype = config["scoring"], config["features_dtype"]
-    shards = {"compute.shards": config["compute"]["shards"]} | {
-        f"experiments.{name}.shards": experiment["shards"]
-        for name, experiment in config["experiments"].items()
-    }
-    keep = scoring["keep"]
+    keep, dtype = config["scoring"]["keep"], config["features_dtype"]
+    shards = {"compute": config["compute"]["shards"]}
+    shards |= {f"experiments.{name}": own["shards"] for name, own in config["experiments"].items()}
     rules: list[tuple[bool, str, Any]] = [
         (keep != "full", "scoring.keep must be full, as top_k needs projected features", keep),
-        *((n != 1, "shards must be 1", f"{n} in {key}") for key, n in shards.items()),
+        *((n != 1, "shards must be 1", f"{n} in {key}.shards") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         (config["answers"]["tokens"], "scores cannot be split by token", "answers.tokens"),
     ]
@@ -58,20 +63,13 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
     if not (draws := config.get("label_draws", 0)):
         return
     output, scoring = config["model_output"], config["scoring"]
-    about = about_output(output)
+    about, weighting = about_output(output), scoring["weighting"]
+    has_noise = about.is_own or about.has_loss_noise
     known = ", ".join(name for name, row in TABLE.items() if row.has_loss_noise)
     rules = [
         (draws < 0, "the number must be at least 0", draws),
-        (
-            not (about.is_own or about.has_loss_noise),
-            f"model_output must be a function or one of {known}",
-            output_name(output),
-        ),
-        (
-            scoring["weighting"] == Weighting.CURVATURE,
-            "scoring.weighting must be plain",
-            Weighting.CURVATURE,
-        ),
+        (not has_noise, f"model_output must be a function or one of {known}", output_name(output)),
+        (weighting == Weighting.CURVATURE, "scoring.weighting must be plain", weighting),
         (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
     ]
     _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave one of them out.")
@@ -146,10 +144,10 @@ def check_lists(config: Mapping[str, Any]) -> None:
     lists, experiments = lists_of(config), list(config["experiments"])
     for name, about in lists.items():
         if about["experiment"] not in experiments:
-            example = f"lists: {{{name}: {{experiment: {experiments[0]}}}}}"
             raise InputError(
                 f"lists: {name} must name one of the experiments {', '.join(experiments)}. Found "
-                f"{about['experiment'] or 'none'}. For example: `{example}`.",
+                f"{about['experiment'] or 'none'}. For example: "
+                f"`lists: {{{name}: {{experiment: {experiments[0]}}}}}`.",
                 code="config.list_experiment",
             )
     blamed = lists.get("suspects", {}).get("experiment")
@@ -260,7 +258,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
                 f"Found {names[0]!r}. The config's experiments are {', '.join(experiments)}.",
                 code=code,
             )
-    about = experiments[removals["experiment"]] if "experiment" in removals else {}
+    about = experiments.get(removals.get("experiment"), {})
     if about.get("targets") == "all" or "where" in about:
         raise InputError(
             "evaluation.removals needs an experiment whose `targets` are ids. Found "
@@ -293,10 +291,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"{output_name(config['model_output'])}. Leave same_class out.",
             code="config.no_classes",
         )
-    projection = config["projection"]
-    if not isinstance(projection, str):
-        if "kind" in projection:
-            check_columns(projection["proj_dim"], projection["kind"], evaluation)
+    if not isinstance(projection := config["projection"], str):
         return
     keys = [key for key in ("sweep", "self_influence") if evaluation.get(key)]
     keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
@@ -360,13 +355,9 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 
     ``others`` contains the paths of the config files, and those in the config's tables.
     """
-    for role, path in [
-        *_paths(config),
-        *(("a file", path) for path in others),
-        ("the working folder", str(Path.cwd())),
-    ]:
-        sign = next((s for s in path if s in _SIGNS), None)
-        if sign is not None:
+    roles = [("a file", path) for path in others] + [("the working folder", str(Path.cwd()))]
+    for role, path in [*_paths(config), *roles]:
+        if sign := next((s for s in path if s in _SIGNS), None):
             raise InputError(
                 "Paths are passed to jobs on a command line and must not contain "
                 f"{' '.join(_SIGNS.split())}. Found {sign!r} in {path!r} ({role}). Rename the file "
@@ -378,8 +369,7 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 def check_given(entries: Iterable[str]) -> None:
     """Raise an error for ``--config`` values that a shell on a cluster would interpret."""
     for entry in entries:
-        sign = next((s for s in entry if s in "'\\\n\r"), None)
-        if sign is not None:
+        if sign := next((s for s in entry if s in "'\\\n\r"), None):
             raise InputError(
                 "--config: executors for clusters pass values through a shell, so values must not "
                 f"contain an apostrophe, a backslash or a line break. Found {sign!r} in {entry!r}. "
@@ -392,22 +382,14 @@ def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and the value of each path in a config."""
     yield "study", config["study"]
     yield "model_output", output_name(config.get("model_output", ""))
-    checkpoints = config["checkpoints"]
-    if isinstance(checkpoints, str):
-        yield "checkpoints", checkpoints
-    elif "training" not in config:
-        for name, entry in checkpoints.items():
-            yield f"checkpoints.{name}", entry if isinstance(entry, str) else str(entry["path"])
+    if isinstance(config["checkpoints"], str):
+        yield "checkpoints", config["checkpoints"]
     for name, experiment in config["experiments"].items():
         for key in ("targets", "data"):
             if isinstance(experiment.get(key), str):
                 yield f"experiments.{name}.{key}", experiment[key]
     for file in config["data_files"]:
         yield "data_files", file
-    if "pool" in lists_of(config).get("select", {}):
-        yield "lists.select.pool", lists_of(config)["select"]["pool"]
-    truth = config.get("evaluation", {}).get("ground_truth")
-    if truth is not None:
-        yield "evaluation.ground_truth", truth
-    if "conda" in config["compute"]:
-        yield "compute.conda", config["compute"]["conda"]
+    yield "lists.select.pool", lists_of(config).get("select", {}).get("pool", "")
+    yield "evaluation.ground_truth", config.get("evaluation", {}).get("ground_truth", "")
+    yield "compute.conda", config["compute"].get("conda", "")

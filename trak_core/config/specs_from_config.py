@@ -13,18 +13,7 @@ from trak_core.config.checkpoint_list import (
     runs_of,
     shared_training,
 )
-from trak_core.config.cross_checks import (
-    check_conditions,
-    check_evaluation,
-    check_exact,
-    check_label_draws,
-    check_lists,
-    check_means,
-    check_preconditioner,
-    check_removals,
-    lists_of,
-    removals_of,
-)
+from trak_core.config.cross_checks import check_relations, lists_of, removals_of
 from trak_core.config.read_config import (
     ALL_TARGETS,
     module_folders,
@@ -108,11 +97,6 @@ class Specs:
     output_digest: str | None = None
 
     @property
-    def columns(self) -> str:
-        """The description of the columns of samples in tables."""
-        return self.output.columns
-
-    @property
     def output(self) -> About:
         """Properties and descriptions of the model output."""
         return about_output(self.config["model_output"])
@@ -120,9 +104,9 @@ class Specs:
     @property
     def output_words(self) -> dict[str, Any] | None:
         """The config's settings of a user-defined model output, or None for a built-in one."""
-        if not self.output.is_own:
-            return None
-        return {} if isinstance(given := self.config["model_output"], str) else ordered(given)
+        given = self.config["model_output"]
+        settings = {} if isinstance(given, str) else ordered(given)
+        return settings if self.output.is_own else None
 
     @property
     def made_of(self) -> str:
@@ -156,8 +140,7 @@ class Specs:
     @property
     def reported_first(self) -> dict[str, Any]:
         """``reported`` for the first report, which is written before the evaluation."""
-        measured = {"evaluation"} & set(self.reported)
-        return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
+        return ordered(self.reported | {"evaluation": "see report.html"})
 
     @property
     def runs(self) -> dict[str, list[str]]:
@@ -411,20 +394,12 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))
-    check_exact(config)
-    check_preconditioner(config)
-    check_label_draws(config)
-    check_conditions(config)
-    check_means(config)
+    check_relations(config)
     experiments = {
         name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()
         if "mean" not in experiment
     }
-    check_lists(config)
-    check_removals(config)
-    if "evaluation" in config:
-        check_evaluation(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
     tables = [config["checkpoints"], lists_of(config).get("select", {}).get("pool")]

@@ -15,7 +15,7 @@ use rule stage as average_scores with:
         code=code_of("average_scores"),
         spec=scores_spec,
         defaults=specs.defaults,
-        columns=specs.columns,
+        columns=specs.output.columns,
         top=scoring["top"],
         output_words=specs.output_words,
         study_file=config["study"] if specs.has_columns else None,
