@@ -13,7 +13,7 @@ from typing import Any
 
 from trak_core.config.read_config import read_table
 from trak_core.errors import InputError, listed
-from trak_core.settings import ordered, stream_of
+from trak_core.settings import ordered
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
@@ -68,9 +68,7 @@ def checkpoint_table(
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
-    names = [name for name, _ in pairs]
-    _check_ids(names)
-    _check_streams(names)
+    _check_ids([name for name, _ in pairs])
     table = dict(sorted(pairs))
     for run, ids in runs_of(table).items():
         times = [table[name].at for name in ids]
@@ -174,18 +172,6 @@ def _check_ids(names: list[str]) -> None:
             )
 
 
-def _check_streams(names: list[str]) -> None:
-    streams: dict[int, str] = {}
-    for name in names:
-        other = streams.setdefault(stream_of(name), name)
-        if other != name:
-            raise InputError(
-                "Checkpoints need different random projections, which are chosen by a hash of "
-                f"their ids. Found the same hash for {other!r} and {name!r}. Rename one of them.",
-                code="config.checkpoint_id",
-            )
-
-
 def _number(text: str, name: str) -> float | None:
     """Return a cell of a table as an integer or a float, or None if it is empty."""
     if not text:
@@ -227,14 +213,7 @@ def _trained(
             "one checkpoint at the end of the run, leave `at` out.",
             code="config.checkpoint_time",
         )
-    several = times if isinstance(times, list) else [times]
-    twice = [at for i, at in enumerate(several) if at in several[:i]]
-    if twice:
-        raise InputError(
-            f"`at` must list each time once. Found {twice[0]} twice for run {name!r}.",
-            code="config.checkpoint_time",
-        )
-    for at in several:
+    for at in times if isinstance(times, list) else [times]:
         yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
 
 
@@ -246,8 +225,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         shown = ", ".join(unknown) if unknown and "path" in given else repr(value)
         raise InputError(
             "In a config without `training`, a checkpoint must be a path, or a mapping with `path` "
-            "and optionally `run`, `at` and `state_dict`. Found "
-            f"{shown} for checkpoint {name!r}.",
+            f"and optionally `run`, `at` and `state_dict`. Found {shown} for checkpoint {name!r}.",
             code="config.checkpoint_value",
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
@@ -265,20 +243,16 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
             code="config.checkpoint_time",
         )
     for number, folder in folders:
-        step = _step(folder, number)
-        yield (
-            f"{name}-{number}",
-            Checkpoint(run, step, str(folder), is_listed=True, state_dict=part),
-        )
+        step, path = _step(folder, number), str(folder)
+        yield f"{name}-{number}", Checkpoint(run, step, path, is_listed=True, state_dict=part)
 
 
 def of_trainer(path: Path) -> list[tuple[int, Path]]:
     """Return the number and the path of each folder ``checkpoint-<number>``, sorted by number."""
     if not path.is_dir():
         return []
-    folders = [inner for inner in path.iterdir() if inner.is_dir()]
-    matches = [(_OF_TRAINER.fullmatch(folder.name), folder) for folder in folders]
-    return sorted((int(match[1]), folder) for match, folder in matches if match)
+    matches = [(_OF_TRAINER.fullmatch(inner.name), inner) for inner in path.iterdir()]
+    return sorted((int(match[1]), inner) for match, inner in matches if match and inner.is_dir())
 
 
 def _step(folder: Path, number: int) -> float:
@@ -287,8 +261,7 @@ def _step(folder: Path, number: int) -> float:
     if not state.is_file():
         return number
     try:
-        step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
-        return _checked_time(step, folder.name)
+        return _checked_time(json.loads(state.read_text("utf-8"))["global_step"], folder.name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
@@ -304,22 +277,19 @@ def shared_training(
 
     ``checkpoints`` and ``training`` are from the config. Each entry of ``checkpoints`` is a run.
     """
-    runs = {str(run): ordered({**training, **given}) for run, given in checkpoints.items()}
-    runs = dict([*runs.items()][:count])
+    first = [*checkpoints.items()][:count]
+    runs = {str(run): ordered({**training, **given}) for run, given in first}
     for arguments in runs.values():
         arguments.pop("at", None)
     seeds = {run: arguments.pop("seed", None) for run, arguments in runs.items()}
     numbers = [seed for seed in seeds.values() if type(seed) is int]
     shared = next(iter(runs.values()))
     if len({*numbers}) < count or any(arguments != shared for arguments in runs.values()):
-        shown = []
-        for run, arguments in runs.items():
-            pairs = {"seed": seeds[run], **arguments}.items()
-            shown.append(f"{run}: {{{', '.join(f'{key}: {value}' for key, value in pairs)}}}")
+        shown = {run: {"seed": seeds[run], **arguments} for run, arguments in runs.items()}
         raise InputError(
             f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (as many "
             "as `seeds` says) must have different integers as `seed`, and their other training "
-            f"arguments must be equal. Found {', '.join(shown)}.",
+            f"arguments must be equal. Found {shown}.",
             code="config.run_seeds",
         )
     return {"arguments": shared, "run_seeds": numbers}

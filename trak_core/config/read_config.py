@@ -4,7 +4,7 @@ import csv
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -119,7 +119,8 @@ def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -
 
     See ``with_ready_study`` for the study file and for ``writes``.
     """
-    config, keys = with_ready_study(config, writes=writes), read_schema(schema)
+    text, config = schema.read_text("utf-8"), with_ready_study(config, writes=writes)
+    keys = yaml.load(text, Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
     check_config(config, keys)
     config = with_defaults(config, keys)
     # Snakemake warns about paths that begin with ./ or end with /.
@@ -128,11 +129,6 @@ def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -
 
 # The loader of libyaml is ten times as fast as the Python loader.
 _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def read_schema(path: Path) -> dict[str, Any]:
-    """Return the schema of configs."""
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,22 +231,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
-    seen: dict[Any, int] = {}
+    mapping = loader.construct_mapping(node, deep=True)  # Lists as keys raise an error.
+    lines: dict[Any, int] = {}
     for name, key in pairs:
         line = key.start_mark.line + 1
-        if not isinstance(name, Hashable):
-            raise InputError(
-                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}.",
-                code="config.text_name",
-            )
-        if name in seen:
+        if name in lines:
             raise InputError(
                 f"{key.start_mark.name}: keys must be unique. Found {name!r} in lines "
-                f"{seen[name]} and {line}. The first value would be ignored without a warning.",
+                f"{lines[name]} and {line}. The first value would be ignored without a warning.",
                 code="config.key_twice",
             )
-        seen[name] = line
-    return loader.construct_mapping(node, deep=True)
+        lines[name] = line
+    return mapping
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
@@ -317,14 +309,13 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
             loader = _TextKeyLoader(text)
             loader.name = f"--config {key}"
             try:
-                given = loader.get_single_data()
+                read[key] = merged(read[key], loader.get_single_data())
             except InputError:
                 raise
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
+            except (yaml.YAMLError, ValueError) as error:
                 raise InputError(
                     f"--config {key}: the value must be YAML. {error}", code="config.no_yaml"
                 ) from error
-            read[key] = merged(read[key], given)
     return read
 
 
@@ -333,22 +324,21 @@ def _check_plain(value: Any, where: str = "") -> None:
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
-        return
-    if not isinstance(value, Mapping):
-        if not isinstance(value, str | int | float | None):
-            raise InputError(
-                f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
-                "put it in quotes.",
-                code="config.plain_value",
-            )
-        return
-    for key, inner in value.items():
-        if not isinstance(key, str) and where != "checkpoints":
-            raise InputError(
-                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes.",
-                code="config.text_name",
-            )
-        _check_plain(inner, f"{where}.{key}".removeprefix("."))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str) and where != "checkpoints":
+                raise InputError(
+                    f"{where or 'the config'}: a name must be text. Found {key!r}: put it in "
+                    "quotes.",
+                    code="config.text_name",
+                )
+            _check_plain(inner, f"{where}.{key}".removeprefix("."))
+    elif not isinstance(value, str | int | float | None):
+        raise InputError(
+            f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
+            "put it in quotes.",
+            code="config.plain_value",
+        )
 
 
 # JSON Schema accepts 16.0 as an integer, which NumPy does not, and accepts NaN within any bounds.
@@ -366,12 +356,11 @@ def _explained(error: jsonschema.ValidationError) -> str:
     schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
     if error.validator == "additionalProperties":
         known = schema.get("properties", {})
-        given = error.instance if isinstance(error.instance, Mapping) else {}
-        unknown = ", ".join(repr(key) for key in given if key not in known)
-        matches = (get_close_matches(str(key), known, 1) for key in given if key not in known)
-        near = [name for names in matches for name in names]
+        unknown = [key for key in dict(error.instance) if key not in known]  # pyright: ignore
+        near = [name for key in unknown for name in get_close_matches(str(key), known, 1)]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
-        return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
+        shown = ", ".join(map(repr, unknown))
+        return f"{where}: unknown key {shown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
     # Only the first paragraph of a description is shown. The others are for the documentation.
@@ -381,7 +370,6 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "type": lambda: f"must be {_kind(limit)}",
         "anyOf": lambda: f"must be {_alternatives(limit)}",
         "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
-        "const": lambda: f"must be {limit}",
         "minimum": lambda: f"must be at least {limit}",
         "exclusiveMinimum": lambda: f"must be above {limit}",
         "maximum": lambda: f"must be at most {limit}",
