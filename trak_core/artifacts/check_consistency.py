@@ -27,13 +27,10 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
         union = expected.keys() | actual.keys()
         keys = sorted(key for key in union if expected.get(key) != actual.get(key))
         expected, actual = ({key: spec.get(key) for key in keys} for spec in (expected, actual))
-    texts = [
-        text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, (expected, actual))
-    ]
     raise ArtifactError(
-        f"{file.path}: files to be combined must agree on the {part}. Expected {texts[0]}, found "
-        f"{texts[1]}. Delete the file and run snakemake again, so that rule {file.kind.rule} "
-        "remakes it.",
+        f"{file.path}: files to be combined must agree on the {part}. Expected "
+        f"{str(expected)[:200]}, found {str(actual)[:200]}. Delete the file and run snakemake "
+        f"again, so that rule {file.kind.rule} remakes it.",
         code="artifacts.other_file",
     )
 
@@ -43,8 +40,7 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
 
     Snakemake does not notice this if the job that wrote the file ran longer than Snakemake.
     """
-    shard = artifact.spec.get("shard")
-    check_same("rows: the whole split", None, shard, artifact)
+    check_same("rows: the whole split", None, artifact.spec.get("shard"), artifact)
     check_same("settings of the current config", *made_for(artifact, spec), artifact)
 
 

@@ -1,8 +1,7 @@
 """Define the file format: kinds of files, layout, JSON objects and content hash.
 
-Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums of all metadata
-(names, attributes, shapes, addresses). Therefore h5py and pandas detect a flipped bit when they
-read it.
+Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums of all metadata.
+Therefore h5py and pandas detect a flipped bit when they read it.
 
 The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
 limited to 64 KiB, and lists grow with a study. Each list is a vector in a group with the name of
@@ -52,33 +51,24 @@ class ArtifactKind:
 _COLUMNS = ("labels", "outputs", "predictions")
 _TRAIN_COLUMNS = ("loss_weights", "curvature")
 _TARGET_COLUMNS = tuple(f"target_{column}" for column in _COLUMNS)
+_SCORED = {
+    "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
+    "target_ids": ("similarities/axis0", "solved_targets/axis0", *_TARGET_COLUMNS),
+}
+_OF_SAMPLES = {"sample_ids": (*_COLUMNS, *_TRAIN_COLUMNS, "features/axis1", "gramian/axis0")}
+_MATRIX = {"normal_matrix/axis0": ("normal_matrix/axis1",)}
 FEATURES = ArtifactKind(
-    "trak-features",
-    ("features", "outputs", "sample_ids"),
-    "compute_features",
-    {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)},
+    "trak-features", ("features", "outputs", "sample_ids"), "compute_features", _OF_SAMPLES
 )
 FEATURE_SHARD = replace(FEATURES, rule="compute_features_shard")
 NORMAL_MATRIX = ArtifactKind(
-    "trak-normal-matrix",
-    ("normal_matrix", "mean_squared_norm"),
-    "compute_normal_matrix",
-    {"normal_matrix/axis0": ("normal_matrix/axis1",)},
+    "trak-normal-matrix", ("normal_matrix", "mean_squared_norm"), "compute_normal_matrix", _MATRIX
 )
 CHECKPOINT_SCORES = ArtifactKind(
-    "trak-scores",
-    ("loss_weights", "train_ids", "target_ids"),
-    "compute_scores",
-    {
-        "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
-        "target_ids": ("similarities/axis0", "solved_targets/axis0", *_TARGET_COLUMNS),
-    },
+    "trak-scores", ("loss_weights", "train_ids", "target_ids"), "compute_scores", _SCORED
 )
 GRAMIAN = ArtifactKind(
-    "trak-gramian",
-    ("gramian", "outputs", "sample_ids"),
-    "compute_gramian",
-    {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
+    "trak-gramian", ("gramian", "outputs", "sample_ids"), "compute_gramian", _OF_SAMPLES
 )
 # Without a projection, another rule writes these files.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
@@ -88,12 +78,7 @@ RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), 
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
-OUTPUTS = ArtifactKind(
-    "trak-outputs",
-    ("sample_ids", "labels", "outputs", "predictions"),
-    "compute_outputs",
-    {"sample_ids": _COLUMNS},
-)
+OUTPUTS = ArtifactKind("trak-outputs", ("sample_ids", *_COLUMNS), "compute_outputs", _OF_SAMPLES)
 TARGETS = ArtifactKind("trak-targets", ("targets",), "select_targets")
 GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_token_scores")
@@ -101,13 +86,9 @@ _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
 # ``verify`` determines the kind of a file from its encoding type and keys.
-KINDS = (
-    *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES),
-    SCORES_SHARD,
-    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
-    TOKEN_SCORES,
-    *(EVALUATION, REMOVALS),
-)
+KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, SCORES_SHARD, RETRAINED)
+KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
+KINDS += (EVALUATION, REMOVALS)  # ``verify`` uses the first kind whose keys a file has.
 
 
 def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
@@ -121,18 +102,15 @@ class ArtifactError(InputError):
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Return ids in their stored form: integers, or UTF-8 strings of a fixed length."""
-    if isinstance(ids, np.ndarray):
-        return ids
-    if all(isinstance(i, str) for i in ids):
+    if not isinstance(ids, np.ndarray) and all(isinstance(i, str) for i in ids):
         return np.array([i.encode() for i in ids], dtype="S")
     return np.asarray(ids)
 
 
 def plain_ids(stored: np.ndarray) -> list[Any]:
     """Return stored ids as Python integers or strings."""
-    if stored.dtype.kind == "S":
-        return [i.decode() for i in stored.tolist()]
-    return stored.tolist()
+    values = stored.tolist()
+    return [i.decode() for i in values] if stored.dtype.kind == "S" else values
 
 
 def _blocks(dataset: h5py.Dataset) -> Iterator[np.ndarray]:
@@ -311,27 +289,21 @@ def _described(dataset: h5py.Dataset) -> str:
 
 
 def _check_frame(name: str, group: h5py.Group) -> None:
-    values, rows, columns, items = (
-        dataset_in(group, part) for part in ("block0_values", "axis1", "axis0", "block0_items")
-    )
-    for axis in (rows, columns, items):
+    parts = ("block0_values", "axis1", "axis0")
+    values, rows, columns = (dataset_in(group, part) for part in parts)
+    for axis in (rows, columns):
         if axis.ndim != 1 or axis.dtype.kind not in "iuS":
             raise ValueError(
                 f"{axis.name!r} must be a vector of integers or strings, found {_described(axis)}"
             )
     expected = (rows.size, columns.size)
-    if values.shape != expected or items.size != columns.size or values.dtype.kind not in "fiu":
+    if values.shape != expected or values.dtype.kind not in "fiu":
         raise ValueError(
             f"{name!r} must have numbers of shape {expected}, the numbers of ids, found "
             f"{_described(values)}"
         )
-    if values.dtype == np.int8:
-        scales = dataset_in(group.file, scales_of(name))
-        if scales.shape != rows.shape or scales.dtype != np.float32:
-            raise ValueError(
-                f"{scales.name!r} must have a float32 scale for each of {rows.size} rows, found "
-                f"{_described(scales)}"
-            )
+    if values.dtype == np.int8 and dataset_in(group.file, scales_of(name)).shape != rows.shape:
+        raise ValueError(f"{scales_of(name)!r} must have a scale for each of {rows.size} rows")
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:

@@ -75,7 +75,6 @@ class _HeldFile:
 
 
 def _text(attribute: Any) -> Any:
-    """Return an attribute, decoded if it is bytes."""
     return attribute.decode() if isinstance(attribute, bytes) else attribute
 
 
@@ -158,12 +157,7 @@ class Artifact:
 class Rows:
     """The values of a frame. ``rows[start:stop]`` reads them, and converts int8 to float32.
 
-    Attributes:
-        artifact: The file.
-        key: The dataset of the values.
-        shape: (rows, columns).
-        dtype: The stored dtype.
-        scales: The vector of the rows' scales for int8, else None.
+    ``key`` is the dataset of the values, and ``scales`` is that of the rows' scales for int8.
     """
 
     artifact: Artifact
@@ -182,8 +176,7 @@ class Rows:
         if self.scales is None:
             return values
         # These products are exact in float32.
-        chosen = rows[0] if isinstance(rows, tuple) else rows
-        scales = self.artifact._read(self.scales, chosen)
+        scales = self.artifact._read(self.scales, rows[0] if isinstance(rows, tuple) else rows)
         return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -226,8 +219,7 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
         if (own_name, version) != (name, VERSION):
             must = f"the file must be {name}, version {VERSION}"
             raise _refused(path, kind, must, f"Found {own_name}, version {version}")
-        missing = [key for key in kind.keys if key not in file]
-        if missing:
+        if missing := [key for key in kind.keys if key not in file]:
             must = f"a {name} file must contain {', '.join(kind.keys)}"
             raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
         check_layout(file, kind)
@@ -305,11 +297,6 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     Returns:
         Values of shape (rows, columns), row ids and column ids.
     """
-    must = (
-        f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite numbers. "
-        "Its row ids, and its column ids, must be all integers or all strings"
-    )
-    how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
     try:
         with path.open("rb") as raw:
             locking = None if supports_locks(raw.fileno()) else False
@@ -322,9 +309,8 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
                 check_stored(file, name)
             values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)
             row_ids, column_ids = plain_ids(index), plain_ids(columns)
-        if values.dtype.kind not in "biuf" or not {index.dtype.kind, columns.dtype.kind} <= set(
-            "iuS"
-        ):
+        kinds = {index.dtype.kind, columns.dtype.kind}
+        if values.dtype.kind not in "biuf" or not kinds <= set("iuS"):
             raise ValueError(f"values of {values.dtype}, ids of {index.dtype} and {columns.dtype}")
         if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
             size = f"{len(index)} rows and {len(columns)} columns"
@@ -333,6 +319,10 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
         raise
     except Exception as error:  # A damaged file can cause errors of any type.
         raise ArtifactError(
-            f"{must}. Found: {_first_line(error)}. {how}", code="artifacts.frame"
+            f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
+            "numbers. Its row ids, and its column ids, must be all integers or all strings. Found: "
+            f"{_first_line(error)}. Write it with `frame.to_hdf(path, key={key!r}, "
+            "format='fixed')`.",
+            code="artifacts.frame",
         ) from error
     return values, row_ids, column_ids

@@ -202,10 +202,8 @@ def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
         stop = min(start + _PIECE_ROWS, _length(rows))
         # Slices of a pandas column would select rows by label.
         parts = {name: np.asarray(rows[name][start:stop]) for name in rows}
-        columns = {
-            n: plain_ids(part) if part.dtype.kind == "S" else part for n, part in parts.items()
-        }
-        yield pd.DataFrame(columns, index=pd.RangeIndex(start, stop))
+        texts = {name: plain_ids(part) for name, part in parts.items() if part.dtype.kind == "S"}
+        yield pd.DataFrame(parts | texts, index=pd.RangeIndex(start, stop))
 
 
 def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
@@ -252,16 +250,14 @@ def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bo
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
-            if len(table) != _length(rows):
-                return False
+            is_same = len(table) == _length(rows)
             for piece in _pieces(rows):
                 first = int(piece.index[0])
                 values = table_columns(table, columns, slice(first, first + len(piece)))
                 for name in piece:
                     equal_nan = piece[name].dtype.kind == "f"
-                    if not np.array_equal(values[name], piece[name], equal_nan=equal_nan):
-                        return False
-        return True
+                    is_same &= np.array_equal(values[name], piece[name], equal_nan=equal_nan)
+            return is_same
     except Exception:  # An incomplete file can cause errors of any type.
         return False
 
@@ -276,17 +272,16 @@ def create(
 ) -> Generator[Writer, None, None]:
     """Yield the writer of an artifact, which appears under ``path`` only when it is complete.
 
-    The folder is created if it does not exist. If an exception is raised, for example because the
-    disk is full or a value is not finite, the temporary file is deleted and ``path`` is unchanged.
-    ``open_artifact`` has an example.
+    If an exception is raised, for example because the disk is full or a value is not finite, the
+    temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an example.
 
     Args:
-        path: The final name of the file.
+        path: The final name of the file, whose folder is created.
         kind: The kind of the file.
         spec: All settings that determine the content, as plain values. Lists may have any length.
             The other values must fit into an attribute (64 KiB).
-        provenance: Software and device, without clock times, so that a repeated run writes the
-            same bytes.
+        provenance: Software and device, without clock times, so that repeated runs write equal
+            bytes.
         attributes: Other root attributes.
     """
     with atomic_write(path) as partial:

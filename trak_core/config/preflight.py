@@ -25,7 +25,7 @@ from trak_core.dependency_digests import content_digest, stage_digest
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.runtime.files import path_digests, read_record, write_record
-from trak_core.settings import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
+from trak_core.settings import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.settings.target_filter import MOST_TARGETS
 
 _RECORD, _DIGESTS = "study.json", "checkpoints.json"
@@ -63,10 +63,9 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for the weights of ``checkpoint``, or of the largest one.
+    """Return the MiB that a job needs for the weights of ``checkpoint``, or of all if it is None.
 
-    The largest one is used if ``checkpoint`` is None. The sizes are from the preflight's record in
-    ``results``. Without a record, the result is 0.
+    The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -84,18 +83,16 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
 def _check_files(specs: Specs, is_stored: bool) -> None:
     """Raise an error if a checkpoint or a file of retrained models does not exist."""
     if is_stored:
-        listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
-        if listed:
+        if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
             raise InputError(
                 "Checkpoints in remote storage must be listed one by one. Found a folder that "
-                f"contains several, such as {listed[0]}.",
+                f"contains several, such as {folders[0]}.",
                 code="config.stored",
             )
         return
     here = f"(from {Path.cwd()})"
-    checkpoints = _own_checkpoints(specs)
-    missing = [path for path in checkpoints if not Path(path).exists()]
-    if missing:
+    checkpoints, truth = _own_checkpoints(specs), _own_truth(specs)
+    if missing := [path for path in checkpoints if not Path(path).exists()]:
         raise InputError(
             f"Checkpoints must exist. Found nothing at: {', '.join(missing)} {here}.",
             code="config.missing_checkpoint",
@@ -105,11 +102,9 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         raise InputError(
             f"With `preconditioner: adam`, checkpoints must be folders with {OPTIMIZER_FILE}, "
             "which a Trainer saves without save_only_model, or files of model and optimizer. Found "
-            f"no optimizer in {', '.join(bare)}. Use only checkpoints that have one, or leave "
-            "`preconditioner` out.",
+            f"no optimizer in {', '.join(bare)}.",
             code="config.preconditioner",
         )
-    truth = _own_truth(specs)
     if not all(Path(path).is_file() for path in truth):
         raise InputError(
             f"evaluation.ground_truth must exist. Found nothing at {truth[0]} {here}.",
@@ -121,13 +116,9 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
 def stored_signature(path: str, store: Any, results: Path) -> str:
     """Return a text that changes if a user's file in remote storage changes.
 
-    The text is the size and time. If the storage is a folder on this machine, it is a hash of the
-    content.
-
-    Args:
-        path: The file's path in the config, for the error message.
-        store: Snakemake's storage object of the file.
-        results: The results folder, which contains the record of hashes.
+    The text is the size and time of ``store``, Snakemake's storage object of the file. If the
+    storage is a folder on this machine, the text is a hash of the content. ``path``, the file's
+    path in the config, is for the error message, and ``results`` contains the record of hashes.
     """
     local_path = Path(store.query)
     if local_path.exists():
@@ -141,8 +132,8 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 def _own_truth(specs: Specs) -> list[str]:
     """Return a list with the path of ``evaluation.ground_truth`` if it is on this disk."""
-    truth = specs.evaluation.get("ground_truth")
-    return [truth] if truth is not None and "://" not in truth else []
+    truth = specs.evaluation.get("ground_truth", "://")
+    return [] if "://" in truth else [truth]
 
 
 def refuse_future(files: Iterable[str]) -> None:
@@ -187,8 +178,9 @@ def bring_along(files: Sequence[Path]) -> list[str]:
                 "the study download other files.",
                 code="config.sources",
             )
-    brought_along.extend(map(str, files))
-    return list(map(str, files))
+    paths = list(map(str, files))
+    brought_along.extend(paths)
+    return paths
 
 
 def _request(specs: Specs) -> dict[str, Any]:
@@ -216,11 +208,7 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes.
-
-    Only splits and checkpoints that changed since the last run are read, so an experiment can be
-    added after the training data are deleted.
-    """
+    """Return the study's sizes. Only splits and checkpoints that changed are read again."""
     request, shards, known = _request(specs), specs.shards, read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
     inputs = {s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards}
@@ -261,27 +249,25 @@ def _is_large(checkpoint: Path) -> bool:
 
 
 def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
-    """Return the result of ``preflight_study``, which runs in a separate process.
-
-    Error messages name ``builder`` instead of ``make_model()``.
-    """
+    """Return the result of ``preflight_study``. Errors name ``builder``, not ``make_model()``."""
     # Files are used instead of pipes, which processes that the study started would keep open.
     with tempfile.TemporaryDirectory() as folder:
-        request_file, answer_file, log_file = (
-            Path(folder, name) for name in ("request", "answer", "log")
-        )
-        request_file.write_text(json.dumps(request), encoding="utf-8")
+        files = [Path(folder, name) for name in ("request", "answer", "log")]
+        files[0].write_text(json.dumps(request), encoding="utf-8")
         # Modules in the working folder, or next to the script, must not shadow installed ones.
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        fork = Fork(_SCRIPT, list(map(str, (request_file, answer_file, log_file))), environment)
+        fork = Fork(_SCRIPT, list(map(str, files)), environment)
         try:
-            status = _wait_for(fork)
+            minutes = 0
+            while (status := fork.wait(60)) is None:
+                minutes += 1
+                print(f"Still reading the study after {minutes} min.", file=sys.stderr)
         except BaseException:
             fork.kill()
             raise
         answer, log = (
             file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-            for file in (answer_file, log_file)
+            for file in files[1:]
         )
     if status or not answer:
         raise InputError(
@@ -298,15 +284,6 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
     return reply
 
 
-def _wait_for(fork: Fork) -> int:
-    """Wait for a process to end, print a line every minute, and return the exit status."""
-    minutes = 0
-    while (status := fork.wait(60)) is None:
-        minutes += 1
-        print(f"Still reading the study and its checkpoints after {minutes} min.", file=sys.stderr)
-    return status
-
-
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     """Raise an error for settings that need more samples or memory than are available."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
@@ -315,10 +292,10 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         proj_dim = config["projection"]["proj_dim"]
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
-    n_targets = {split: facts["n_samples"][split] for split in specs.shards}
+    n_samples = facts["n_samples"]
+    n_train = n_samples[TRAIN]
+    n_targets = {name: n_samples[name] for name in specs.experiments}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
-    n_train = n_targets.pop(TRAIN)
-    n_targets.pop(POOL, None)  # The scores of a pool are never in memory as a whole.
     check_memory(
         memory_mb,
         proj_dim=proj_dim,

@@ -21,29 +21,21 @@ def begin_run(
     given: Mapping[str, Any],
     entries: Sequence[str],
 ) -> list[str]:
-    """Check and lock the results folder of a run that has jobs, and record the config in it.
+    """Return warnings for the user, after checking and locking the results folder of a run.
 
-    Args:
-        config: The config with its defaults.
-        results: The results folder.
-        config_files: The config files.
-        given: The values of ``--config``.
-        entries: Those values as ``key=value`` words of the command line.
-
-    Returns:
-        Warnings for the user.
+    The config is recorded in the folder. ``given`` contains the values of ``--config``, and
+    ``entries`` contains the same values as ``key=value`` words of the command line.
     """
     check_results(results)
     hold_results(results)
     refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
     earlier = ", ".join(earlier_configs(results, config_files, config))
     record_config(config, results, config_files, given, entries)
-    if not earlier:
-        return []
-    return [
+    warning = (
         f"{results} contains results of {earlier}. This run replaces files with the same names. To "
         "keep both, set `results` to a different folder in each config."
-    ]
+    )
+    return [warning] if earlier else []
 
 
 def result_lines(
@@ -103,13 +95,12 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     now = json.loads(json.dumps(now))
     keys = sorted((now.keys() | before) - {"results", "compute", "answers"})
     changed = [key for key in keys if now.get(key) != before.get(key)]
-    if not changed:
-        return []
-    return [
+    warning = (
         f"{results} is a copy of a folder whose results were computed with another "
         f"{', '.join(changed)}. Snakemake treats its files as finished. To recompute them, run "
         "once with --forceall."
-    ]
+    )
+    return [warning] if changed else []
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:

@@ -40,8 +40,7 @@ from trak_core.settings import (
     settings_of,
 )
 
-# A retraining job retrains on at most this many random subsets, or removes samples for this many
-# targets.
+# The largest numbers of random subsets, and of targets of removals, in one retraining job.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
 # The number of random removals of each size, the number of models for each removal, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
@@ -54,10 +53,8 @@ def targets_digest(
 ) -> str:
     """Return a hash of target ids, in order, and of the file that contains the targets.
 
-    Args:
-        ids: The ids; None for all targets.
-        question: The file of targets; None if they are in the study.
-        study: The study's file, which is needed with ``question``.
+    ``ids`` is None for all targets. ``question`` is the file of targets, or None if they are in
+    the file ``study``.
     """
     digests = [] if question is None else [_question_digest(question, study)]
     return content_digest(ids and [str(i) for i in ids], *digests)
@@ -111,9 +108,8 @@ class Specs:
     @property
     def made_of(self) -> str:
         """A hash of the study and of the file of a user-defined model output."""
-        if self.output_digest is None:
-            return self.study_digest
-        return content_digest(self.study_digest, self.output_digest)
+        study, output = self.study_digest, self.output_digest
+        return study if output is None else content_digest(study, output)
 
     @property
     def is_projected(self) -> bool:
@@ -195,7 +191,7 @@ class Specs:
 
     @property
     def scored(self) -> list[str]:
-        """All experiments, in the config's order."""
+        """All experiments, including means, in the config's order."""
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
@@ -239,28 +235,17 @@ class Specs:
     @property
     def embeddings(self) -> FeaturesSpec:
         """The settings that the embeddings of all checkpoints share."""
-        return replace(
-            self.all_features,
-            projection={"kind": "embedding"},
-            dtype="float32",
-            study_digest=self.study_digest,
-            preconditioner=None,
-            label_draws=0,
-            split="all",
-        )
+        return replace(self._of_all("embedding"), study_digest=self.study_digest)
 
     @property
     def outputs(self) -> FeaturesSpec:
         """The settings that the outputs for ``target_data()`` of all checkpoints share."""
-        return replace(
-            self.all_features,
-            parameter_patterns=None,
-            projection={"kind": "none"},
-            dtype="float32",
-            preconditioner=None,
-            label_draws=0,
-            split="all",
-        )
+        return replace(self._of_all("none"), parameter_patterns=None)
+
+    def _of_all(self, kind: str) -> FeaturesSpec:
+        """Return the spec of a file of values, other than gradients, of all samples."""
+        more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
+        return replace(self.all_features, projection={"kind": kind}, **more)
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
         """Return the spec of one checkpoint's normal matrix."""
@@ -317,12 +302,8 @@ class Specs:
         scoring, sweep = self.config["scoring"], self.sweep
         if sweep is None:
             return []
-        own = Setting(
-            scoring["damping"],
-            scoring["loss_weight_power"],
-            Combine(scoring["combine"]),
-            self.config["projection"]["proj_dim"],
-        )
+        combine, proj_dim = Combine(scoring["combine"]), self.config["projection"]["proj_dim"]
+        own = Setting(scoring["damping"], scoring["loss_weight_power"], combine, proj_dim)
         return settings_of(sweep, own)
 
     @property

@@ -30,28 +30,20 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 CONFIG_RECORD = "config.json"
 # Spreadsheets interpret a cell that begins with one of these characters as a formula. The last four
 # are full-width forms.
-_RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+_RUN = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
     """Delete partial files that were left by killed processes of this machine."""
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
-    for partial in path.parent.iterdir():
+    for partial in path.parent.glob(f"{glob.escape(prefix)}*.part"):
         process = partial.name.removeprefix(prefix).removesuffix(".part")
-        is_ours = process.isdigit() and partial.name == f"{prefix}{process}.part"
-        if is_ours and not _is_running(int(process)):
-            partial.unlink(missing_ok=True)
+        with suppress(PermissionError, ValueError):
+            try:
+                os.kill(int(process), 0)
+            except ProcessLookupError:
+                partial.unlink(missing_ok=True)
 
 
 def hold_results(results: Path) -> None:
@@ -98,9 +90,7 @@ def lock_tables_where_possible(results: Path) -> None:
 
     Otherwise PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
     errors of network file systems. Locks are not needed, because no two jobs write the same file.
-
-    An environment variable turns locks off. It is not changed if the user has set it. It affects
-    child processes, and also this process if PyTables has not been imported yet.
+    The environment variable is not changed if the user has set it.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
@@ -123,14 +113,11 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
-    """Yield a path for the caller to write, and rename the written file to ``path`` at the end.
+    """Yield a hidden path in the same folder, and rename it to ``path`` at the end.
 
     The folder is created. If an exception occurs, for example because the disk is full, ``path``
-    is unchanged.
-
-    Yields:
-        A hidden path in the same folder that no other process uses. If the process is killed, the
-        partial file remains until a process on the same machine writes ``path`` again.
+    is unchanged. If the process is killed, the partial file remains until a process on the same
+    machine writes ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}."
@@ -139,11 +126,8 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
     try:
         yield partial
         # Without fsync, a power failure could leave an empty file under the final name.
-        descriptor = os.open(partial, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with partial.open("r+b") as file:
+            os.fsync(file.fileno())
         partial.replace(path)
     except Exception as error:
         reason = None if isinstance(error, InputError) else disk_full_reason(error)
@@ -305,10 +289,9 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
     for file in files:
         now, stat, name = time.time_ns(), file.stat(), file.as_posix()
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        *before, digest = known.get(name, [None])
-        is_kept = (
-            before == seen and len(digest or "") == _DIGITS
-        )  # Older versions stored shorter digests.
+        *before, digest = known.get(name, [""])
+        # Older versions stored shorter digests.
+        is_kept = before == seen and len(digest) == _DIGITS
         digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
         if stat.st_ctime_ns >= now - CLOCK_NS:

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import logging
 import os
-import pkgutil
 import signal
 import sys
 import sysconfig
@@ -27,10 +26,14 @@ from typing import Any
 
 from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
-# Options of glibc's mallopt: how many free bytes glibc keeps at the end of the heap, and up to what
-# size it allocates on the heap (at most 32 MiB).
-_OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
 _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    """Call a function of glibc. On other systems, do nothing."""
+    function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    if function is not None:
+        function(*arguments)
 
 
 def keep_freed_memory() -> None:
@@ -40,18 +43,14 @@ def keep_freed_memory() -> None:
     would have to map and zero the same pages again.
     """
     is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
-    is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and not is_set:
-        for option in _OPTIONS.values():
-            mallopt(*option)
+    if not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+        _call_glibc("mallopt", -1, 2**28)  # M_TRIM_THRESHOLD
+        _call_glibc("mallopt", -3, 2**25)  # M_MMAP_THRESHOLD, at most 32 MiB
 
 
 def release_freed_memory() -> None:
     """Return freed heap memory to the kernel. Call this after freeing a large temporary array."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 def export_library_path() -> None:
@@ -138,9 +137,9 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     A SIGINT handler that another program has set is not replaced. Only the Snakemake process that
     the user started (``is_main``) prints the message.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end_before_jobs):
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    replaced = (signal.default_int_handler, _end_before_jobs)
+    if not is_main_thread or signal.getsignal(signal.SIGINT) not in replaced:
         return
     goodbye = (
         f"Stopped by Ctrl-C. Finished files are kept in {results}, and unfinished files were "
@@ -164,8 +163,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The beginning of a log's last line, which states the exact peak memory. Snakemake measures memory
-# only at intervals and can miss the peak.
+# The beginning of a log's last line. Snakemake measures memory at intervals and can miss the peak.
 PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
@@ -214,8 +212,8 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Redirect standard output and error, including those of C libraries, to a job's log file.
 
-    The file is emptied first. SIGTERM and Ctrl-C end the job, delete its unfinished files, and
-    write a message to the log. The last line of a successful job's log states its peak memory.
+    SIGTERM and Ctrl-C end the job, delete its unfinished files, and write a message to the log. The
+    last line of a successful job's log states its peak memory.
 
     Raises:
         SystemExit: In place of an ``InputError`` and of the errors for a full disk and for too
@@ -230,8 +228,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     keep_freed_memory()
     try:
         yield
-        peak = _peak_mib()
-        if peak is not None:
+        if (peak := _peak_mib()) is not None:
             print(f"{PEAK}{peak:.0f} MiB", flush=True)
     except Exception as error:
         message = _explained(error)
@@ -248,10 +245,6 @@ def logged_to(path: str) -> Generator[None, None, None]:
 
 # Params by which Snakemake decides whether to rerun a job. Stages need not accept them.
 _TRIGGERS = {"code", "signature", "digest"}
-# Modules that jobs import only when they need them, and a function that loads the compiler. The
-# server that forks jobs imports and calls them in advance.
-_LATER = ("pandas", "tables", "matplotlib.backends.backend_agg")
-_LOAD_COMPILER = "trak_core.projection.cpu.project:load_compiler"
 # The modules of stages that are not in a module of the same name.
 _MODULES = {
     "average_targets": "compute_scores",
@@ -281,10 +274,8 @@ def convert_param(value: Any, hint: Any) -> Any:
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    specs: list[Any] = [FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec]
-    for spec in specs:
-        if spec in kinds:
-            return parse_spec(spec, value)
+    for spec in {FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec}.intersection(kinds):
+        return parse_spec(spec, value)
     if Path in kinds:
         return Path(value) if isinstance(value, str) else [Path(path) for path in value]
     return int(value) if hint is int else value
@@ -307,11 +298,11 @@ def import_stages() -> None:
     """Import all stages, and the modules that they use, in the server that forks jobs."""
     quiet_libraries()
     stages = Path(__file__).parents[1] / "stages"
-    for file in stages.glob("[a-z]*.py"):
-        importlib.import_module(f"trak_core.stages.{file.stem}")
-    for name in _LATER:
+    names = [f"trak_core.stages.{file.stem}" for file in stages.glob("[a-z]*.py")]
+    # Jobs import these modules only if they need them.
+    for name in (*names, "pandas", "tables", "matplotlib.backends.backend_agg"):
         importlib.import_module(name)
-    pkgutil.resolve_name(_LOAD_COMPILER)()
+    importlib.import_module("trak_core.projection.cpu.project").load_compiler()
 
 
 def run_script(job: Any) -> None:

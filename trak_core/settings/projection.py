@@ -96,23 +96,17 @@ class ProjectionSpec:
 
     def __post_init__(self) -> None:
         """Check the range of every field."""
-        try:
-            object.__setattr__(self, "kind", ProjectionKind(self.kind))
-        except ValueError:
-            known = ", ".join(ProjectionKind)
+        if self.kind not in list(ProjectionKind):
             raise InputError(
-                f"The projection's kind must be one of: {known}. Found {self.kind!r}.",
+                f"The projection's kind must be one of: {', '.join(ProjectionKind)}. "
+                f"Found {self.kind!r}.",
                 code="spec.kind",
-            ) from None
-        for field, low, high in (
-            ("n_params", 1, 2**56),
-            ("proj_dim", 1, 2**31),
-            ("seed", 0, 2**64),
-            ("stream", 0, 2**32),
-            ("version", 1, 2),
-        ):
-            value = getattr(self, field)
-            if not low <= value < high:
+            )
+        object.__setattr__(self, "kind", ProjectionKind(self.kind))
+        ranges = {"n_params": (1, 2**56), "proj_dim": (1, 2**31), "seed": (0, 2**64)}
+        ranges |= {"stream": (0, 2**32), "version": (1, 2)}
+        for field, (low, high) in ranges.items():
+            if not low <= (value := getattr(self, field)) < high:
                 raise InputError(
                     f"The projection's {field} must be at least {low} and below {high}. "
                     f"Found {value}.",
@@ -133,18 +127,17 @@ class ProjectionSpec:
             )
 
     def _check_shapes(self) -> None:
-        if not self.kind.about.of_matrices:
-            if self.shapes is not None:
-                raise InputError(
-                    f"`shapes` must be None for the projection kind {self.kind}. "
-                    f"Found {self.shapes}.",
-                    code="spec.kind_without_shapes",
-                )
-            return
-        if self.shapes is None:
+        if self.shapes is None and self.kind.about.of_matrices:
             raise InputError(
                 f"The projection kind {self.kind} requires the parameters' `shapes`. Found None.",
                 code="spec.no_shapes",
+            )
+        if self.shapes is None:
+            return
+        if not self.kind.about.of_matrices:
+            raise InputError(
+                f"`shapes` must be None for the projection kind {self.kind}. Found {self.shapes}.",
+                code="spec.kind_without_shapes",
             )
         shapes = tuple((int(rows), int(columns)) for rows, columns in self.shapes)
         entries = [rows * columns for rows, columns in shapes]
@@ -172,9 +165,9 @@ class ProjectionSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON, without ``shapes`` if they are None."""
-        shapes = None if self.shapes is None else [list(shape) for shape in self.shapes]
-        values = {**asdict(self), "kind": str(self.kind), "shapes": shapes}
-        return {name: value for name, value in values.items() if value is not None}
+        values = {**asdict(self), "kind": str(self.kind)}
+        shapes = values.pop("shapes")
+        return values if shapes is None else {**values, "shapes": [list(s) for s in shapes]}
 
     def scaled(self) -> dict[str, Any]:
         """Return the fields as plain values, with ``scale``, for a file of scaled features."""

@@ -17,15 +17,12 @@ from trak_core.settings.projection import (
 
 # The name for gradients that are not projected, used as the projection kind in configs and files.
 EXACT = "exact"
-# The split of the training samples. Each other split except the pool contains an experiment's
-# targets.
-TRAIN = "train"
-# The split of samples that are candidates for selection. No model was trained on them.
-POOL = "pool"
-# The column of targets that are means over experiments. It contains the experiments' names.
-MEAN_OF = "mean_of"
-# The text in MEAN_OF between the experiments that are averaged and those that are subtracted.
-LESS = ", less that of "
+# Splits of samples: the training samples, and candidates for selection, on which no model was
+# trained. Each other split contains an experiment's targets.
+TRAIN, POOL = "train", "pool"
+# The column of targets that are means over experiments. It contains the experiments' names, with
+# LESS between the experiments that are averaged and those that are subtracted.
+MEAN_OF, LESS = "mean_of", ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
 
@@ -51,11 +48,9 @@ class Combine(StrEnum):
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
-    """Return the power of the curvature in W, or None for W = 1.
+    """Return the power of the curvature in W, or None for W = 1 (docs/explanation/scores.md).
 
     The power is ``power`` if the loss weights are probabilities (``is_probability``), else 1.
-
-    Source: docs/explanation/scores.md, "The formula".
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
@@ -80,8 +75,7 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
     """Return the Cartesian product of a sweep's values, sorted, or [] without a sweep.
 
-    A sweep contains values for each field of ``Setting`` except ``combine``, of which all values
-    are used. The config's values (``own``) are added to those of the sweep.
+    All values of ``combine`` are used, and the config's values, ``own``, are added to the sweep's.
     """
     if sweep is None:
         return []
@@ -123,10 +117,9 @@ class FeaturesSpec:
         targets_digest: Hash of the experiment's target ids. None for the training samples.
         state_dicts: For each checkpoint id, the path of keys to the state dict in the checkpoint.
             None if the config does not select a state dict.
-        label_draws: The number of labels that are drawn from the model for each training sample, to
-            compute the normal matrix. 0 if the normal matrix is computed from the features.
-        precision: The precision of float32 products, ``highest`` or ``high`` (``float32_precision``
-            of ``attribution/device.py``).
+        label_draws: The number of labels drawn for each training sample to compute the normal
+            matrix. 0 if the normal matrix is computed from the features.
+        precision: The precision of float32 products, ``highest`` or ``high``.
     """
 
     # ``as_dict`` omits these fields, which were added later, if they have these values. Therefore
@@ -191,16 +184,14 @@ class NormalSpec:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, and the fields of ``features``, as plain values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        features = values.pop("features")
-        return ordered(features.as_dict() | values)
+        return ordered(values.pop("features").as_dict() | values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
     """The settings that determine the scores of one checkpoint, or of all if ``runs`` is given.
 
-    They include the settings of the normal matrix. ``features.checkpoint`` is None unless ``runs``
-    is None.
+    ``features.checkpoint`` is None unless ``runs`` is None.
 
     Attributes:
         damping: Damping relative to the weighted mean of the features' squared norms, at least 0.
@@ -269,8 +260,7 @@ class ScoresSpec(NormalSpec):
     def of_normal_matrix(self) -> NormalSpec:
         """Return the spec of the normal matrix for one checkpoint's scores."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(NormalSpec)}
-        values["features"] = self.of_train()
-        return NormalSpec(**values)
+        return NormalSpec(**values | {"features": self.of_train()})
 
     def of_targets(self) -> FeaturesSpec:
         """Return the spec of the targets' features."""
