@@ -55,7 +55,7 @@ _SCORED = {
     "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
     "target_ids": ("similarities/axis0", "solved_targets/axis0", *_TARGET_COLUMNS),
 }
-_OF_SAMPLES = {"sample_ids": (*_COLUMNS, *_TRAIN_COLUMNS, "features/axis1", "gramian/axis0")}
+_OF_SAMPLES = {"sample_ids": ("features/axis1", "gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)}
 _MATRIX = {"normal_matrix/axis0": ("normal_matrix/axis1",)}
 FEATURES = ArtifactKind(
     "trak-features", ("features", "outputs", "sample_ids"), "compute_features", _OF_SAMPLES
@@ -302,8 +302,10 @@ def _check_frame(name: str, group: h5py.Group) -> None:
             f"{name!r} must have numbers of shape {expected}, the numbers of ids, found "
             f"{_described(values)}"
         )
-    if values.dtype == np.int8 and dataset_in(group.file, scales_of(name)).shape != rows.shape:
-        raise ValueError(f"{scales_of(name)!r} must have a scale for each of {rows.size} rows")
+    if values.dtype == np.int8:
+        scales = dataset_in(group.file, scales_of(name))
+        if scales.shape != rows.shape or scales.dtype != np.float32:
+            raise ValueError(f"{scales.name!r} must have {rows.size} scales of dtype float32")
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:

@@ -317,8 +317,8 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
         )
 
 
-def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
-    """Raise an error if an evaluation needs more training samples or targets than exist."""
+def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
+    """Raise an error if an evaluation needs more training samples than exist."""
     fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
@@ -328,20 +328,12 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
             code="config.subset_size",
         )
     removals = evaluation.get("removals", {})
-    if "experiment" not in removals:
-        return
-    n_removed = removed_sizes(removals["n_removed"], n_train)
+    n_removed = removed_sizes(removals["n_removed"], n_train) if "experiment" in removals else [0]
     if max(n_removed) >= n_train:
         raise InputError(
             f"evaluation.removals.n_removed must be below {n_train}, the number of training "
             f"samples. Found {max(n_removed)}.",
             code="config.too_many_removed",
-        )
-    if removals["targets"] > (m := n_targets[removals["experiment"]]):
-        raise InputError(
-            f"evaluation.removals.targets must be at most {m}, the number of targets of its "
-            f"experiment. Found {removals['targets']}.",
-            code="config.too_few_targets",
         )
 
 

@@ -309,7 +309,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     )
     if not specs.evaluation:
         return
-    check_sizes(specs.evaluation, n_train, n_targets)
+    check_sizes(specs.evaluation, n_train)
     # If models were retrained elsewhere, the number of subsets is not known here.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(
