@@ -148,8 +148,8 @@ class ValuesHash:
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    ``known`` contains hashes of values, by the name of the dataset. Those datasets are not read. A
-    ``ValueError`` is raised for numbers that are not finite.
+    Datasets whose hash of values is in ``known`` are not read. A ``ValueError`` is raised for
+    numbers that are not finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
 
@@ -219,9 +219,8 @@ def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     The rows are approximately ``integers * scales[:, None]``. The entry of a row with the largest
     absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits, so that each
-    product is exact in float32. Quantizing the products again returns the same integers and scale
-    if the largest entry is at least 1e-37. Rows of zeros have scale 0. Rows with NaN, infinity, or
-    entries close to float32's maximum have scale NaN.
+    product is exact in float32, and quantizing the products again returns the same integers. Rows
+    of zeros have scale 0. Rows with NaN, infinity, or entries close to the maximum have scale NaN.
     """
     most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -240,7 +239,7 @@ def table_columns(
     """Return columns of a table that pandas wrote, by name.
 
     ``columns`` contains the name of each column, its field in the stored table, and its index in
-    that field. A field is one column or a block of columns of one dtype. ``read`` selects rows.
+    that field, which can be a block of columns. ``read`` selects rows.
     """
     rows, values = table[read], {}
     for name, field_name, index in columns:

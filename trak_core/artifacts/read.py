@@ -1,8 +1,6 @@
 """Read and check artifacts, and read frames that users wrote with pandas.
 
-Nothing is unpickled. HDF5 verifies the checksums of the parts that are read. A job may read
-thousands of files, but only a few are open at a time, because an open HDF5 file takes 0.8 MB and
-most systems limit a process to 1,024 open files.
+Nothing is unpickled. HDF5 verifies the checksums of the parts that are read.
 """
 
 import contextlib
@@ -44,7 +42,10 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 class _HeldFile:
-    """A file that is opened when it is read. At most 64 stay open, those that were used last."""
+    """A file that is opened when it is read. At most 64 stay open, those that were used last.
+
+    An open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
+    """
 
     # All open files in the order of their last use.
     _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
@@ -256,7 +257,6 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
     Example:
         >>> import tempfile
-        >>> from pathlib import Path
         >>> from trak_core.artifacts import NORMAL_MATRIX, create, open_artifact
         >>> folder = tempfile.TemporaryDirectory()
         >>> path = Path(folder.name, "normal_matrix.h5")
@@ -273,10 +273,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of a file, after reading the whole file and comparing its content hash.
-
-    This raises the same errors as ``open_artifact``.
-    """
+    """Return the kind of a file, after reading the whole file and comparing its content hash."""
     unknown = ArtifactKind("trak-*", (), "of that name")
     with _opened(path, unknown) as held, _explained(path, unknown):
         file = held.file()
@@ -292,10 +289,9 @@ def verify(path: Path) -> ArtifactKind:
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
-    """Read a frame with a single dtype that ``frame.to_hdf(path, key=key)`` wrote.
+    """Return values, row ids and column ids of a frame that ``frame.to_hdf`` wrote.
 
-    Returns:
-        Values of shape (rows, columns), row ids and column ids.
+    The values have shape (rows, columns) and one dtype.
     """
     try:
         with path.open("rb") as raw:

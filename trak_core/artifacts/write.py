@@ -60,19 +60,13 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None
 
 
 def _even(length: int, most: int) -> int:
-    """Return a chunk length, at most ``most``, for which the padding of the last chunk is small.
-
-    Readers align their blocks to ``most``, so ``most`` is used if it causes at most 2 % of padding.
-    """
+    """Return a chunk length: ``most``, or a smaller one if ``most`` causes over 2 % of padding."""
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``.
-
-    HDF5 caches incomplete chunks, so that each chunk is written once for blocks of any size.
-    """
+    """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``."""
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
         """Start to fill a dataset of the artifact at ``path``."""
@@ -139,8 +133,7 @@ class Writer:
         """Return the writer of the values of a new frame of shape (len(index), len(columns)).
 
         ``index`` and ``columns`` are integers or strings. ``chunks`` contains the maximum number of
-        rows and of columns in a chunk. With dtype int8, rows are quantized by ``scaled_integers``,
-        and their scales are stored in a separate vector.
+        rows and of columns in a chunk. With dtype int8, rows are quantized by ``scaled_integers``.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -183,8 +176,8 @@ class Writer:
         """
         if not _length(rows):  # pandas would not write an empty table
             raise ArtifactError(
-                f"{self.path}: the table {key!r} must have at least one row. Found none. Check "
-                "whether every score is exactly 0.",
+                f"{self.path}: the table {key!r} must have rows. Found none. Check whether every "
+                "score is exactly 0.",
                 code="artifacts.no_row",
             )
         self.tables.append((key, rows, list(searchable)))

@@ -49,8 +49,7 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
 def hold_results(results: Path) -> None:
     """Lock a results folder until this process ends, or raise an error if a run has locked it.
 
-    The operating system releases the lock even if the process is killed. On file systems without
-    locks, such as some network file systems, this function has no effect.
+    On file systems without locks, this function has no effect.
     """
     import fcntl  # It does not exist on Windows.
 
@@ -163,8 +162,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the values that ``write_record`` wrote, or {} for a missing or damaged file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        known = record["known"]
-        return known if record["digest"] == _digest(known) else {}
+        return record["known"] if record["digest"] == _digest(record["known"]) else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
@@ -172,9 +170,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
     """Write values and their hash atomically as JSON.
 
-    Raises:
-        InputError: If the file cannot be written (``config.results_folder``). If ``must`` is false,
-            no error is raised for a read-only folder.
+    If ``must`` is false, no error is raised for a read-only folder.
     """
     try:
         with atomic_write(path) as partial:
@@ -263,9 +259,6 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     return files
 
 
-_DIGITS = 64  # The number of hexadecimal digits of a SHA-256.
-
-
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, as 64 hexadecimal digits."""
     try:
@@ -279,10 +272,9 @@ def file_digest(path: Path) -> str:
 
 
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
-    """Return ``file_digest`` of files, by path. Unchanged files are not read.
+    """Return ``file_digest`` of files, by path. The record is updated unless ``writes`` is false.
 
-    A file counts as unchanged if its size, mtime and ctime equal those in the record. The record is
-    updated unless ``writes`` is false.
+    A file is not read if its size, mtime and ctime equal those in the record.
     """
     known, digests = read_record(record), {}
     kept = dict(known)
@@ -291,7 +283,7 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         *before, digest = known.get(name, [""])
         # Older versions stored shorter digests.
-        is_kept = before == seen and len(digest) == _DIGITS
+        is_kept = before == seen and len(digest) == 64
         digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
         if stat.st_ctime_ns >= now - CLOCK_NS:
@@ -304,28 +296,21 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
 def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
     """Return ``file_digest`` of the files that match a config's ``data_files``, by sorted path.
 
-    A pattern is relative to the working folder. It is the path of a file, the path of a folder (for
-    all files below it), or a shell pattern, in which ``**`` matches any number of folders. Hidden
-    files and the results folder, which contains ``record``, are ignored. A pattern that matches no
-    file raises an error.
+    A pattern is the path of a file, the path of a folder (for all files below it), or a shell
+    pattern, in which ``**`` matches any number of folders. Hidden files and the results folder,
+    which contains ``record``, are ignored. A pattern that matches no file raises an error.
     """
-    if not patterns:
-        return {}
     files = {file for pattern in patterns for file in _checked_files(pattern, record.parent)}
     return _file_digests(sorted(files), record, writes=writes)
 
 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
-    """Return hashes of the contents of files and folders, such as checkpoints, by path.
-
-    The hash of a folder includes all files in it except hidden ones.
-    """
+    """Return hashes of files and folders (without hidden files), such as checkpoints, by path."""
     files = {path: sorted(_files(path)) for path in paths}
     each = dict.fromkeys(file for own in files.values() for file in own)
     digests = _file_digests(each, record, writes=True)
-    return {
-        path: content_digest([
-            [file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in own
-        ])
-        for path, own in files.items()
-    }
+    hashes = {}
+    for path, own in files.items():
+        pairs = [[file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in own]
+        hashes[path] = content_digest(pairs)
+    return hashes

@@ -1,8 +1,7 @@
 """Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
 
 A rule passes named files, params, resources and wildcards. The stage receives those that are among
-its keyword arguments. The param ``code`` starts with the name of the stage. The rule's
-name is not used, because a workflow that imports this one as a module can rename its rules.
+its keyword arguments. The param ``code`` starts with the name of the stage.
 """
 
 import atexit
@@ -54,19 +53,11 @@ def release_freed_memory() -> None:
 
 
 def export_library_path() -> None:
-    """Put this copy of trak_core first in PYTHONPATH, so that child processes import it.
-
-    An installed copy is not added.
-    """
+    """Put this copy of trak_core first in PYTHONPATH, unless it is installed."""
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if library not in sysconfig.get_paths().values() and others[:1] != [library]:
         os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
-
-
-# Libraries read these variables at import. TQDM_DISABLE is not set, because it would also hide a
-# study's progress bars.
-_NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
 def quiet_libraries() -> None:
@@ -74,8 +65,9 @@ def quiet_libraries() -> None:
 
     If ``python -W`` or ``PYTHONWARNINGS`` is used, warnings are not changed.
     """
-    for name in _NO_BARS:
-        os.environ.setdefault(name, "1")
+    # TQDM_DISABLE is not set, because it would also hide a study's progress bars.
+    for library in ("HUB", "DATASETS"):
+        os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -146,11 +138,8 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         "deleted. To continue, run the same command again."
     )
 
-    def end_at_once(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal.SIGINT)
-
     def end(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
         # Otherwise Snakemake would report each interrupted job as failed. The jobs' logs contain
         # the reason.
         logging.disable(logging.CRITICAL)
@@ -177,8 +166,7 @@ def _explained(error: Exception) -> str | None:
     """Return a message that says how to correct an error, or None for a bug in this library."""
     if isinstance(error, InputError):
         return str(error)
-    reason = disk_full_reason(error)
-    if reason is not None:
+    if reason := disk_full_reason(error):
         return (
             f"the disk must have space for a job's files and log. Found: {reason}. Free space, or "
             "raise the quota or limit, and run snakemake again. Finished files are kept."
@@ -313,17 +301,12 @@ def run_script(job: Any) -> None:
 
 
 def run(job: Mapping[str, Any]) -> None:
-    """Call the stage of a job with the values from its rule.
-
-    Raises:
-        TypeError: If the rule has a named file or param that the stage does not accept.
-    """
+    """Call the stage of a job with those values from its rule that the stage takes."""
     named = dict(job["named"])
     name, named["code"] = named["code"].split()
     stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
-    unknown = set(job["own"]) - parameters.keys() - _TRIGGERS
-    if unknown:
+    if unknown := set(job["own"]) - parameters.keys() - _TRIGGERS:
         raise TypeError(f"stage of rule {job['rule']} does not take {', '.join(sorted(unknown))}")
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]

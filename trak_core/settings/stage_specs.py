@@ -86,10 +86,7 @@ def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list
 
 
 def ordered(value: Any) -> Any:
-    """Return plain values with the keys of every mapping sorted and tuples converted to lists.
-
-    Snakemake compares params as text, which must not depend on the order of keys in a config.
-    """
+    """Return plain values with sorted keys and lists, because Snakemake compares params as text."""
     if isinstance(value, Mapping):
         return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
     return [ordered(item) for item in value] if isinstance(value, list | tuple) else value
@@ -100,7 +97,6 @@ class FeaturesSpec:
     """The settings that determine features, a Gramian or embeddings.
 
     A spec is a param of the rule, is stored in the file, and is compared when files are combined.
-    If checkpoint and split are None, the spec describes the features of all of them.
 
     Attributes:
         model_output: Name of the model output f.
@@ -112,8 +108,8 @@ class FeaturesSpec:
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` if gradients are divided by the square root of the optimizer's
             second moments, else None.
-        checkpoint: Id of the checkpoint.
-        split: ``train``, ``pool``, or the name of an experiment.
+        checkpoint: Id of the checkpoint. None for all checkpoints.
+        split: ``train``, ``pool``, or the name of an experiment. None for all splits.
         targets_digest: Hash of the experiment's target ids. None for the training samples.
         state_dicts: For each checkpoint id, the path of keys to the state dict in the checkpoint.
             None if the config does not select a state dict.
@@ -170,8 +166,7 @@ class NormalSpec:
         features: The spec of the features.
         weighting: ``plain`` or ``curvature``.
         curvature_power: Power of the curvature in W. None if ``plain``.
-        norm_power: Power of the loss weights in the norm ||B||, by which scores are divided. None
-            if scores are not divided.
+        norm_power: Power of the loss weights in the norm ||B|| that divides scores, or None.
         normalize: Whether the training samples' features are divided by their norms.
     """
 
@@ -190,8 +185,6 @@ class NormalSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
     """The settings that determine the scores of one checkpoint, or of all if ``runs`` is given.
-
-    ``features.checkpoint`` is None unless ``runs`` is None.
 
     Attributes:
         damping: Damping relative to the weighted mean of the features' squared norms, at least 0.
@@ -226,11 +219,7 @@ class ScoresSpec(NormalSpec):
 
     @property
     def along_runs(self) -> list[str]:
-        """The ids of all checkpoints, ordered so that the first ones differ in run and in time.
-
-        The order begins with the last checkpoint of the first run and the second-to-last checkpoint
-        of the second run.
-        """
+        """The ids of all checkpoints, ordered so that the first ones differ in run and in time."""
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
         return [
@@ -278,13 +267,11 @@ class RetrainedSpec:
         model_output: Name of the model output f, which is stored for every target.
         seeds: Number of training runs on each subset.
         seed: Seed of the draws and of the training runs.
-        n_removed: Numbers of samples to remove, each in separate training runs. Numbers below 1 are
-            fractions of the number of training samples.
+        n_removed: Numbers of samples to remove, or fractions of the number of training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
-        run_seeds: Seeds of the study's runs, if every subset is trained on with these seeds.
-            ``arguments`` are then the arguments of the runs, and ``train`` gets
-            ``sample_weights`` instead of ``data``. None if the seeds differ between subsets.
+        run_seeds: Seeds of the study's runs, with which a model is trained on every subset.
+            ``train`` then gets ``sample_weights`` instead of ``data``. None for other seeds.
     """
 
     subsets: str
@@ -309,19 +296,13 @@ def subset_size(n_train: int, fraction: float) -> int:
 
 
 def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
-    """Return the numbers of samples to remove, without duplicates.
-
-    Numbers below 1 are fractions of ``n_train``, which give at least one sample.
-    """
+    """Return numbers of samples, without duplicates. Those below 1 are fractions of ``n_train``."""
     sizes = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
     return list(dict.fromkeys(map(int, sizes)))
 
 
 def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
-    """Return the projection of one checkpoint's gradients, with the default kind if none is set.
-
-    ``shapes`` contains the shapes of the differentiated parameters, in order.
-    """
+    """Return the projection of one checkpoint's gradients, given the shapes of its parameters."""
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))

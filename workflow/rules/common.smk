@@ -8,25 +8,11 @@ from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
 from trak_core.config.cross_checks import check_given
-from trak_core.config.preflight import (
-    bring_along,
-    brought_along,
-    largest_weights_mb,
-    run_preflight,
-    stored_signature,
-)
-from trak_core.config.read_config import (
-    check_unique_keys,
-    completed,
-    has_record,
-    record_config,
-    with_values_read,
-)
-from trak_core.config.results_owner import (
-    begin_run,
-    differences_of_copy,
-    result_lines,
-)
+from trak_core.config.preflight import bring_along, brought_along, run_preflight
+from trak_core.config.preflight import largest_weights_mb, stored_signature
+from trak_core.config.read_config import check_unique_keys, completed, with_values_read
+from trak_core.config.read_config import has_record, record_config
+from trak_core.config.results_owner import begin_run, differences_of_copy, result_lines
 from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stage_digest
