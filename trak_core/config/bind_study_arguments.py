@@ -7,7 +7,7 @@ import json
 import os
 import re
 import symtable
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,10 @@ _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
     """Return a config whose ``study`` is the path of a file that passes on ``study_arguments``.
 
-    If the config has ``study_arguments``, the file is written to the results folder, unless
-    ``writes`` is false. For a ready-made study, the file calls the study with the arguments. If
-    ``study`` is a Python file, the new file passes each argument to the functions of that file that
-    have a parameter with its name. The files and modules that the study reads are added to
-    ``data_files``. The default model output and the weights of the first checkpoint are filled in.
+    Unless ``writes`` is false, the file is written to the results folder. It calls a ready-made
+    study with the arguments, or passes each argument to those functions of a user's study that
+    have a parameter with its name. The files that the study reads are added to ``data_files``. The
+    default model output and the weights of the first checkpoint are filled in.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
@@ -111,14 +110,19 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     if name.endswith(".py"):
         code = [str(path) for path in study_modules(Path(name)).values()]
         file = _written(Path(name).stem, _own_source(Path(name), arguments), results, writes=writes)
-        return {**config, "study": file, "data_files": [*dict.fromkeys([*known, *code])]}
+        return {**config, "study": file, "data_files": _with_files(known, code)}
     about = READY_MADE[name]
     _check_arguments(name, arguments, about)
     if about.names_images:
         _refuse_results_in(arguments, results)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = first_checkpoint(config.get("checkpoints"))
-    text = _source(name, arguments, about)
+    functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
+    text = _TEXT.format(
+        name=name,
+        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+        functions="\n".join(f"{function} = study.{function}" for function in functions),
+    )
     file = _written(name, text, results, writes=writes)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
     if about.names_images:
@@ -128,7 +132,11 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     for argument in arguments.values():
         named += _code_of(argument)
     default = {} if about.model_output is None else {"model_output": about.model_output}
-    return {**default, **config, "study": file, "data_files": [*dict.fromkeys([*known, *named])]}
+    return {**default, **config, "study": file, "data_files": _with_files(known, named)}
+
+
+def _with_files(known: list[Any], files: Sequence[str]) -> list[Any]:
+    return [*known, *(file for file in dict.fromkeys(files) if file not in known)]
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
@@ -253,15 +261,6 @@ def _model_files(weights: Path) -> list[str]:
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
     paths = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
     return [str(path) for path in sorted(paths) if path.is_file() and path.suffix != ".bin"]
-
-
-def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
-    functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
-    return _TEXT.format(
-        name=name,
-        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
-        functions="\n".join(f"{function} = study.{function}" for function in functions),
-    )
 
 
 def _code_of(argument: Any) -> list[str]:

@@ -53,8 +53,7 @@ def targets_digest(
 ) -> str:
     """Return a hash of target ids, in order, and of the file that contains the targets.
 
-    ``ids`` is None for all targets. ``question`` is the file of targets, or None if they are in
-    the file ``study``.
+    ``ids`` is None for all targets, and ``question`` is None for targets in the file ``study``.
     """
     digests = [] if question is None else [_question_digest(question, study)]
     return content_digest(ids and [str(i) for i in ids], *digests)
@@ -387,11 +386,11 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
-    output = output_file(config["model_output"], study)
     code = [Path(path) for path in tables if path.endswith(".py")]
-    modules = python_modules(study, [*code, *([output] if output else [])])
-    files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
-    output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
-    return Specs(
-        config, checkpoints, experiments, study_digest(study, data), files, defaults, output_digest
-    )
+    output, of_output = output_file(config["model_output"], study), None
+    if output:
+        of_output = study_digest(output, folders=module_folders(output, study))
+        code.append(output)
+    files = [*dict.fromkeys([*python_modules(study, code), *map(Path, [*data, *tables])])]
+    digest = study_digest(study, data)
+    return Specs(config, checkpoints, experiments, digest, files, defaults, of_output)
