@@ -1,7 +1,4 @@
-"""List the checkpoints in a config or its table, with their paths, runs and times.
-
-A run is one training of a model. Its checkpoints are ordered by their times, ``at``.
-"""
+"""List the checkpoints in a config or its table, with their paths, runs and times."""
 
 import json
 import re
@@ -29,7 +26,7 @@ class Checkpoint:
     """One checkpoint of a run.
 
     Attributes:
-        run: The name of the run.
+        run: The name of the run, which is one training of a model.
         at: The time in the run, in any unit; None if the config does not specify it.
         path: The file or folder; None if the pipeline trains the checkpoint.
         arguments: Arguments of the study's ``train`` for this run only.
@@ -91,10 +88,8 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 
 def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Return whether checkpoints are from several times of training.
-
-    Checkpoints that the pipeline trains without ``at`` are all from the end of a run.
-    """
+    """Return whether checkpoints are from several times of training."""
+    # Checkpoints that the pipeline trains without `at` are from the end of a run.
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
@@ -102,8 +97,7 @@ def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
 
-    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
-    its folder if each run has its own.
+    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
@@ -167,8 +161,7 @@ def _check_ids(names: list[str]) -> None:
             )
         if counts[name] > 1:
             raise InputError(
-                f"Ids of checkpoints must be unique. Found {name!r} twice.",
-                code="config.checkpoint_id",
+                f"Checkpoint ids must be unique. Found {name!r} twice.", code="config.checkpoint_id"
             )
 
 
@@ -209,8 +202,7 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            f"`at` must contain at least one time. Found an empty list for run {name!r}. To save "
-            "one checkpoint at the end of the run, leave `at` out.",
+            f"`at` must contain at least one time. Found an empty list for run {name!r}.",
             code="config.checkpoint_time",
         )
     for at in times if isinstance(times, list) else [times]:
@@ -238,8 +230,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
     if at is not None:
         raise InputError(
             f"{path}: `at` must not be set for a folder of a Trainer's checkpoints, because their "
-            f"steps are their times. Found {at!r} for checkpoint {name!r}. Leave `at` out, or "
-            "give the path of one of the checkpoints.",
+            f"steps are their times. Found {at!r} for checkpoint {name!r}.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:
@@ -275,7 +266,7 @@ def shared_training(
 ) -> dict[str, Any]:
     """Return the ``arguments`` of ``train`` that the first ``count`` runs share, and ``run_seeds``.
 
-    ``checkpoints`` and ``training`` are from the config. Each entry of ``checkpoints`` is a run.
+    ``checkpoints`` and ``training`` are from the config.
     """
     first = [*checkpoints.items()][:count]
     runs = {str(run): ordered({**training, **given}) for run, given in first}

@@ -10,7 +10,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
 from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes, subset_size
-from trak_core.settings.target_filter import MOST_TARGETS, Condition
+from trak_core.settings.target_filter import Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
@@ -115,19 +115,17 @@ def check_removals(config: Mapping[str, Any]) -> None:
     """Raise an error for removals of a list that is not in the config, or of a pool."""
     lists = lists_of(config)
     for about in removals_of(config).values():
-        name = about.get("list")
-        if name is None:
+        if (name := about.get("list")) is None:
             continue
         if name not in lists:
             raise InputError(
-                f"evaluation.removals must name lists that `lists` defines. Found {name}, but "
-                f"`lists` defines {', '.join(lists) or 'none'}.",
+                f"evaluation.removals must name lists of `lists` ({', '.join(lists) or 'none'}). "
+                f"Found {name}.",
                 code="config.removals_of_no_list",
             )
         if "pool" in lists[name]:
             raise InputError(
-                "evaluation.removals trains on train_data(), but the list `select` has samples of "
-                "a pool. Leave `select` out of evaluation.removals.",
+                "evaluation.removals needs lists of training samples. Found `select` with a pool.",
                 code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
@@ -145,24 +143,21 @@ def check_lists(config: Mapping[str, Any]) -> None:
     for name, about in lists.items():
         if about["experiment"] not in experiments:
             raise InputError(
-                f"lists: {name} must name one of the experiments {', '.join(experiments)}. Found "
-                f"{about['experiment'] or 'none'}. For example: "
-                f"`lists: {{{name}: {{experiment: {experiments[0]}}}}}`.",
+                f"lists.{name}.experiment must be one of {', '.join(experiments)}. Found "
+                f"{about['experiment'] or 'none'}.",
                 code="config.list_experiment",
             )
     blamed = lists.get("suspects", {}).get("experiment")
     if blamed and "minus" in config["experiments"][blamed]:
         raise InputError(
-            f"lists: suspects needs targets with correct labels. Found {blamed}, a difference of "
-            "two means. Choose an experiment that has targets.",
+            f"lists: suspects needs an experiment with targets. Found {blamed}, a difference.",
             code="config.suspects_of_difference",
         )
     better = about_output(output := config["model_output"]).better
     if not better and lists.keys() - {"duplicates"}:
         raise InputError(
-            f"lists require a model output for which a larger value means a smaller loss. This is "
-            f"not known for {output_name(output)}. If it is always true, add `larger_is_better: "
-            "true` to the keys of model_output.",
+            "lists need a model output for which a larger value means a smaller loss. Found "
+            f"{output_name(output)}. If this is true, add `larger_is_better: true` to its keys.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
@@ -175,14 +170,12 @@ def check_lists(config: Mapping[str, Any]) -> None:
             )
     for name in of_features if isinstance(config["projection"], str) else []:
         raise InputError(
-            f"lists: {name} compares projected features, which `projection: "
-            f"{config['projection']}` does not compute. Leave it out, or use a projection.",
+            f"lists: {name} needs a projection. Found `projection: {config['projection']}`.",
             code="config.list_features",
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"experiments: the name {POOL} is reserved for files of lists.select. Found {POOL}. "
-            "Rename the experiment.",
+            f"With lists.select.pool, no experiment may be called {POOL}. Found {POOL}.",
             code="config.pool_name",
         )
 
@@ -194,14 +187,12 @@ def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]
 
 def check_conditions(config: Mapping[str, Any]) -> None:
     """Raise an error for ``where`` conditions that are invalid or have incompatible keys."""
-    for name, about in config["experiments"].items():
-        if "where" not in about:
-            continue
+    conditions = {k: about for k, about in config["experiments"].items() if "where" in about}
+    for name, about in conditions.items():
         Condition.parse(about["where"])
         if others := _other_keys(about, ("targets", "data")):
             raise InputError(
-                f"experiments.{name}: `where` selects at most {MOST_TARGETS} targets from the "
-                f"study's target_data(), and must be the only key. Found {others[0]}.",
+                f"experiments.{name}: `where` must be the only key. Found {others[0]}.",
                 code="config.where_alone",
             )
 
@@ -214,8 +205,7 @@ def check_means(config: Mapping[str, Any]) -> None:
         others = _other_keys(about, ("targets", "data", "where"))
         if "mean" in about and others:
             raise InputError(
-                f"experiments.{name}: `minus` is the only other key that `mean` allows. Found "
-                f"{others[0]}.",
+                f"experiments.{name}: `mean` allows only the key `minus`. Found {others[0]}.",
                 code="config.mean_alone",
             )
         named = [about[key] for key in ("mean", "minus") if key in about]
@@ -234,8 +224,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
-            "evaluation must have either `subsets`, to retrain models, or `ground_truth`, a file "
-            "of models that were retrained elsewhere. Found both. Leave one of them out.",
+            "evaluation must have either `subsets` or `ground_truth`. Found both. Leave one out.",
             code="config.two_truths",
         )
     for key in ("experiments", "sweep"):
@@ -273,22 +262,21 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     trained = [key for key in ("subsets", "removals") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
-            f"evaluation.{trained[0]} trains models, so the config must have `training`, and the "
-            "study must have a function train(). Found no `training`. If models were retrained "
-            "elsewhere, set evaluation.ground_truth to a file with their outputs.",
+            f"evaluation.{trained[0]} trains models, so the config must have `training`. Found "
+            "none. For models that were retrained elsewhere, set evaluation.ground_truth.",
             code="config.no_training",
         )
-    if (lds or "experiment" in removals) and config["scoring"]["keep"] != "full":
+    keep, output = config["scoring"]["keep"], config["model_output"]
+    if (lds or "experiment" in removals) and keep != "full":
         raise InputError(
-            "evaluation needs all scores, so scoring.keep must be full. Found "
-            f"{config['scoring']['keep']}.",
+            f"evaluation needs all scores, so scoring.keep must be full. Found {keep}.",
             code="config.incomplete_scores",
         )
-    output = about_output(config["model_output"])
-    if lds and "same_class" in evaluation["baselines"] and not output.labels_are_classes:
+    has_classes = about_output(output).labels_are_classes
+    if lds and "same_class" in evaluation["baselines"] and not has_classes:
         raise InputError(
             "evaluation.baselines: same_class needs a model_output whose labels are classes. Found "
-            f"{output_name(config['model_output'])}. Leave same_class out.",
+            f"{output_name(output)}. Leave same_class out.",
             code="config.no_classes",
         )
     if not isinstance(projection := config["projection"], str):
@@ -297,8 +285,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
     if keys:
         raise InputError(
-            f"evaluation.{keys[0]} needs projected features, which `projection: {projection}` does "
-            "not compute. Leave it out, or use a projection.",
+            f"evaluation.{keys[0]} needs a projection. Found `projection: {projection}`.",
             code="config.evaluation_of_features",
         )
 
@@ -323,8 +310,8 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
         raise InputError(
-            "evaluation.subsets.fraction must keep at least one training sample, and leave out at "
-            f"least one. Found {fraction}, which keeps {size} of {n_train}.",
+            "evaluation.subsets.fraction must keep and leave out at least one training sample. "
+            f"Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
     removals = evaluation.get("removals", {})

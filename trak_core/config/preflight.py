@@ -2,7 +2,6 @@
 
 A separate process reads the study and its checkpoints. What it returns is stored in the results
 folder with digests of all files that it read, so that the next run does not check unchanged files.
-The next run prints again what the checks of samples printed.
 """
 
 import json
@@ -41,19 +40,16 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only
 def run_preflight(
     specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
-    """Check a config and its study, so that jobs do not fail later.
+    """Return hashes of the user's checkpoints and of ``ground_truth``, after checking the config.
 
     Args:
         specs: The config's specs.
         results: The results folder, in which the study's sizes and file digests are stored.
         config_files: Additional paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
-
-    Returns:
-        Hashes of the user's checkpoints and file of retrained models on this disk, by path.
     """
-    listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
-    check_paths(specs.config, [*config_files, *filter(None, listed)])
+    paths = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, paths)])
     _check_files(specs, is_stored)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
     paths = [] if is_stored else [*checkpoints, *_own_truth(specs)]
@@ -144,8 +140,8 @@ def refuse_future(files: Iterable[str]) -> None:
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete the files that jobs make from it. Found a time that is "
-            f"{max(ahead.values()):.0f} s ahead. Set the clocks right, then `touch` these files.",
+            f"delete the results. Found a time {max(ahead.values()):.0f} s ahead. Set the clocks "
+            "right, then `touch` these files.",
             code="config.future",
         )
 
@@ -174,8 +170,7 @@ def bring_along(files: Sequence[Path]) -> list[str]:
         if wrong:
             raise InputError(
                 "Without a shared disk, Snakemake sends the study, its modules, tables and "
-                f"`data_files` to jobs. Each must {rule}. Found {', '.join(map(str, wrong))}. Let "
-                "the study download other files.",
+                f"`data_files` to jobs. Each must {rule}. Found {', '.join(map(str, wrong))}.",
                 code="config.sources",
             )
     paths = list(map(str, files))
@@ -278,9 +273,8 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
         )
     print(log, end="", file=sys.stderr)  # The log can contain notices, such as from transformers.
     reply = json.loads(answer)
-    if "refused" in reply:
-        refused = reply["refused"].replace("make_model()", builder)
-        raise InputError(refused, code="config.preflight")
+    if refused := reply.get("refused"):
+        raise InputError(refused.replace("make_model()", builder), code="config.preflight")
     return reply
 
 

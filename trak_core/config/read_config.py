@@ -86,8 +86,7 @@ def _read_rows(
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     """Return target ids from a list or from the column ``id`` of a table, or None for ``all``.
 
-    Ids from a table are integers if all of them are decimal integers in canonical form. If there is
-    an id such as 0007, all ids are texts.
+    Ids from a table are integers if all are decimal integers without leading zeros, else texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -99,11 +98,7 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 
 
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
-    """Return a config with the defaults of its schema, as the last run used it.
-
-    If the last run with this file had ``--config`` values, they are read from the results folder
-    and applied again. No file is written.
-    """
+    """Return a config with the defaults of its schema, and the last run's ``--config`` values."""
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(config, Mapping):
@@ -151,9 +146,8 @@ def record_config(
 ) -> None:
     """Write a run's config to its results folder, which can then be opened without a config file.
 
-    The record also contains the working folder, to which paths are relative, the path of the
-    results folder, the ``config_files``, and the values ``given`` by ``--config``. ``entries`` are
-    those values as ``key=value`` words. With ``must``, a read-only folder is an error.
+    ``given`` contains the values of ``--config``, and ``entries`` contains the same values as
+    ``key=value`` words. With ``must``, a read-only folder is an error.
     """
     known = {
         "config": dict(config),
@@ -176,9 +170,8 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must contain a readable {CONFIG_RECORD}, which every run "
-            "writes. Found none, or a damaged one. Run `trak run` with the config again. Finished "
-            "files are kept.",
+            f"{results}: a results folder must contain the {CONFIG_RECORD} of its last run. Found "
+            "none, or a damaged one. Run `trak run` with the config again.",
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))
@@ -192,10 +185,7 @@ def module_folders(question: Path, study: Path) -> list[Path]:
 def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     """Return the Python files of a study and its questions, and the local modules they import.
 
-    ``questions`` are the Python files of experiments' targets.
-
-    Raises:
-        InputError: If two of the files would be modules with the same name.
+    ``questions`` are the Python files of experiments' targets. Modules must have different names.
     """
     named = study_modules(study)
     # A question's folder comes first in sys.path, even while the study imports modules.
@@ -298,10 +288,9 @@ def merged(value: Any, given: Any) -> Any:
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Return a config in which nested values from ``--config`` are parsed as YAML.
+    """Return a config in which nested values of the ``key=value`` ``entries`` are parsed as YAML.
 
     Snakemake parses ``top=3``, but keeps the values inside ``projection={proj_dim: 256}`` as texts.
-    ``entries`` are the ``key=value`` words of the command line.
     """
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
@@ -382,14 +371,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
     return f"{text} Meaning: {meaning}" if meaning else text
 
 
-_KINDS = {
-    "string": "text",
-    "integer": "an integer",
-    "number": "a finite number",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "a mapping",
-}
+_KINDS = {"string": "text", "integer": "an integer", "number": "a finite number"}
+_KINDS |= {"boolean": "true or false", "array": "a list", "object": "a mapping"}
 
 
 def _kind(types: str | Iterable[str]) -> str:
@@ -444,10 +427,7 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 
 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a valid config with the defaults of its JSON Schema.
-
-    The defaults are those that ``snakemake.utils.validate(config, schema)`` sets.
-    """
+    """Return a copy of a valid config with defaults, as ``snakemake.utils.validate`` sets them."""
     filled = deepcopy(dict(config))
     for _ in _Filler(schema).iter_errors(filled):
         pass
