@@ -111,7 +111,6 @@ class LogHandler(LogHandlerBase):
             self._shown.addFilter(self._lines.is_shown)
 
     def emit(self, record: LogRecord) -> None:
-        """Show a record that passed Snakemake's filter."""
         self._shown.handle(record)
 
     def close(self) -> None:

@@ -16,10 +16,9 @@ _SHARED += ("dtype", "study_digest")
 
 
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
-    """Raise an error if a value in a file differs from the config's or from another file's.
+    """Raise an error if a value in a file, ``actual``, differs from the ``expected`` one.
 
-    ``part`` is the name of the compared value in the message, and ``actual`` is the value in the
-    file. If the values are dicts, the message shows only the keys that differ.
+    ``part`` is the value's name in the message, which shows only the keys of dicts that differ.
     """
     if expected == actual:
         return
@@ -47,10 +46,7 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
 def made_for(
     artifact: Artifact, spec: FeaturesSpec | ScoresSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the expected and the actual spec of a file, with the keys of a config.
-
-    The projection is reduced to the keys in the config, and the checkpoint to its id.
-    """
+    """Return the expected and the actual spec of a file, with the keys of a config."""
     # If the spec lacks one of these keys and the file has it, they do not match.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
@@ -69,10 +65,7 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of selected targets from the first file, or None if there are no files.
-
-    An error is raised if the file's targets were not selected by the condition of ``spec``.
-    """
+    """Return the ids of selected targets from the first file, or None if there are no files."""
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")

@@ -35,16 +35,12 @@ _DIGEST_BYTES = 16
 class ArtifactKind:
     """A kind of file.
 
-    Attributes:
-        encoding_type: The name in the file's attribute ``encoding-type``.
-        keys: Names of datasets and groups that the file must contain.
-        rule: The rule that writes the file.
-        samples: For each vector of ids, the vectors that must have the same length if they exist.
+    ``samples`` contains, for each vector of ids, the vectors that must have the same length.
     """
 
-    encoding_type: str
-    keys: tuple[str, ...]
-    rule: str
+    encoding_type: str  # the file's attribute ``encoding-type``
+    keys: tuple[str, ...]  # names of datasets and groups that the file must contain
+    rule: str  # the rule that writes the file
     samples: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
 
@@ -131,7 +127,6 @@ class ValuesHash:
     """An incremental hash of a dataset's values, which must be finite."""
 
     def __init__(self, name: str) -> None:
-        """Start the hash of the dataset with this name."""
         self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, block: np.ndarray) -> None:
@@ -141,7 +136,6 @@ class ValuesHash:
         self._digest.update(np.ascontiguousarray(block).data)
 
     def hexdigest(self) -> str:
-        """Return the hash of the rows added so far."""
         return self._digest.hexdigest()
 
 

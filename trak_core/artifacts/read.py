@@ -47,11 +47,10 @@ class _HeldFile:
     An open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
     """
 
-    # All open files in the order of their last use.
+    # The open files, in the order of their last use.
     _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
 
     def __init__(self, path: Path) -> None:
-        """Record the identity of the file at a path, which must exist."""
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
@@ -70,7 +69,6 @@ class _HeldFile:
         return file
 
     def close(self) -> None:
-        """Close the file if it is open."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
 
@@ -168,11 +166,9 @@ class Rows:
     scales: str | None = None
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """Read some rows."""
         values = self.artifact._read(self.key, rows)
         if self.scales is None:
             return values
@@ -181,7 +177,6 @@ class Rows:
         return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Read all rows."""
         return np.asarray(self[:], dtype)
 
 

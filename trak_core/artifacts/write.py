@@ -69,14 +69,12 @@ class MatrixWriter:
     """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``."""
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
-        """Start to fill a dataset of the artifact at ``path``."""
         self._path, self._dataset, self._filled = path, dataset, 0
         self.name = str(dataset.name).lstrip("/")
         self._hash = ValuesHash(self.name)
         self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
-        """Write the next rows."""
         start, stop, _ = rows.indices(len(self._dataset))
         shape = (stop - start, *self._dataset.shape[1:])
         if start != self._filled:
@@ -273,8 +271,7 @@ def create(
         kind: The kind of the file.
         spec: All settings that determine the content, as plain values. Lists may have any length.
             The other values must fit into an attribute (64 KiB).
-        provenance: Software and device, without clock times, so that repeated runs write equal
-            bytes.
+        provenance: Software and device, without times, so that repeated runs write equal bytes.
         attributes: Other root attributes.
     """
     with atomic_write(path) as partial:
@@ -318,11 +315,8 @@ def software(
 ) -> dict[str, Any]:
     """Return the provenance of an artifact as plain values.
 
-    Args:
-        code: Digest of the code.
-        device: ``cpu``, or ``cuda`` and its name.
-        packages: Packages whose versions may affect the numbers.
-        made_from: Provenance of the input files. Equal entries are stored once.
+    ``code`` is a digest of the code, and ``packages`` are those whose versions may affect the
+    numbers. ``made_from`` is the provenance of the input files. Equal entries are stored once.
     """
     own = {
         "trak-core": __version__,

@@ -43,19 +43,12 @@ own = Study.load(Path({path!r})).module
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """Properties of a ready-made study.
+    """Properties of a ready-made study."""
 
-    Attributes:
-        model_output: The default model output; None if the config must specify one.
-        files: The arguments whose values are paths of data files.
-        takes_weights: Whether the model is built from a checkpoint's folder.
-        names_images: Whether data files can be tables of image paths.
-    """
-
-    model_output: str | None
-    files: tuple[str, ...]
-    takes_weights: bool = False
-    names_images: bool = False
+    model_output: str | None  # the default; None if the config must specify one
+    files: tuple[str, ...]  # the arguments whose values are paths of data files
+    takes_weights: bool = False  # whether the model is built from a checkpoint's folder
+    names_images: bool = False  # whether data files can be tables of image paths
 
 
 READY_MADE = {

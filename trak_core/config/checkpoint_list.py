@@ -23,23 +23,14 @@ _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint of a run.
+    """One checkpoint of a run, which is one training of a model."""
 
-    Attributes:
-        run: The name of the run, which is one training of a model.
-        at: The time in the run, in any unit; None if the config does not specify it.
-        path: The file or folder; None if the pipeline trains the checkpoint.
-        arguments: Arguments of the study's ``train`` for this run only.
-        is_listed: Whether the config names only the Trainer's folder that contains the checkpoint.
-        state_dict: The keys of the state dict in the file; None for the default keys.
-    """
-
-    run: str
-    at: float | None = None
-    path: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    is_listed: bool = False
-    state_dict: str | None = None
+    run: str  # the name of the run
+    at: float | None = None  # the time in the run, in any unit
+    path: str | None = None  # the file or folder; None if the pipeline trains the checkpoint
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of this run's `train`
+    is_listed: bool = False  # whether the config names only the Trainer's folder that contains it
+    state_dict: str | None = None  # the keys of the state dict in the file
 
 
 def checkpoint_table(

@@ -1,7 +1,6 @@
 """Compute the memory that the arrays of each kind of job need.
 
-Jobs use these formulas to choose the number of rows of a block. Each start of a run uses them to
-raise an error if ``compute.memory_mb`` is too small.
+Jobs choose the rows of a block by it, and each start checks ``compute.memory_mb``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,9 +57,8 @@ def weights_mb(
 ) -> int:
     """Return the MiB that a job requests for the weights of a large model, or 0 for a small one.
 
-    Weights in safetensors are read directly into the model. Other formats need a second copy of the
-    weights. Adam's state adds two tensors for each parameter. ``checkpoint`` is the path, or None
-    if the pipeline trains the checkpoint.
+    Only weights in safetensors are read without a second copy. Adam's state adds two tensors for
+    each parameter. ``checkpoint`` is the path, or None if the pipeline trains the checkpoint.
     """
     if model_bytes < LARGE_BYTES:
         return 0
@@ -110,9 +108,8 @@ def average_need(
     """Return the memory for averaging an experiment's scores.
 
     The job keeps in memory the ids, labels and mean outputs of all samples, ``top`` influences of
-    either sign, and for a block of rows the scores and the predictions of all checkpoints. With
-    ``keep: top_k``, ``solved_dim`` is the ``proj_dim`` of the solved targets, which are in memory
-    for at least one checkpoint. Otherwise it is None.
+    either sign, and a block of rows. With ``keep: top_k``, it also keeps one checkpoint's solved
+    targets, with ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
@@ -168,10 +165,7 @@ def evaluation_need(
     n_checkpoints: int,
     settings: Sequence[Setting],
 ) -> Need:
-    """Return the memory for an evaluation: masks, subset sums, and one checkpoint's eigenvectors.
-
-    ``proj_dim`` is 0 if no features are read. ``settings`` are the settings of a sweep.
-    """
+    """Return the memory for an evaluation, with ``proj_dim`` 0 if no features are read."""
     # The baseline gradient_dot and the scores of each run's last checkpoint need two more
     # weightings. Baselines, the bootstrap, and scores of fewer checkpoints need about forty sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2

@@ -113,8 +113,8 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
     """Return a text that changes if a user's file in remote storage changes.
 
     The text is the size and time of ``store``, Snakemake's storage object of the file. If the
-    storage is a folder on this machine, the text is a hash of the content. ``path``, the file's
-    path in the config, is for the error message, and ``results`` contains the record of hashes.
+    storage is a folder on this machine, the text is a hash of the content. ``path`` is the file's
+    path in the config, and ``results`` contains the record of hashes.
     """
     local_path = Path(store.query)
     if local_path.exists():

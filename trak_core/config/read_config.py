@@ -160,11 +160,6 @@ def record_config(
         write_record(results / CONFIG_RECORD, known, must=must)
 
 
-def has_record(results: Path) -> bool:
-    """Return whether a results folder contains the record of a run."""
-    return bool(read_record(results / CONFIG_RECORD))
-
-
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
     """Return the config of the last run that used a results folder, and its working folder."""
     known = read_record(results / CONFIG_RECORD)

@@ -60,10 +60,8 @@ def earlier_configs(
 ) -> list[str]:
     """Return the config files of a results folder's last run, or [] if this run uses one of them.
 
-    For a copy of a results folder, the list is empty, because the run does not change the original.
-
-    Raises:
-        InputError: If the files still exist and name another study than ``config``.
+    The list is also empty for a copy of a results folder. If the files still exist and name another
+    study than ``config``, an error is raised.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
@@ -85,8 +83,7 @@ def earlier_configs(
 def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     """Return a warning if a copied results folder was made with other settings than ``config``.
 
-    Snakemake has no record of the settings of copied files, and treats them as finished. Keys that
-    do not change results are ignored.
+    Snakemake has no record of the settings of copied files, and treats them as finished.
     """
     known = read_record(results / CONFIG_RECORD)
     if not known or not _is_copy(known, results):
@@ -110,9 +107,7 @@ def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
 
 
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of a completed config's study and its arguments.
-
-    The name of a generated study file contains the results folder and a digest. Both are removed.
-    """
+    """Return the name of a completed config's study and its arguments."""
+    # The path of a generated study file contains the results folder and a digest.
     study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
     return study, config.get("study_arguments")

@@ -38,8 +38,7 @@ def _call_glibc(name: str, *arguments: int) -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured the heap.
 
-    By default, glibc returns the memory of each batch to the kernel. For the next batch, the kernel
-    would have to map and zero the same pages again.
+    Otherwise the kernel would have to map and zero the same pages again for each batch.
     """
     is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
     if not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
@@ -270,10 +269,7 @@ def convert_param(value: Any, hint: Any) -> Any:
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return ``rule``, ``log``, ``named`` and ``own`` of Snakemake's object for scripts.
-
-    ``named`` contains all values by name. ``own`` lists the names of the rule's files and params.
-    """
+    """Return ``rule``, ``log``, all values by name, and the names of files and params."""
     named: dict[str, Any] = {"threads": job.threads}
     # Later groups take precedence, because an input file can have the name of a wildcard.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):

@@ -41,7 +41,6 @@ class ProjectionKind(StrEnum):
     IDENTITY = "identity", Kind(tag=None)
 
     def __new__(cls, name: str, about: Kind) -> Self:
-        """Create a member that equals its name and stores its properties as ``about``."""
         kind = str.__new__(cls, name)
         kind._value_, kind.about = name, about
         return kind
@@ -92,7 +91,6 @@ class ProjectionSpec:
     shapes: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        """Check the range of every field."""
         if self.kind not in list(ProjectionKind):
             raise InputError(
                 f"The projection's kind must be one of: {', '.join(ProjectionKind)}. "

@@ -130,6 +130,5 @@ use rule stage as draw_influences with:
 
 timed("average_scores/{e}", e=specs.scored)
 if compute["shards"] > 1:
-    shards = [f"{i}-of-{compute['shards']}" for i in range(1, compute["shards"] + 1)]
-    timed("average_scores/{e}/{i}", e=specs.scored, i=shards)
+    timed("average_scores/{e}/{i}", e=specs.scored, i=shard_names(compute["shards"]))
 timed("draw_influences/{e}", e=specs.scored)
