@@ -121,5 +121,6 @@ class LogHandler(LogHandlerBase):
             self._lines = None
         super().close()
 
-    writes_to_stream = has_formatter = property(lambda self: True)
-    writes_to_file = has_filter = needs_rulegraph = property(lambda self: False)
+    # Constants in place of properties.
+    writes_to_stream = has_formatter = True  # pyright: ignore
+    writes_to_file = has_filter = needs_rulegraph = False  # pyright: ignore

@@ -252,6 +252,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> from trak_core.artifacts import NORMAL_MATRIX, create, open_artifact
         >>> folder = tempfile.TemporaryDirectory()
         >>> path = Path(folder.name, "normal_matrix.h5")

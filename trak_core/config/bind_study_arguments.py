@@ -144,13 +144,11 @@ def builder_of(config: Mapping[str, Any]) -> str:
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     """Return the source of a file that passes arguments to the functions of a user's study."""
-    source = study.read_bytes()
+    source: Any = study.read_bytes()  # symtable takes bytes, too
     nodes = ast.parse(source, filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
-    symbols = symtable.symtable(source, str(study), "exec").get_symbols()
-    bound = {
-        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
-    }
+    table = symtable.symtable(source, str(study), "exec")
+    bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:

@@ -48,8 +48,8 @@ def run_preflight(
         config_files: Additional paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
     """
-    paths = (checkpoint.path for checkpoint in specs.checkpoints.values())
-    check_paths(specs.config, [*config_files, *filter(None, paths)])
+    given = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, given)])
     _check_files(specs, is_stored)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
     paths = [] if is_stored else [*checkpoints, *_own_truth(specs)]
@@ -59,7 +59,7 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for the weights of ``checkpoint``, or of all if it is None.
+    """Return the MiB that a job needs for the weights of ``checkpoint``. None is the largest one.
 
     The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
     """

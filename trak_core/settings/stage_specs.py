@@ -249,7 +249,8 @@ class ScoresSpec(NormalSpec):
     def of_normal_matrix(self) -> NormalSpec:
         """Return the spec of the normal matrix for one checkpoint's scores."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(NormalSpec)}
-        return NormalSpec(**values | {"features": self.of_train()})
+        values["features"] = self.of_train()
+        return NormalSpec(**values)
 
     def of_targets(self) -> FeaturesSpec:
         """Return the spec of the targets' features."""
