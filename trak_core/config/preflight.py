@@ -140,8 +140,8 @@ def refuse_future(files: Iterable[str]) -> None:
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete the results. Found a time {max(ahead.values()):.0f} s ahead. Set the clocks "
-            "right, then `touch` these files.",
+            f"delete the results. Found a time that is {max(ahead.values()):.0f} s ahead. Set the "
+            "clocks right, then `touch` these files.",
             code="config.future",
         )
 
