@@ -5,8 +5,7 @@ import shlex
 import signal
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- only its error class
 import sys
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,6 @@ class ExecutorSettings(ExecutorSettingsBase):
 
 
 class Executor(LocalExecutor):
-    """A local executor that runs Python scripts in forks."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         PythonScript.execute_script = execute_script
@@ -63,7 +60,7 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
     """Run a script that Snakemake has prepared: in a fork, unless it needs another Python or shell.
 
     Raises:
-        CalledProcessError: If the script fails. Snakemake's shell would raise the same error.
+        CalledProcessError: If the script fails, as Snakemake's shell does.
     """
     other_python = self.conda_env, self.container_img, self.env_modules, self.shadow_dir
     other_shell = self.resources.get("shell_exec"), shell._process_prefix, shell._process_suffix
@@ -73,7 +70,11 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
     temporary = self.resources.get("tmpdir")
     environment |= dict.fromkeys(TEMPORARY, str(temporary)) if temporary else {}
     fork = Fork(Path(fname).absolute(), (), environment)
-    with _measured(fork.pid, self.bench_record):
+    with ExitStack() as stack:
+        if self.bench_record is not None:  # The rule has a `benchmark`.
+            self.bench_record.running_time = 0.0
+            with suppress(psutil.NoSuchProcess):  # it has already ended
+                stack.enter_context(benchmarked(fork.pid, self.bench_record))
         status = fork.wait()
     if status:
         if status < 0:
@@ -82,24 +83,13 @@ def execute_script(self: PythonScript, fname: str, edit: bool = False) -> None:
     return None
 
 
-@contextmanager
-def _measured(process: int | None, record: Any) -> Generator[None, None, None]:
-    """Measure a process if the rule has a ``benchmark``."""
-    with ExitStack() as stack:
-        if record is not None:
-            record.running_time = 0.0
-            with suppress(psutil.NoSuchProcess):  # it has already ended
-                stack.enter_context(benchmarked(process, record))
-        yield
-
-
 def _explain(rule: str, number: int) -> None:
     """Log the signal that ended a script, and its probable cause."""
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-    cause = ""
-    if number == signal.SIGKILL:
-        cause = (
-            " The system sends this signal when memory runs out. Give the job more memory, or run "
-            "fewer jobs at a time (--cores, --resources)."
-        )
-    logger.error(f"Error: the script of {rule} was ended by {name}.{cause}")
+    cause = (
+        " The system sends this signal when memory runs out. Give the job more memory, or run "
+        "fewer jobs at a time (--cores, --resources)."
+    )
+    logger.error(
+        f"Error: the script of {rule} was ended by {name}.{cause * (number == signal.SIGKILL)}"
+    )

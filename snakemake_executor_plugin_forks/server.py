@@ -1,9 +1,7 @@
 """Run Python scripts in forks of one process that has already imported the modules they need.
 
-The process is the forkserver of Python's ``multiprocessing``. A script gets the environment, folder
-and streams that it would have in a new Python process. If a fork could behave differently, it calls
-``exec`` to start a new Python. This happens if an import left threads running or CUDA initialized,
-or if an environment variable that libraries read at import differs from the server's.
+The process is the forkserver of Python's ``multiprocessing``. If a fork could behave differently
+from a new Python process, it calls ``exec`` to start one (README.md).
 """
 
 import atexit
@@ -35,7 +33,6 @@ NO_ARROW_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _NEVER_READ = {*TEMPORARY, *NO_ARROW_THREAD}
 _NEVER_READ |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
 _TOLD = "SNAKEMAKE_FORKS_SERVER"  # names to import, environment, parent, as JSON
-_PR_SET_PDEATHSIG = 1
 _TASKS, _OOM_SCORE = Path("/proc/self/task"), Path("/proc/self/oom_score_adj")
 
 _context = multiprocessing.get_context("forkserver")
@@ -51,18 +48,12 @@ _server = 0
 
 
 def set_preload(modules: Sequence[str]) -> None:
-    """Set the names that the server imports: modules, or objects such as ``module.Class``.
-
-    A name that ends with ``()`` is a function, which the server also calls.
-    """
+    """Set the names that the server imports. It also calls names that end with ``()``."""
     _modules[:] = modules
 
 
 def start() -> None:
-    """Start the server, unless it was started before. Call this in the main thread.
-
-    The server imports modules in the background. The server and its forks end with this process.
-    """
+    """Start the server, unless it was started before. Call this in the main thread."""
     global _is_started
     with _lock:
         if _is_started:
@@ -95,7 +86,7 @@ def _end_running() -> None:
 def _end_with_parent(process: int) -> None:
     """End this process when its parent ends, or now if ``process`` has already ended."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -190,13 +181,7 @@ def status_of(program: Callable[[], None]) -> int:
 
 
 class Fork:
-    """A Python script that runs in a fork.
-
-    Args:
-        script: The path of the script.
-        arguments: The command-line arguments of the script.
-        environment: All environment variables of the script.
-    """
+    """A Python script that runs in a fork, with all variables of ``environment``."""
 
     def __init__(
         self, script: Path, arguments: Sequence[str], environment: Mapping[str, str]
@@ -225,6 +210,5 @@ class Fork:
             return self._process.exitcode
 
     def kill(self) -> None:
-        """Kill the script."""
         self._process.kill()
         self.wait()

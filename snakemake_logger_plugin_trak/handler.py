@@ -73,12 +73,8 @@ class _Lines(DefaultFormatter):
     @property
     def kept(self) -> str:
         """A text about finished jobs if a job has failed, else an empty string."""
-        if not self._has_failed:
-            return ""
-        return (
-            f"Finished jobs are kept, {self._done} of {self._total}. Correct the error, and run "
-            "the same command again to continue.\n"
-        )
+        kept = f"Finished jobs are kept, {self._done} of {self._total}. Correct the error, and run "
+        return f"{kept}the same command again to continue.\n" if self._has_failed else ""
 
     def format_run_info(self, msg: dict[str, Any]) -> str:
         counts = {rule: n for rule, n in msg["stats"].items() if rule != "total"}
@@ -108,14 +104,13 @@ class LogHandler(LogHandlerBase):
         is_plain = options.quiet or options.verbose or options.printshellcmds or options.debug_dag
         stream = sys.stdout if options.stdout else sys.stderr
         self._shown = ColorizingTextHandler(options.nocolor, stream)
-        self._shown.setFormatter(DefaultFormatter(options.quiet, options.show_failed_logs))
         self._lines = None if is_plain or options.dryrun else _Lines(options.show_failed_logs)
+        plain = DefaultFormatter(options.quiet, options.show_failed_logs)
+        self._shown.setFormatter(self._lines or plain)
         if self._lines is not None:
-            self._shown.setFormatter(self._lines)
             self._shown.addFilter(self._lines.is_shown)
 
     def emit(self, record: LogRecord) -> None:
-        """Show a record that passed Snakemake's filter."""
         self._shown.handle(record)
 
     def close(self) -> None:
@@ -126,22 +121,6 @@ class LogHandler(LogHandlerBase):
             self._lines = None
         super().close()
 
-    @property
-    def writes_to_stream(self) -> bool:
-        return True
-
-    @property
-    def writes_to_file(self) -> bool:
-        return False
-
-    @property
-    def has_filter(self) -> bool:
-        return False
-
-    @property
-    def has_formatter(self) -> bool:
-        return True
-
-    @property
-    def needs_rulegraph(self) -> bool:
-        return False
+    # Constants in place of properties.
+    writes_to_stream = has_formatter = True  # pyright: ignore
+    writes_to_file = has_filter = needs_rulegraph = False  # pyright: ignore

@@ -39,26 +39,15 @@ def _code_files(*parts: str) -> set[Path]:
 
 @cache
 def code_digest(*parts: str) -> str:
-    """Hash the modules, templates and styles of ``trak_core``, only once per process.
+    """Return a 16-digit hash of the files and folders ``parts`` of ``trak_core``.
 
-    ``parts`` are files and folders in the package. By default, all code that every job may run is
-    hashed.
-
-    Returns:
-        16 hexadecimal digits.
-
-    Example:
-        >>> len(code_digest("projection")), code_digest("projection") == code_digest()
-        (16, False)
+    By default, all code that every job may run is hashed.
     """
     return _hashed((file.relative_to(_PACKAGE).as_posix(), file) for file in _code_files(*parts))
 
 
 def own_parts(module: str) -> list[str]:
-    """Return the files and folders that a stage runs and that ``code_digest()`` does not include.
-
-    ``module`` is the stage's dotted name.
-    """
+    """Return the code of a stage, by its dotted name, that ``code_digest()`` does not include."""
     stage = module.rpartition(".")[2]
     return ["stages/_shared.py", f"stages/{stage}.py", *["report"] * (stage in _OF_PAGES)]
 
@@ -71,8 +60,7 @@ def stage_digest(module: str) -> str:
 def _imported(file: Path, name: _Name) -> Iterable[_Name]:
     """Yield the dotted names in all import statements of a module."""
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-        nodes = list(ast.walk(tree))
+        nodes = list(ast.walk(ast.parse(file.read_bytes(), filename=str(file))))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(
             f"{file}: the study must be code that Python can parse. Found: {error}.",
@@ -114,11 +102,8 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
                     parents = [above.parent]
                 else:
                     parents = [root.joinpath(*part[:-1]) for root in folders or [study.parent]]
-                files = (
-                    file
-                    for parent in parents
-                    for file in (parent / part[-1] / "__init__.py", parent / f"{part[-1]}.py")
-                )
+                names = (f"{part[-1]}/__init__.py", f"{part[-1]}.py")
+                files = (parent / name for parent in parents for name in names)
                 file = next((file for file in files if file.is_file()), None)
                 if part not in modules and file is not None:
                     modules[part] = file
@@ -129,13 +114,9 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
 def study_digest(
     study: Path, data_files: Mapping[str, str] | None = None, folders: Sequence[Path] = ()
 ) -> str:
-    """Hash a study's Python file, the local modules that it imports, and its data files.
+    """Return a 16-digit hash of a study's Python file, its local modules, and its data files.
 
-    Installed packages are not included. ``data_files`` maps paths to digests. ``study_modules``
-    documents ``folders``.
-
-    Returns:
-        16 hexadecimal digits.
+    ``data_files`` maps paths to digests. ``study_modules`` documents ``folders``.
     """
     code = _hashed((".".join(name), path) for name, path in study_modules(study, folders).items())
     return content_digest(code, sorted((data_files or {}).items()))[:16]

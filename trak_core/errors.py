@@ -7,10 +7,7 @@ from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
-    """The error for input that cannot be used.
-
-    The message says what must hold, what was found, and how to fix it. Jobs print the message
-    without a traceback. Any other exception is a bug, and jobs print its traceback.
+    """The error for input that cannot be used. Jobs print its message without a traceback.
 
     Attributes:
         code: A stable identifier of the broken rule, such as ``"gradients.label_value"``. The text
@@ -18,7 +15,6 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str, code: str | None = None):
-        """Store the message and the code. ``str`` returns only the message."""
         super().__init__(message)
         self.code = code
 
@@ -57,10 +53,8 @@ def disk_full_reason(error: BaseException) -> str | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is a failed allocation of memory on any device."""
-    if isinstance(error, MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | OSError):
+        return isinstance(error, MemoryError) or error.errno == errno.ENOMEM
     # torch raises an OutOfMemoryError for a GPU, and a plain RuntimeError for the CPU.
     is_named = type(error).__name__ == "OutOfMemoryError"
     has_words = any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory"))

@@ -33,8 +33,6 @@ def test_spaces_parentheses_and_patterns_are_paths():
     [
         {"study": HOSTILE},
         {"checkpoints": HOSTILE},
-        {"checkpoints": {"c0": HOSTILE}},
-        {"checkpoints": {"c0": {"path": HOSTILE}}},
         {"experiments": {"one": {"targets": HOSTILE}}},
         {"experiments": {"one": {"data": HOSTILE}}},
         {"data_files": ["a", HOSTILE]},

@@ -118,7 +118,7 @@ FIRST = {"path": "a.pt", "run": "r", "at": 1}
         ({"a": {"path": "a.pt", "epoch": 1}}, None, "value", "epoch.*'a'"),
         ({"a": {"run": "r"}}, None, "value", "`path`"),
         ({"a": "a.pt"}, {"epochs": 3}, "value", "`training`"),
-        ({"a": {"at": [1, 1.0]}}, {}, "time", "1.0.*'a'"),
+        ({"a": {"at": [1, 1.0]}}, {}, "id", "'a-1' twice"),
         ({"a": {"at": [1]}, "a-1": {}}, {}, "id", "'a-1'"),
         ({"a": {"at": [1e300]}}, {}, "id", "file name"),
         ({"a": {"at": []}}, {}, "time", "'a'"),

@@ -281,11 +281,10 @@ def test_images_that_a_table_names_are_watched(study, monkeypatch):
     after = data_digests(config["data_files"], study.path("results/record.json"))
     assert {path for path in after if after[path] != before[path]} == {"b.jpg"}
     write(study.path("train.jsonl"), [*rows, {"path": "new/1.png", "label": 0}])
-    with refused("config.missing_images", "train.jsonl", "new/1.png"):
-        with_ready_study(
-            config
-            | {"study": "image_folder", "study_arguments": {**arguments, "images": "train.jsonl"}}
-        )
+    arguments["images"] = "train.jsonl"
+    config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
+    with refused("config.missing_data_file", "'new/*.png'"):
+        data_digests(config["data_files"], study.path("results/record.json"))
 
 
 @pytest.mark.parametrize(
@@ -407,7 +406,7 @@ def test_whatever_a_study_of_one_s_own_has_is_handed_on(tmp_path, monkeypatch):
     Path("own.py").write_text(
         "import shown\nimport json as helper\nfrom shown import draw, words as token_texts\n\n"
         "describe = str\nencode, other = dict, None\ntrain_columns: object = dict\n"
-        "target_columns: object\n\n\nclass make_model:\n    pass\n\n\n"
+        "\n\nclass make_model:\n    pass\n\n\n"
         "def train_data(data, *, seed):\n    return [data] * seed\n\n\n"
         "def target_data(*, data=''):\n    return [data]\n\n\n"
         "def train(seed, data=None):\n    pass\n"
@@ -417,7 +416,6 @@ def test_whatever_a_study_of_one_s_own_has_is_handed_on(tmp_path, monkeypatch):
     imported = ("draw", "token_texts", "describe", "encode", "train_columns", "make_model")
     for name in imported:
         assert made.function(name) is getattr(made.module.own, name)
-    assert not made.has("target_columns")
     assert made.split("train", None).samples == ["scans", "scans"]
     assert made.function("target_data")() == ["scans"]
     assert inspect.signature(made.function("train")) == inspect.signature(made.module.own.train)

@@ -43,12 +43,10 @@ from trak_core.artifacts.format import (
 from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, verify
 from trak_core.artifacts.write import Writer, create, software
 
-__all__ = ["check_made_for", "check_retrained", "check_same", "check_splits", "check_together"]
-__all__ += ["ANSWERS", "CHECKPOINT_SCORES", "EMBEDDINGS"]
-__all__ += ["EVALUATION", "EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "GRAMIAN"]
-__all__ += ["OUTPUTS", "TARGETS", "TOKEN_SCORES", "selected_ids"]
-__all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
-__all__ += ["SCORES_SHARD"]
-__all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
-__all__ += ["create", "made_for", "open_artifact", "read_frame", "software", "verify"]
-__all__ += ["checkpoint_scores_kind", "scaled_integers"]
+__all__ = ["ANSWERS", "CHECKPOINT_SCORES", "EMBEDDINGS", "EVALUATION", "EXACT_SCORES", "FEATURES"]
+__all__ += ["FEATURE_SHARD", "GRAMIAN", "GROUPS", "KINDS", "NORMAL_MATRIX", "OUTPUTS", "REMOVALS"]
+__all__ += ["RETRAINED", "SCORES", "SCORES_SHARD", "SELF_INFLUENCE", "TARGETS", "TOKEN_SCORES"]
+__all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer", "check_made_for"]
+__all__ += ["check_retrained", "check_same", "check_splits", "check_together"]
+__all__ += ["checkpoint_scores_kind", "create", "made_for", "open_artifact", "read_frame"]
+__all__ += ["scaled_integers", "selected_ids", "software", "verify"]

@@ -16,10 +16,9 @@ _SHARED += ("dtype", "study_digest")
 
 
 def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
-    """Raise an error if a value in a file differs from the config's or from another file's.
+    """Raise an error if a value in a file, ``actual``, differs from the ``expected`` one.
 
-    ``part`` is the name of the compared value in the message, and ``actual`` is the value in the
-    file. If the values are dicts, the message shows only the keys that differ.
+    ``part`` is the value's name in the message, which shows only the keys of dicts that differ.
     """
     if expected == actual:
         return
@@ -27,13 +26,10 @@ def check_same(part: str, expected: Any, actual: Any, file: Artifact) -> None:
         union = expected.keys() | actual.keys()
         keys = sorted(key for key in union if expected.get(key) != actual.get(key))
         expected, actual = ({key: spec.get(key) for key in keys} for spec in (expected, actual))
-    texts = [
-        text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, (expected, actual))
-    ]
     raise ArtifactError(
-        f"{file.path}: files to be combined must agree on the {part}. Expected {texts[0]}, found "
-        f"{texts[1]}. Delete the file and run snakemake again, so that rule {file.kind.rule} "
-        "remakes it.",
+        f"{file.path}: files to be combined must agree on the {part}. Expected "
+        f"{str(expected)[:200]}, found {str(actual)[:200]}. Delete the file and run snakemake "
+        f"again, so that rule {file.kind.rule} remakes it.",
         code="artifacts.other_file",
     )
 
@@ -43,18 +39,14 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
 
     Snakemake does not notice this if the job that wrote the file ran longer than Snakemake.
     """
-    shard = artifact.spec.get("shard")
-    check_same("rows: the whole split", None, shard, artifact)
+    check_same("rows: the whole split", None, artifact.spec.get("shard"), artifact)
     check_same("settings of the current config", *made_for(artifact, spec), artifact)
 
 
 def made_for(
     artifact: Artifact, spec: FeaturesSpec | ScoresSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the expected and the actual spec of a file, with the keys of a config.
-
-    The projection is reduced to the keys in the config, and the checkpoint to its id.
-    """
+    """Return the expected and the actual spec of a file, with the keys of a config."""
     # If the spec lacks one of these keys and the file has it, they do not match.
     expected: dict[str, Any] = dict.fromkeys(FeaturesSpec.LEFT_OUT) | spec.as_dict()
     actual = {key: artifact.spec.get(key) for key in expected}
@@ -73,10 +65,7 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> Non
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
-    """Return the ids of selected targets from the first file, or None if there are no files.
-
-    An error is raised if the file's targets were not selected by the condition of ``spec``.
-    """
+    """Return the ids of selected targets from the first file, or None if there are no files."""
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")

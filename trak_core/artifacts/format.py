@@ -1,8 +1,7 @@
 """Define the file format: kinds of files, layout, JSON objects and content hash.
 
-Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums of all metadata
-(names, attributes, shapes, addresses). Therefore h5py and pandas detect a flipped bit when they
-read it.
+Each dataset has Fletcher-32 checksums. The layout of HDF5 1.10 adds checksums of all metadata.
+Therefore h5py and pandas detect a flipped bit when they read it.
 
 The attributes ``spec`` and ``provenance`` contain JSON without lists, because an attribute is
 limited to 64 KiB, and lists grow with a study. Each list is a vector in a group with the name of
@@ -36,49 +35,36 @@ _DIGEST_BYTES = 16
 class ArtifactKind:
     """A kind of file.
 
-    Attributes:
-        encoding_type: The name in the file's attribute ``encoding-type``.
-        keys: Names of datasets and groups that the file must contain.
-        rule: The rule that writes the file.
-        samples: For each vector of ids, the vectors that must have the same length if they exist.
+    ``samples`` contains, for each vector of ids, the vectors that must have the same length.
     """
 
-    encoding_type: str
-    keys: tuple[str, ...]
-    rule: str
+    encoding_type: str  # the file's attribute ``encoding-type``
+    keys: tuple[str, ...]  # names of datasets and groups that the file must contain
+    rule: str  # the rule that writes the file
     samples: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
 
 _COLUMNS = ("labels", "outputs", "predictions")
 _TRAIN_COLUMNS = ("loss_weights", "curvature")
 _TARGET_COLUMNS = tuple(f"target_{column}" for column in _COLUMNS)
+_SCORED = {
+    "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
+    "target_ids": ("similarities/axis0", "solved_targets/axis0", *_TARGET_COLUMNS),
+}
+_OF_SAMPLES = {"sample_ids": ("features/axis1", "gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)}
+_MATRIX = {"normal_matrix/axis0": ("normal_matrix/axis1",)}
 FEATURES = ArtifactKind(
-    "trak-features",
-    ("features", "outputs", "sample_ids"),
-    "compute_features",
-    {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)},
+    "trak-features", ("features", "outputs", "sample_ids"), "compute_features", _OF_SAMPLES
 )
 FEATURE_SHARD = replace(FEATURES, rule="compute_features_shard")
 NORMAL_MATRIX = ArtifactKind(
-    "trak-normal-matrix",
-    ("normal_matrix", "mean_squared_norm"),
-    "compute_normal_matrix",
-    {"normal_matrix/axis0": ("normal_matrix/axis1",)},
+    "trak-normal-matrix", ("normal_matrix", "mean_squared_norm"), "compute_normal_matrix", _MATRIX
 )
 CHECKPOINT_SCORES = ArtifactKind(
-    "trak-scores",
-    ("loss_weights", "train_ids", "target_ids"),
-    "compute_scores",
-    {
-        "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
-        "target_ids": ("similarities/axis0", "solved_targets/axis0", *_TARGET_COLUMNS),
-    },
+    "trak-scores", ("loss_weights", "train_ids", "target_ids"), "compute_scores", _SCORED
 )
 GRAMIAN = ArtifactKind(
-    "trak-gramian",
-    ("gramian", "outputs", "sample_ids"),
-    "compute_gramian",
-    {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
+    "trak-gramian", ("gramian", "outputs", "sample_ids"), "compute_gramian", _OF_SAMPLES
 )
 # Without a projection, another rule writes these files.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
@@ -88,12 +74,7 @@ RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), 
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
-OUTPUTS = ArtifactKind(
-    "trak-outputs",
-    ("sample_ids", "labels", "outputs", "predictions"),
-    "compute_outputs",
-    {"sample_ids": _COLUMNS},
-)
+OUTPUTS = ArtifactKind("trak-outputs", ("sample_ids", *_COLUMNS), "compute_outputs", _OF_SAMPLES)
 TARGETS = ArtifactKind("trak-targets", ("targets",), "select_targets")
 GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_token_scores")
@@ -101,13 +82,9 @@ _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
 # ``verify`` determines the kind of a file from its encoding type and keys.
-KINDS = (
-    *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES),
-    SCORES_SHARD,
-    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
-    TOKEN_SCORES,
-    *(EVALUATION, REMOVALS),
-)
+KINDS = (FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, SCORES_SHARD, RETRAINED)
+KINDS += (EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS, TOKEN_SCORES)
+KINDS += (EVALUATION, REMOVALS)  # ``verify`` uses the first kind whose keys a file has.
 
 
 def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
@@ -121,18 +98,15 @@ class ArtifactError(InputError):
 
 def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Return ids in their stored form: integers, or UTF-8 strings of a fixed length."""
-    if isinstance(ids, np.ndarray):
-        return ids
-    if all(isinstance(i, str) for i in ids):
+    if not isinstance(ids, np.ndarray) and all(isinstance(i, str) for i in ids):
         return np.array([i.encode() for i in ids], dtype="S")
     return np.asarray(ids)
 
 
 def plain_ids(stored: np.ndarray) -> list[Any]:
     """Return stored ids as Python integers or strings."""
-    if stored.dtype.kind == "S":
-        return [i.decode() for i in stored.tolist()]
-    return stored.tolist()
+    values = stored.tolist()
+    return [i.decode() for i in values] if stored.dtype.kind == "S" else values
 
 
 def _blocks(dataset: h5py.Dataset) -> Iterator[np.ndarray]:
@@ -153,7 +127,6 @@ class ValuesHash:
     """An incremental hash of a dataset's values, which must be finite."""
 
     def __init__(self, name: str) -> None:
-        """Start the hash of the dataset with this name."""
         self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, block: np.ndarray) -> None:
@@ -163,15 +136,14 @@ class ValuesHash:
         self._digest.update(np.ascontiguousarray(block).data)
 
     def hexdigest(self) -> str:
-        """Return the hash of the rows added so far."""
         return self._digest.hexdigest()
 
 
 def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    ``known`` contains hashes of values, by the name of the dataset. Those datasets are not read. A
-    ``ValueError`` is raised for numbers that are not finite.
+    Datasets whose hash of values is in ``known`` are not read. A ``ValueError`` is raised for
+    numbers that are not finite.
     """
     digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
 
@@ -241,9 +213,8 @@ def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     The rows are approximately ``integers * scales[:, None]``. The entry of a row with the largest
     absolute value becomes 127 or -127. Scales are rounded up to 17 significant bits, so that each
-    product is exact in float32. Quantizing the products again returns the same integers and scale
-    if the largest entry is at least 1e-37. Rows of zeros have scale 0. Rows with NaN, infinity, or
-    entries close to float32's maximum have scale NaN.
+    product is exact in float32, and quantizing the products again returns the same integers. Rows
+    of zeros have scale 0. Rows with NaN, infinity, or entries close to the maximum have scale NaN.
     """
     most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -262,7 +233,7 @@ def table_columns(
     """Return columns of a table that pandas wrote, by name.
 
     ``columns`` contains the name of each column, its field in the stored table, and its index in
-    that field. A field is one column or a block of columns of one dtype. ``read`` selects rows.
+    that field, which can be a block of columns. ``read`` selects rows.
     """
     rows, values = table[read], {}
     for name, field_name, index in columns:
@@ -311,16 +282,15 @@ def _described(dataset: h5py.Dataset) -> str:
 
 
 def _check_frame(name: str, group: h5py.Group) -> None:
-    values, rows, columns, items = (
-        dataset_in(group, part) for part in ("block0_values", "axis1", "axis0", "block0_items")
-    )
-    for axis in (rows, columns, items):
+    parts = ("block0_values", "axis1", "axis0")
+    values, rows, columns = (dataset_in(group, part) for part in parts)
+    for axis in (rows, columns):
         if axis.ndim != 1 or axis.dtype.kind not in "iuS":
             raise ValueError(
                 f"{axis.name!r} must be a vector of integers or strings, found {_described(axis)}"
             )
     expected = (rows.size, columns.size)
-    if values.shape != expected or items.size != columns.size or values.dtype.kind not in "fiu":
+    if values.shape != expected or values.dtype.kind not in "fiu":
         raise ValueError(
             f"{name!r} must have numbers of shape {expected}, the numbers of ids, found "
             f"{_described(values)}"
@@ -328,10 +298,7 @@ def _check_frame(name: str, group: h5py.Group) -> None:
     if values.dtype == np.int8:
         scales = dataset_in(group.file, scales_of(name))
         if scales.shape != rows.shape or scales.dtype != np.float32:
-            raise ValueError(
-                f"{scales.name!r} must have a float32 scale for each of {rows.size} rows, found "
-                f"{_described(scales)}"
-            )
+            raise ValueError(f"{scales.name!r} must have {rows.size} scales of dtype float32")
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:

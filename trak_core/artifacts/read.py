@@ -1,8 +1,6 @@
 """Read and check artifacts, and read frames that users wrote with pandas.
 
-Nothing is unpickled. HDF5 verifies the checksums of the parts that are read. A job may read
-thousands of files, but only a few are open at a time, because an open HDF5 file takes 0.8 MB and
-most systems limit a process to 1,024 open files.
+Nothing is unpickled. HDF5 verifies the checksums of the parts that are read.
 """
 
 import contextlib
@@ -44,13 +42,15 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 class _HeldFile:
-    """A file that is opened when it is read. At most 64 stay open, those that were used last."""
+    """A file that is opened when it is read. At most 64 stay open, those that were used last.
 
-    # All open files in the order of their last use.
+    An open HDF5 file takes 0.8 MB, and most systems limit a process to 1,024 open files.
+    """
+
+    # The open files, in the order of their last use.
     _open: dict["_HeldFile", h5py.File] = {}  # ruff: ignore[mutable-class-default]
 
     def __init__(self, path: Path) -> None:
-        """Record the identity of the file at a path, which must exist."""
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
@@ -69,13 +69,11 @@ class _HeldFile:
         return file
 
     def close(self) -> None:
-        """Close the file if it is open."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
 
 
 def _text(attribute: Any) -> Any:
-    """Return an attribute, decoded if it is bytes."""
     return attribute.decode() if isinstance(attribute, bytes) else attribute
 
 
@@ -158,12 +156,7 @@ class Artifact:
 class Rows:
     """The values of a frame. ``rows[start:stop]`` reads them, and converts int8 to float32.
 
-    Attributes:
-        artifact: The file.
-        key: The dataset of the values.
-        shape: (rows, columns).
-        dtype: The stored dtype.
-        scales: The vector of the rows' scales for int8, else None.
+    ``key`` is the dataset of the values, and ``scales`` is that of the rows' scales for int8.
     """
 
     artifact: Artifact
@@ -173,21 +166,17 @@ class Rows:
     scales: str | None = None
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """Read some rows."""
         values = self.artifact._read(self.key, rows)
         if self.scales is None:
             return values
         # These products are exact in float32.
-        chosen = rows[0] if isinstance(rows, tuple) else rows
-        scales = self.artifact._read(self.scales, chosen)
+        scales = self.artifact._read(self.scales, rows[0] if isinstance(rows, tuple) else rows)
         return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Read all rows."""
         return np.asarray(self[:], dtype)
 
 
@@ -226,8 +215,7 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
         if (own_name, version) != (name, VERSION):
             must = f"the file must be {name}, version {VERSION}"
             raise _refused(path, kind, must, f"Found {own_name}, version {version}")
-        missing = [key for key in kind.keys if key not in file]
-        if missing:
+        if missing := [key for key in kind.keys if key not in file]:
             must = f"a {name} file must contain {', '.join(kind.keys)}"
             raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
         check_layout(file, kind)
@@ -281,10 +269,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return the kind of a file, after reading the whole file and comparing its content hash.
-
-    This raises the same errors as ``open_artifact``.
-    """
+    """Return the kind of a file, after reading the whole file and comparing its content hash."""
     unknown = ArtifactKind("trak-*", (), "of that name")
     with _opened(path, unknown) as held, _explained(path, unknown):
         file = held.file()
@@ -300,16 +285,10 @@ def verify(path: Path) -> ArtifactKind:
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
-    """Read a frame with a single dtype that ``frame.to_hdf(path, key=key)`` wrote.
+    """Return values, row ids and column ids of a frame that ``frame.to_hdf`` wrote.
 
-    Returns:
-        Values of shape (rows, columns), row ids and column ids.
+    The values have shape (rows, columns) and one dtype.
     """
-    must = (
-        f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite numbers. "
-        "Its row ids, and its column ids, must be all integers or all strings"
-    )
-    how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
     try:
         with path.open("rb") as raw:
             locking = None if supports_locks(raw.fileno()) else False
@@ -322,9 +301,8 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
                 check_stored(file, name)
             values, index, columns = (np.asarray(dataset_in(file, part)) for part in parts)
             row_ids, column_ids = plain_ids(index), plain_ids(columns)
-        if values.dtype.kind not in "biuf" or not {index.dtype.kind, columns.dtype.kind} <= set(
-            "iuS"
-        ):
+        kinds = {index.dtype.kind, columns.dtype.kind}
+        if values.dtype.kind not in "biuf" or not kinds <= set("iuS"):
             raise ValueError(f"values of {values.dtype}, ids of {index.dtype} and {columns.dtype}")
         if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
             size = f"{len(index)} rows and {len(columns)} columns"
@@ -333,6 +311,10 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
         raise
     except Exception as error:  # A damaged file can cause errors of any type.
         raise ArtifactError(
-            f"{must}. Found: {_first_line(error)}. {how}", code="artifacts.frame"
+            f"{path}: the file must be readable HDF5 with a complete frame {key!r} of finite "
+            "numbers. Its row ids, and its column ids, must be all integers or all strings. Found: "
+            f"{_first_line(error)}. Write it with `frame.to_hdf(path, key={key!r}, "
+            "format='fixed')`.",
+            code="artifacts.frame",
         ) from error
     return values, row_ids, column_ids

@@ -60,29 +60,21 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None
 
 
 def _even(length: int, most: int) -> int:
-    """Return a chunk length, at most ``most``, for which the padding of the last chunk is small.
-
-    Readers align their blocks to ``most``, so ``most`` is used if it causes at most 2 % of padding.
-    """
+    """Return a chunk length: ``most``, or a smaller one if ``most`` causes over 2 % of padding."""
     count = -(-length // max(1, most))
     return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:
-    """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``.
-
-    HDF5 caches incomplete chunks, so that each chunk is written once for blocks of any size.
-    """
+    """The values of a new frame. Blocks of rows are written in order by ``values[a:b] = block``."""
 
     def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
-        """Start to fill a dataset of the artifact at ``path``."""
         self._path, self._dataset, self._filled = path, dataset, 0
         self.name = str(dataset.name).lstrip("/")
         self._hash = ValuesHash(self.name)
         self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
-        """Write the next rows."""
         start, stop, _ = rows.indices(len(self._dataset))
         shape = (stop - start, *self._dataset.shape[1:])
         if start != self._filled:
@@ -139,8 +131,7 @@ class Writer:
         """Return the writer of the values of a new frame of shape (len(index), len(columns)).
 
         ``index`` and ``columns`` are integers or strings. ``chunks`` contains the maximum number of
-        rows and of columns in a chunk. With dtype int8, rows are quantized by ``scaled_integers``,
-        and their scales are stored in a separate vector.
+        rows and of columns in a chunk. With dtype int8, rows are quantized by ``scaled_integers``.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -183,8 +174,8 @@ class Writer:
         """
         if not _length(rows):  # pandas would not write an empty table
             raise ArtifactError(
-                f"{self.path}: the table {key!r} must have at least one row. Found none. Check "
-                "whether every score is exactly 0.",
+                f"{self.path}: the table {key!r} must have rows. Found none. Check whether every "
+                "score is exactly 0.",
                 code="artifacts.no_row",
             )
         self.tables.append((key, rows, list(searchable)))
@@ -202,10 +193,8 @@ def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
         stop = min(start + _PIECE_ROWS, _length(rows))
         # Slices of a pandas column would select rows by label.
         parts = {name: np.asarray(rows[name][start:stop]) for name in rows}
-        columns = {
-            n: plain_ids(part) if part.dtype.kind == "S" else part for n, part in parts.items()
-        }
-        yield pd.DataFrame(columns, index=pd.RangeIndex(start, stop))
+        texts = {name: plain_ids(part) for name, part in parts.items() if part.dtype.kind == "S"}
+        yield pd.DataFrame(parts | texts, index=pd.RangeIndex(start, stop))
 
 
 def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
@@ -252,16 +241,14 @@ def _reads_back(path: Path, key: str, rows: Table, columns: list[_Column]) -> bo
     try:
         with h5py.File(path, locking=False) as file:
             table: Any = file[f"{key}/table"]
-            if len(table) != _length(rows):
-                return False
+            is_same = len(table) == _length(rows)
             for piece in _pieces(rows):
                 first = int(piece.index[0])
                 values = table_columns(table, columns, slice(first, first + len(piece)))
                 for name in piece:
                     equal_nan = piece[name].dtype.kind == "f"
-                    if not np.array_equal(values[name], piece[name], equal_nan=equal_nan):
-                        return False
-        return True
+                    is_same &= np.array_equal(values[name], piece[name], equal_nan=equal_nan)
+            return is_same
     except Exception:  # An incomplete file can cause errors of any type.
         return False
 
@@ -276,17 +263,15 @@ def create(
 ) -> Generator[Writer, None, None]:
     """Yield the writer of an artifact, which appears under ``path`` only when it is complete.
 
-    The folder is created if it does not exist. If an exception is raised, for example because the
-    disk is full or a value is not finite, the temporary file is deleted and ``path`` is unchanged.
-    ``open_artifact`` has an example.
+    If an exception is raised, for example because the disk is full or a value is not finite, the
+    temporary file is deleted and ``path`` is unchanged. ``open_artifact`` has an example.
 
     Args:
-        path: The final name of the file.
+        path: The final name of the file, whose folder is created.
         kind: The kind of the file.
         spec: All settings that determine the content, as plain values. Lists may have any length.
             The other values must fit into an attribute (64 KiB).
-        provenance: Software and device, without clock times, so that a repeated run writes the
-            same bytes.
+        provenance: Software and device, without times, so that repeated runs write equal bytes.
         attributes: Other root attributes.
     """
     with atomic_write(path) as partial:
@@ -330,11 +315,8 @@ def software(
 ) -> dict[str, Any]:
     """Return the provenance of an artifact as plain values.
 
-    Args:
-        code: Digest of the code.
-        device: ``cpu``, or ``cuda`` and its name.
-        packages: Packages whose versions may affect the numbers.
-        made_from: Provenance of the input files. Equal entries are stored once.
+    ``code`` is a digest of the code, and ``packages`` are those whose versions may affect the
+    numbers. ``made_from`` is the provenance of the input files. Equal entries are stored once.
     """
     own = {
         "trak-core": __version__,

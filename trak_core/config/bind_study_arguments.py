@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import symtable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,12 @@ own = Study.load(Path({path!r})).module
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """Properties of a ready-made study.
+    """Properties of a ready-made study."""
 
-    Attributes:
-        model_output: The default model output; None if the config must specify one.
-        files: The arguments whose values are paths of data files.
-        takes_weights: Whether the model is built from a checkpoint's folder.
-        names_images: Whether data files can be tables of image paths.
-    """
-
-    model_output: str | None
-    files: tuple[str, ...]
-    takes_weights: bool = False
-    names_images: bool = False
+    model_output: str | None  # the default; None if the config must specify one
+    files: tuple[str, ...]  # the arguments whose values are paths of data files
+    takes_weights: bool = False  # whether the model is built from a checkpoint's folder
+    names_images: bool = False  # whether data files can be tables of image paths
 
 
 READY_MADE = {
@@ -87,11 +81,10 @@ _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe", "as_read"}
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
     """Return a config whose ``study`` is the path of a file that passes on ``study_arguments``.
 
-    If the config has ``study_arguments``, the file is written to the results folder, unless
-    ``writes`` is false. For a ready-made study, the file calls the study with the arguments. If
-    ``study`` is a Python file, the new file passes each argument to the functions of that file that
-    have a parameter with its name. The files and modules that the study reads are added to
-    ``data_files``. The default model output and the weights of the first checkpoint are filled in.
+    Unless ``writes`` is false, the file is written to the results folder. It calls a ready-made
+    study with the arguments, or passes each argument to those functions of a user's study that
+    have a parameter with its name. The files that the study reads are added to ``data_files``. The
+    default model output and the weights of the first checkpoint are filled in.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
@@ -108,18 +101,21 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
         return dict(config)  # The config's validation will raise an error.
     if name.endswith(".py"):
-        text = _own_source(Path(name), arguments)
         code = [str(path) for path in study_modules(Path(name)).values()]
-        named = [path for path in code if path not in known]
-        file = _written(Path(name).stem, text, results, writes=writes)
-        return {**config, "study": file, "data_files": [*known, *named]}
+        file = _written(Path(name).stem, _own_source(Path(name), arguments), results, writes=writes)
+        return {**config, "study": file, "data_files": _with_files(known, code)}
     about = READY_MADE[name]
     _check_arguments(name, arguments, about)
     if about.names_images:
         _refuse_results_in(arguments, results)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = first_checkpoint(config.get("checkpoints"))
-    text = _source(name, arguments, about)
+    functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
+    text = _TEXT.format(
+        name=name,
+        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+        functions="\n".join(f"{function} = study.{function}" for function in functions),
+    )
     file = _written(name, text, results, writes=writes)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
     if about.names_images:
@@ -127,13 +123,13 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     if about.takes_weights:
         named += _model_files(Path(arguments["weights"]))
     for argument in arguments.values():
-        named += [path for path in _code_of(argument) if path not in named]
-    return {
-        **({} if about.model_output is None else {"model_output": about.model_output}),
-        **config,
-        "study": file,
-        "data_files": [*known, *(path for path in named if path not in known)],
-    }
+        named += _code_of(argument)
+    default = {} if about.model_output is None else {"model_output": about.model_output}
+    return {**default, **config, "study": file, "data_files": _with_files(known, named)}
+
+
+def _with_files(known: list[Any], files: Sequence[str]) -> list[Any]:
+    return [*known, *(file for file in dict.fromkeys(files) if file not in known)]
 
 
 def builder_of(config: Mapping[str, Any]) -> str:
@@ -148,15 +144,16 @@ def builder_of(config: Mapping[str, Any]) -> str:
 
 def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     """Return the source of a file that passes arguments to the functions of a user's study."""
-    study_modules(study)  # Raise an error for a missing file.
-    nodes = ast.parse(study.read_bytes(), filename=str(study)).body
+    source: Any = study.read_bytes()  # symtable takes bytes, too
+    nodes = ast.parse(source, filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
-    bound_otherwise = {name for node in nodes for name in _bound_by(node)}
+    table = symtable.symtable(source, str(study), "exec")
+    bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     problems, taken, lines = [], set(), []
     for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
             # If the name is imported, assigned or a class, its parameters are not known here.
-            lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
+            lines += [f"{name} = own.{name}"] if name in bound else []
             continue
         given = defined[name]
         by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
@@ -170,8 +167,8 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
             needed = [argument.arg for argument, default in by_keyword if default is None]
             missing = [key for key in [*by_place[:n_required], *needed] if key not in own]
             problems += [f"no {key}, which {name}() needs" for key in missing]
-        bound = "".join(f", {key}={value!r}" for key, value in own.items())
-        lines.append(f"{name} = partial(own.{name}{bound})" if own else f"{name} = own.{name}")
+        keywords = "".join(f", {key}={value!r}" for key, value in own.items())
+        lines.append(f"{name} = partial(own.{name}{keywords})" if own else f"{name} = own.{name}")
     problems += [f"unknown key {key}" for key in arguments if key not in taken]
     problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
     if problems:
@@ -183,45 +180,27 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     return _OWN.format(path=str(study), functions="\n".join(lines))
 
 
-def _bound_by(node: ast.stmt) -> list[str]:
-    """Return the names that a class definition, assignment or import statement defines."""
-    if isinstance(node, ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    if isinstance(node, ast.Assign):
-        parts = [part for target in node.targets for part in ast.walk(target)]
-        return [part.id for part in parts if isinstance(part, ast.Name)]
-    if isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
-        return [node.target.id]
-    return []
-
-
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
     """Raise an error for unknown arguments of a ready-made study, and for missing files."""
     nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    function = next(function for function in functions if function.name == name)
-    names = [argument.arg for argument in function.args.args]
-    required = names[: len(names) - len(function.args.defaults)]
+    given = next(function.args for function in functions if function.name == name)
+    types = {each.arg: ast.unparse(each.annotation or ast.Name("Any")) for each in given.args}
+    required = list(types)[: len(types) - len(given.defaults)]
     if about.takes_weights:
         required.remove("weights")  # The default is a checkpoint.
-    problems = [f"unknown key {key}" for key in arguments if key not in names]
+    problems = [f"unknown key {key}" for key in arguments if key not in types]
     problems += [f"no {key}" for key in required if key not in arguments]
-    types = {
-        argument.arg: ast.unparse(argument.annotation)
-        for argument in function.args.args
-        if argument.annotation
-    }
     for key, value in arguments.items():
-        if key in types and not _is_of_type(value, types[key]):
-            kind = types[key].removesuffix(" | None")
-            problems.append(f"{key}: {value} (it must be {_TYPES[kind][1]})")
+        annotation = types.get(key, "").removesuffix(" | None")
+        kind, words = _TYPES.get(annotation, (type(value), ""))
+        if type(value) is not kind:
+            problems.append(f"{key}: {value} (it must be {words})")
         elif not _is_plain(value):
             problems.append(f"{key}: {value}")
     if problems:
         raise InputError(
-            f"study_arguments of {name} must be plain values for {', '.join(names)}. "
+            f"study_arguments of {name} must be plain values for {', '.join(types)}. "
             f"{' and '.join(required)} are required. Found {'; '.join(problems)}.",
             code="config.study_arguments",
         )
@@ -247,11 +226,6 @@ def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
             )
 
 
-def _is_of_type(value: Any, annotation: str) -> bool:
-    """Return whether a value has the type of a ready-made study's argument."""
-    return type(value) is _TYPES[annotation.removesuffix(" | None")][0]
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether a value can be written as a Python literal, unlike dates and infinity."""
     try:
@@ -268,17 +242,7 @@ def _images_of(table: Path) -> list[str]:
         images = [table.parent / row["path"] for row in read_rows(table)]
     except (InputError, KeyError, TypeError):
         return []  # The study will raise an error for the table.
-    patterns: dict[str, Path] = {}
-    for path in images:
-        patterns.setdefault(f"{glob.escape(str(path.parent))}/*{path.suffix}", path)
-    missing = next((path for path in patterns.values() if not path.is_file()), None)
-    if missing:
-        raise InputError(
-            f"{table}: each path must be that of an image, relative to the table's folder. "
-            f"Found nothing at {missing} (from {Path.cwd()}).",
-            code="config.missing_images",
-        )
-    return list(patterns)
+    return [f"{glob.escape(str(path.parent))}/*{path.suffix}" for path in images]
 
 
 def _model_files(weights: Path) -> list[str]:
@@ -288,15 +252,6 @@ def _model_files(weights: Path) -> list[str]:
     patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
     paths = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
     return [str(path) for path in sorted(paths) if path.is_file() and path.suffix != ".bin"]
-
-
-def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
-    functions = [*_FUNCTIONS, *["token_texts"] * about.takes_weights]
-    return _TEXT.format(
-        name=name,
-        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
-        functions="\n".join(f"{function} = study.{function}" for function in functions),
-    )
 
 
 def _code_of(argument: Any) -> list[str]:
@@ -312,13 +267,12 @@ def _written(name: str, text: str, results: str, *, writes: bool) -> str:
     # The name contains a digest, because configs that share a results folder need different files.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
-    if not writes or (file.is_file() and file.read_text() == text):
-        return str(file)
-    try:
-        with atomic_write(file) as part:
-            part.write_text(text)
-    except OSError as error:
-        raise unwritable_error(file.parent, file, error) from error
+    if writes and not (file.is_file() and file.read_text() == text):
+        try:
+            with atomic_write(file) as part:
+                part.write_text(text)
+        except OSError as error:
+            raise unwritable_error(file.parent, file, error) from error
     return str(file)
 
 

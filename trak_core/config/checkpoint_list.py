@@ -1,7 +1,4 @@
-"""List the checkpoints in a config or its table, with their paths, runs and times.
-
-A run is one training of a model. Its checkpoints are ordered by their times, ``at``.
-"""
+"""List the checkpoints in a config or its table, with their paths, runs and times."""
 
 import json
 import re
@@ -13,7 +10,7 @@ from typing import Any
 
 from trak_core.config.read_config import read_table
 from trak_core.errors import InputError, listed
-from trak_core.settings import ordered, stream_of
+from trak_core.settings import ordered
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at", "state_dict")
@@ -26,23 +23,14 @@ _QUALITY = re.compile(r"(?<![a-z])(?:loss|acc(?:uracy)?|auc|f1|error)[-_=]?\d*\.
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint of a run.
+    """One checkpoint of a run, which is one training of a model."""
 
-    Attributes:
-        run: The name of the run.
-        at: The time in the run, in any unit; None if the config does not specify it.
-        path: The file or folder; None if the pipeline trains the checkpoint.
-        arguments: Arguments of the study's ``train`` for this run only.
-        is_listed: Whether the config names only the Trainer's folder that contains the checkpoint.
-        state_dict: The keys of the state dict in the file; None for the default keys.
-    """
-
-    run: str
-    at: float | None = None
-    path: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    is_listed: bool = False
-    state_dict: str | None = None
+    run: str  # the name of the run
+    at: float | None = None  # the time in the run, in any unit
+    path: str | None = None  # the file or folder; None if the pipeline trains the checkpoint
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of this run's `train`
+    is_listed: bool = False  # whether the config names only the Trainer's folder that contains it
+    state_dict: str | None = None  # the keys of the state dict in the file
 
 
 def checkpoint_table(
@@ -68,9 +56,7 @@ def checkpoint_table(
     _check_ids([name for name, _ in named])
     expand = _saved if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
-    names = [name for name, _ in pairs]
-    _check_ids(names)
-    _check_streams(names)
+    _check_ids([name for name, _ in pairs])
     table = dict(sorted(pairs))
     for run, ids in runs_of(table).items():
         times = [table[name].at for name in ids]
@@ -93,10 +79,8 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 
 def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Return whether checkpoints are from several times of training.
-
-    Checkpoints that the pipeline trains without ``at`` are all from the end of a run.
-    """
+    """Return whether checkpoints are from several times of training."""
+    # Checkpoints that the pipeline trains without `at` are from the end of a run.
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
@@ -104,8 +88,7 @@ def are_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
 def times_of(checkpoints: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Return ``run`` and ``at`` of checkpoints whose names differ only in an epoch or a step.
 
-    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``. A run is named after
-    its folder if each run has its own.
+    A measure of quality can also differ, as in ``epoch=3-val_loss=0.25.ckpt``.
     """
     times = {path: _TIME.findall(path.name)[-1] for path in checkpoints if _TIME.search(path.name)}
 
@@ -169,20 +152,7 @@ def _check_ids(names: list[str]) -> None:
             )
         if counts[name] > 1:
             raise InputError(
-                f"Ids of checkpoints must be unique. Found {name!r} twice.",
-                code="config.checkpoint_id",
-            )
-
-
-def _check_streams(names: list[str]) -> None:
-    streams: dict[int, str] = {}
-    for name in names:
-        other = streams.setdefault(stream_of(name), name)
-        if other != name:
-            raise InputError(
-                "Checkpoints need different random projections, which are chosen by a hash of "
-                f"their ids. Found the same hash for {other!r} and {name!r}. Rename one of them.",
-                code="config.checkpoint_id",
+                f"Checkpoint ids must be unique. Found {name!r} twice.", code="config.checkpoint_id"
             )
 
 
@@ -223,18 +193,10 @@ def _trained(
         return
     if times == []:
         raise InputError(
-            f"`at` must contain at least one time. Found an empty list for run {name!r}. To save "
-            "one checkpoint at the end of the run, leave `at` out.",
+            f"`at` must contain at least one time. Found an empty list for run {name!r}.",
             code="config.checkpoint_time",
         )
-    several = times if isinstance(times, list) else [times]
-    twice = [at for i, at in enumerate(several) if at in several[:i]]
-    if twice:
-        raise InputError(
-            f"`at` must list each time once. Found {twice[0]} twice for run {name!r}.",
-            code="config.checkpoint_time",
-        )
-    for at in several:
+    for at in times if isinstance(times, list) else [times]:
         yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
 
 
@@ -246,8 +208,7 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         shown = ", ".join(unknown) if unknown and "path" in given else repr(value)
         raise InputError(
             "In a config without `training`, a checkpoint must be a path, or a mapping with `path` "
-            "and optionally `run`, `at` and `state_dict`. Found "
-            f"{shown} for checkpoint {name!r}.",
+            f"and optionally `run`, `at` and `state_dict`. Found {shown} for checkpoint {name!r}.",
             code="config.checkpoint_value",
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
@@ -260,25 +221,20 @@ def _saved(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
     if at is not None:
         raise InputError(
             f"{path}: `at` must not be set for a folder of a Trainer's checkpoints, because their "
-            f"steps are their times. Found {at!r} for checkpoint {name!r}. Leave `at` out, or "
-            "give the path of one of the checkpoints.",
+            f"steps are their times. Found {at!r} for checkpoint {name!r}.",
             code="config.checkpoint_time",
         )
     for number, folder in folders:
-        step = _step(folder, number)
-        yield (
-            f"{name}-{number}",
-            Checkpoint(run, step, str(folder), is_listed=True, state_dict=part),
-        )
+        step, path = _step(folder, number), str(folder)
+        yield f"{name}-{number}", Checkpoint(run, step, path, is_listed=True, state_dict=part)
 
 
 def of_trainer(path: Path) -> list[tuple[int, Path]]:
     """Return the number and the path of each folder ``checkpoint-<number>``, sorted by number."""
     if not path.is_dir():
         return []
-    folders = [inner for inner in path.iterdir() if inner.is_dir()]
-    matches = [(_OF_TRAINER.fullmatch(folder.name), folder) for folder in folders]
-    return sorted((int(match[1]), folder) for match, folder in matches if match)
+    matches = [(_OF_TRAINER.fullmatch(inner.name), inner) for inner in path.iterdir()]
+    return sorted((int(match[1]), inner) for match, inner in matches if match and inner.is_dir())
 
 
 def _step(folder: Path, number: int) -> float:
@@ -287,8 +243,7 @@ def _step(folder: Path, number: int) -> float:
     if not state.is_file():
         return number
     try:
-        step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
-        return _checked_time(step, folder.name)
+        return _checked_time(json.loads(state.read_text("utf-8"))["global_step"], folder.name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
@@ -302,24 +257,21 @@ def shared_training(
 ) -> dict[str, Any]:
     """Return the ``arguments`` of ``train`` that the first ``count`` runs share, and ``run_seeds``.
 
-    ``checkpoints`` and ``training`` are from the config. Each entry of ``checkpoints`` is a run.
+    ``checkpoints`` and ``training`` are from the config.
     """
-    runs = {str(run): ordered({**training, **given}) for run, given in checkpoints.items()}
-    runs = dict([*runs.items()][:count])
+    first = [*checkpoints.items()][:count]
+    runs = {str(run): ordered({**training, **given}) for run, given in first}
     for arguments in runs.values():
         arguments.pop("at", None)
     seeds = {run: arguments.pop("seed", None) for run, arguments in runs.items()}
     numbers = [seed for seed in seeds.values() if type(seed) is int]
     shared = next(iter(runs.values()))
     if len({*numbers}) < count or any(arguments != shared for arguments in runs.values()):
-        shown = []
-        for run, arguments in runs.items():
-            pairs = {"seed": seeds[run], **arguments}.items()
-            shown.append(f"{run}: {{{', '.join(f'{key}: {value}' for key, value in pairs)}}}")
+        shown = {run: {"seed": seeds[run], **arguments} for run, arguments in runs.items()}
         raise InputError(
             f"With evaluation.subsets.same_seeds, the first {count} runs of `checkpoints` (as many "
             "as `seeds` says) must have different integers as `seed`, and their other training "
-            f"arguments must be equal. Found {', '.join(shown)}.",
+            f"arguments must be equal. Found {shown}.",
             code="config.run_seeds",
         )
     return {"arguments": shared, "run_seeds": numbers}

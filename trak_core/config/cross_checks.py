@@ -10,7 +10,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import TABLE, about_output, output_name
 from trak_core.settings import POOL, ProjectionKind, Weighting, removed_sizes, subset_size
-from trak_core.settings.target_filter import MOST_TARGETS, Condition
+from trak_core.settings.target_filter import Condition
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
@@ -20,19 +20,24 @@ def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], rem
             raise InputError(f"With `{setting}`, {requirement}. Found {value}. {remedy}", code=code)
 
 
+def check_relations(config: Mapping[str, Any]) -> None:
+    """Raise an error for the first relation between keys that does not hold."""
+    checks = [check_exact, check_preconditioner, check_label_draws, check_conditions, check_means]
+    checks += [check_lists, check_removals, *[check_evaluation] * ("evaluation" in config)]
+    for check in checks:
+        check(config)
+
+
 def check_exact(config: Mapping[str, Any]) -> None:
     """Raise an error if ``projection: exact`` is set together with incompatible keys."""
     if not isinstance(projection := config["projection"], str):
         return
-    scoring, dtype = config["scoring"], config["features_dtype"]
-    shards = {"compute.shards": config["compute"]["shards"]} | {
-        f"experiments.{name}.shards": experiment["shards"]
-        for name, experiment in config["experiments"].items()
-    }
-    keep = scoring["keep"]
+    keep, dtype = config["scoring"]["keep"], config["features_dtype"]
+    shards = {"compute": config["compute"]["shards"]}
+    shards |= {f"experiments.{name}": own["shards"] for name, own in config["experiments"].items()}
     rules: list[tuple[bool, str, Any]] = [
         (keep != "full", "scoring.keep must be full, as top_k needs projected features", keep),
-        *((n != 1, "shards must be 1", f"{n} in {key}") for key, n in shards.items()),
+        *((n != 1, "shards must be 1", f"{n} in {key}.shards") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         (config["answers"]["tokens"], "scores cannot be split by token", "answers.tokens"),
     ]
@@ -58,20 +63,13 @@ def check_label_draws(config: Mapping[str, Any]) -> None:
     if not (draws := config.get("label_draws", 0)):
         return
     output, scoring = config["model_output"], config["scoring"]
-    about = about_output(output)
+    about, weighting = about_output(output), scoring["weighting"]
+    has_noise = about.is_own or about.has_loss_noise
     known = ", ".join(name for name, row in TABLE.items() if row.has_loss_noise)
     rules = [
         (draws < 0, "the number must be at least 0", draws),
-        (
-            not (about.is_own or about.has_loss_noise),
-            f"model_output must be a function or one of {known}",
-            output_name(output),
-        ),
-        (
-            scoring["weighting"] == Weighting.CURVATURE,
-            "scoring.weighting must be plain",
-            Weighting.CURVATURE,
-        ),
+        (not has_noise, f"model_output must be a function or one of {known}", output_name(output)),
+        (weighting == Weighting.CURVATURE, "scoring.weighting must be plain", weighting),
         (scoring["normalize"], "gradients cannot be normalized", "scoring.normalize"),
     ]
     _refuse("config.label_draws", f"label_draws: {draws}", rules, "Leave one of them out.")
@@ -117,19 +115,17 @@ def check_removals(config: Mapping[str, Any]) -> None:
     """Raise an error for removals of a list that is not in the config, or of a pool."""
     lists = lists_of(config)
     for about in removals_of(config).values():
-        name = about.get("list")
-        if name is None:
+        if (name := about.get("list")) is None:
             continue
         if name not in lists:
             raise InputError(
-                f"evaluation.removals must name lists that `lists` defines. Found {name}, but "
-                f"`lists` defines {', '.join(lists) or 'none'}.",
+                f"evaluation.removals must name lists of `lists` ({', '.join(lists) or 'none'}). "
+                f"Found {name}.",
                 code="config.removals_of_no_list",
             )
         if "pool" in lists[name]:
             raise InputError(
-                "evaluation.removals trains on train_data(), but the list `select` has samples of "
-                "a pool. Leave `select` out of evaluation.removals.",
+                "evaluation.removals needs lists of training samples. Found `select` with a pool.",
                 code="config.removals_of_pool",
             )
         most = lists[name].get("fraction", 1)
@@ -146,25 +142,22 @@ def check_lists(config: Mapping[str, Any]) -> None:
     lists, experiments = lists_of(config), list(config["experiments"])
     for name, about in lists.items():
         if about["experiment"] not in experiments:
-            example = f"lists: {{{name}: {{experiment: {experiments[0]}}}}}"
             raise InputError(
-                f"lists: {name} must name one of the experiments {', '.join(experiments)}. Found "
-                f"{about['experiment'] or 'none'}. For example: `{example}`.",
+                f"lists.{name}.experiment must be one of {', '.join(experiments)}. Found "
+                f"{about['experiment'] or 'none'}.",
                 code="config.list_experiment",
             )
     blamed = lists.get("suspects", {}).get("experiment")
     if blamed and "minus" in config["experiments"][blamed]:
         raise InputError(
-            f"lists: suspects needs targets with correct labels. Found {blamed}, a difference of "
-            "two means. Choose an experiment that has targets.",
+            f"lists: suspects needs an experiment with targets. Found {blamed}, a difference.",
             code="config.suspects_of_difference",
         )
     better = about_output(output := config["model_output"]).better
     if not better and lists.keys() - {"duplicates"}:
         raise InputError(
-            f"lists require a model output for which a larger value means a smaller loss. This is "
-            f"not known for {output_name(output)}. If it is always true, add `larger_is_better: "
-            "true` to the keys of model_output.",
+            "lists need a model output for which a larger value means a smaller loss. Found "
+            f"{output_name(output)}. If this is true, add `larger_is_better: true` to its keys.",
             code="config.list_output",
         )
     pool = "pool" in lists.get("select", {})
@@ -177,14 +170,12 @@ def check_lists(config: Mapping[str, Any]) -> None:
             )
     for name in of_features if isinstance(config["projection"], str) else []:
         raise InputError(
-            f"lists: {name} compares projected features, which `projection: "
-            f"{config['projection']}` does not compute. Leave it out, or use a projection.",
+            f"lists: {name} needs a projection. Found `projection: {config['projection']}`.",
             code="config.list_features",
         )
     if pool and POOL in experiments:
         raise InputError(
-            f"experiments: the name {POOL} is reserved for files of lists.select. Found {POOL}. "
-            "Rename the experiment.",
+            f"With lists.select.pool, no experiment may be called {POOL}. Found {POOL}.",
             code="config.pool_name",
         )
 
@@ -196,14 +187,12 @@ def _other_keys(experiment: Mapping[str, Any], keys: Sequence[str]) -> list[str]
 
 def check_conditions(config: Mapping[str, Any]) -> None:
     """Raise an error for ``where`` conditions that are invalid or have incompatible keys."""
-    for name, about in config["experiments"].items():
-        if "where" not in about:
-            continue
+    conditions = {k: about for k, about in config["experiments"].items() if "where" in about}
+    for name, about in conditions.items():
         Condition.parse(about["where"])
         if others := _other_keys(about, ("targets", "data")):
             raise InputError(
-                f"experiments.{name}: `where` selects at most {MOST_TARGETS} targets from the "
-                f"study's target_data(), and must be the only key. Found {others[0]}.",
+                f"experiments.{name}: `where` must be the only key. Found {others[0]}.",
                 code="config.where_alone",
             )
 
@@ -216,8 +205,7 @@ def check_means(config: Mapping[str, Any]) -> None:
         others = _other_keys(about, ("targets", "data", "where"))
         if "mean" in about and others:
             raise InputError(
-                f"experiments.{name}: `minus` is the only other key that `mean` allows. Found "
-                f"{others[0]}.",
+                f"experiments.{name}: `mean` allows only the key `minus`. Found {others[0]}.",
                 code="config.mean_alone",
             )
         named = [about[key] for key in ("mean", "minus") if key in about]
@@ -236,8 +224,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals", {})
     if len(lds) == 2:
         raise InputError(
-            "evaluation must have either `subsets`, to retrain models, or `ground_truth`, a file "
-            "of models that were retrained elsewhere. Found both. Leave one of them out.",
+            "evaluation must have either `subsets` or `ground_truth`. Found both. Leave one out.",
             code="config.two_truths",
         )
     for key in ("experiments", "sweep"):
@@ -260,7 +247,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
                 f"Found {names[0]!r}. The config's experiments are {', '.join(experiments)}.",
                 code=code,
             )
-    about = experiments[removals["experiment"]] if "experiment" in removals else {}
+    about = experiments.get(removals.get("experiment"), {})
     if about.get("targets") == "all" or "where" in about:
         raise InputError(
             "evaluation.removals needs an experiment whose `targets` are ids. Found "
@@ -275,35 +262,30 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     trained = [key for key in ("subsets", "removals") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
-            f"evaluation.{trained[0]} trains models, so the config must have `training`, and the "
-            "study must have a function train(). Found no `training`. If models were retrained "
-            "elsewhere, set evaluation.ground_truth to a file with their outputs.",
+            f"evaluation.{trained[0]} trains models, so the config must have `training`. Found "
+            "none. For models that were retrained elsewhere, set evaluation.ground_truth.",
             code="config.no_training",
         )
-    if (lds or "experiment" in removals) and config["scoring"]["keep"] != "full":
+    keep, output = config["scoring"]["keep"], config["model_output"]
+    if (lds or "experiment" in removals) and keep != "full":
         raise InputError(
-            "evaluation needs all scores, so scoring.keep must be full. Found "
-            f"{config['scoring']['keep']}.",
+            f"evaluation needs all scores, so scoring.keep must be full. Found {keep}.",
             code="config.incomplete_scores",
         )
-    output = about_output(config["model_output"])
-    if lds and "same_class" in evaluation["baselines"] and not output.labels_are_classes:
+    has_classes = about_output(output).labels_are_classes
+    if lds and "same_class" in evaluation["baselines"] and not has_classes:
         raise InputError(
             "evaluation.baselines: same_class needs a model_output whose labels are classes. Found "
-            f"{output_name(config['model_output'])}. Leave same_class out.",
+            f"{output_name(output)}. Leave same_class out.",
             code="config.no_classes",
         )
-    projection = config["projection"]
-    if not isinstance(projection, str):
-        if "kind" in projection:
-            check_columns(projection["proj_dim"], projection["kind"], evaluation)
+    if not isinstance(projection := config["projection"], str):
         return
     keys = [key for key in ("sweep", "self_influence") if evaluation.get(key)]
     keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
     if keys:
         raise InputError(
-            f"evaluation.{keys[0]} needs projected features, which `projection: {projection}` does "
-            "not compute. Leave it out, or use a projection.",
+            f"evaluation.{keys[0]} needs a projection. Found `projection: {projection}`.",
             code="config.evaluation_of_features",
         )
 
@@ -322,31 +304,23 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
         )
 
 
-def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
-    """Raise an error if an evaluation needs more training samples or targets than exist."""
+def check_sizes(evaluation: Mapping[str, Any], n_train: int) -> None:
+    """Raise an error if an evaluation needs more training samples than exist."""
     fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
     size = subset_size(n_train, fraction)
     if "subsets" in evaluation and not 0 < size < n_train:
         raise InputError(
-            "evaluation.subsets.fraction must keep at least one training sample, and leave out at "
-            f"least one. Found {fraction}, which keeps {size} of {n_train}.",
+            "evaluation.subsets.fraction must keep and leave out at least one training sample. "
+            f"Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
     removals = evaluation.get("removals", {})
-    if "experiment" not in removals:
-        return
-    n_removed = removed_sizes(removals["n_removed"], n_train)
+    n_removed = removed_sizes(removals["n_removed"], n_train) if "experiment" in removals else [0]
     if max(n_removed) >= n_train:
         raise InputError(
             f"evaluation.removals.n_removed must be below {n_train}, the number of training "
             f"samples. Found {max(n_removed)}.",
             code="config.too_many_removed",
-        )
-    if removals["targets"] > (m := n_targets[removals["experiment"]]):
-        raise InputError(
-            f"evaluation.removals.targets must be at most {m}, the number of targets of its "
-            f"experiment. Found {removals['targets']}.",
-            code="config.too_few_targets",
         )
 
 
@@ -360,13 +334,9 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 
     ``others`` contains the paths of the config files, and those in the config's tables.
     """
-    for role, path in [
-        *_paths(config),
-        *(("a file", path) for path in others),
-        ("the working folder", str(Path.cwd())),
-    ]:
-        sign = next((s for s in path if s in _SIGNS), None)
-        if sign is not None:
+    roles = [("a file", path) for path in others] + [("the working folder", str(Path.cwd()))]
+    for role, path in [*_paths(config), *roles]:
+        if sign := next((s for s in path if s in _SIGNS), None):
             raise InputError(
                 "Paths are passed to jobs on a command line and must not contain "
                 f"{' '.join(_SIGNS.split())}. Found {sign!r} in {path!r} ({role}). Rename the file "
@@ -378,8 +348,7 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 def check_given(entries: Iterable[str]) -> None:
     """Raise an error for ``--config`` values that a shell on a cluster would interpret."""
     for entry in entries:
-        sign = next((s for s in entry if s in "'\\\n\r"), None)
-        if sign is not None:
+        if sign := next((s for s in entry if s in "'\\\n\r"), None):
             raise InputError(
                 "--config: executors for clusters pass values through a shell, so values must not "
                 f"contain an apostrophe, a backslash or a line break. Found {sign!r} in {entry!r}. "
@@ -392,22 +361,14 @@ def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and the value of each path in a config."""
     yield "study", config["study"]
     yield "model_output", output_name(config.get("model_output", ""))
-    checkpoints = config["checkpoints"]
-    if isinstance(checkpoints, str):
-        yield "checkpoints", checkpoints
-    elif "training" not in config:
-        for name, entry in checkpoints.items():
-            yield f"checkpoints.{name}", entry if isinstance(entry, str) else str(entry["path"])
+    if isinstance(config["checkpoints"], str):
+        yield "checkpoints", config["checkpoints"]
     for name, experiment in config["experiments"].items():
         for key in ("targets", "data"):
             if isinstance(experiment.get(key), str):
                 yield f"experiments.{name}.{key}", experiment[key]
     for file in config["data_files"]:
         yield "data_files", file
-    if "pool" in lists_of(config).get("select", {}):
-        yield "lists.select.pool", lists_of(config)["select"]["pool"]
-    truth = config.get("evaluation", {}).get("ground_truth")
-    if truth is not None:
-        yield "evaluation.ground_truth", truth
-    if "conda" in config["compute"]:
-        yield "compute.conda", config["compute"]["conda"]
+    yield "lists.select.pool", lists_of(config).get("select", {}).get("pool", "")
+    yield "evaluation.ground_truth", config.get("evaluation", {}).get("ground_truth", "")
+    yield "compute.conda", config["compute"].get("conda", "")

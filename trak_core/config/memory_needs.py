@@ -1,7 +1,6 @@
 """Compute the memory that the arrays of each kind of job need.
 
-Jobs use these formulas to choose the number of rows of a block. Each start of a run uses them to
-raise an error if ``compute.memory_mb`` is too small.
+Jobs choose the rows of a block by it, and each start checks ``compute.memory_mb``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,6 @@ from trak_core.settings import Setting
 
 # If a model's weights take at least this many bytes, jobs request more memory.
 LARGE_BYTES = 2**28
-# The number of copies of the weights in memory while transformers renames them. For mixtures of
-# experts, the measured memory was 3.3 times the size of the weights.
-_COPIES_OF_RENAMED = 4
 # With fewer rows in a block, reading it from disk takes longer than computing with it.
 _LEAST_ROWS = 64
 # The number of rows in a chunk of a scores file. If blocks consist of whole chunks, each chunk is
@@ -61,16 +57,17 @@ def weights_mb(
 ) -> int:
     """Return the MiB that a job requests for the weights of a large model, or 0 for a small one.
 
-    Weights in safetensors are read directly into the model. Other formats need a second copy of the
-    weights. Adam's state adds two tensors for each parameter. ``checkpoint`` is the path, or None
-    if the pipeline trains the checkpoint.
+    Only weights in safetensors are read without a second copy. Adam's state adds two tensors for
+    each parameter. ``checkpoint`` is the path, or None if the pipeline trains the checkpoint.
     """
     if model_bytes < LARGE_BYTES:
         return 0
     path = Path(checkpoint or "")
     files = path.iterdir() if checkpoint and path.is_dir() else [path]
     copies = 1 if any(file.suffix == ".safetensors" for file in files) else 2
-    copies = _COPIES_OF_RENAMED if is_renamed else copies
+    # While transformers renames weights, it needs more copies. For mixtures of experts, the
+    # measured memory was 3.3 times the size of the weights.
+    copies = 4 if is_renamed else copies
     return -(-(copies + 2 * reads_optimizer) * model_bytes // 2**20)
 
 
@@ -84,10 +81,7 @@ def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
-    """Return the memory for one checkpoint's scores.
-
-    It is used by the normal matrix, its Cholesky factor, the targets, and blocks of rows.
-    """
+    """Return the memory for one checkpoint's normal matrix, its Cholesky factor and its scores."""
     job = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
     return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
@@ -101,13 +95,10 @@ def gramian_need(n_train: int, n_columns: int) -> Need:
 def exact_need(n_rows: int, n_targets: int) -> Need:
     """Return the memory for exact scores: Gramian, damped Gramian, LAPACK's copy, and targets.
 
-    There are ``n_rows`` gradients: one for each training sample, and one for each of its label
-    draws.
+    ``n_rows`` is the number of gradients, including those of label draws.
     """
-    job = (
-        f"exact scores from {n_rows} gradients, three times {n_rows} x {n_rows} numbers, and "
-        f"{n_targets} targets"
-    )
+    numbers = f"three times {n_rows} x {n_rows} numbers"
+    job = f"exact scores from {n_rows} gradients, {numbers}, and {n_targets} targets"
     return Need(job, 24 * n_rows**2 + 48 * n_rows * n_targets, remedy=_FEWER)
 
 
@@ -117,9 +108,8 @@ def average_need(
     """Return the memory for averaging an experiment's scores.
 
     The job keeps in memory the ids, labels and mean outputs of all samples, ``top`` influences of
-    either sign, and for a block of rows the scores and the predictions of all checkpoints. With
-    ``keep: top_k``, ``solved_dim`` is the ``proj_dim`` of the solved targets, which are in memory
-    for at least one checkpoint. Otherwise it is None.
+    either sign, and a block of rows. With ``keep: top_k``, it also keeps one checkpoint's solved
+    targets, with ``solved_dim`` columns. Otherwise ``solved_dim`` is None.
     """
     kept = min(top, n_train) * n_targets
     fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
@@ -175,19 +165,14 @@ def evaluation_need(
     n_checkpoints: int,
     settings: Sequence[Setting],
 ) -> Need:
-    """Return the memory for an evaluation: masks, subset sums, and one checkpoint's eigenvectors.
-
-    ``proj_dim`` is 0 if no features are read. ``settings`` are the settings of a sweep.
-    """
-    # The baseline gradient_dot and the scores of each run's last checkpoint need two additional
-    # weightings. The baselines, the bootstrap, and the scores of fewer checkpoints need about forty
-    # arrays of sums.
+    """Return the memory for an evaluation, with ``proj_dim`` 0 if no features are read."""
+    # The baseline gradient_dot and the scores of each run's last checkpoint need two more
+    # weightings. Baselines, the bootstrap, and scores of fewer checkpoints need about forty sums.
     weightings = len({setting.loss_weighting for setting in settings}) + 2
     sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # `solve` counts, for each power, the products that form the normal matrix, and its norm. It
-    # also counts the eigenvectors with LAPACK's copy and workspace, and in the eigenbasis two
-    # copies of the subset sums, and the targets.
+    # For each power, `solve` counts the products that form the normal matrix, and its norm. It also
+    # counts the eigenvectors with LAPACK's workspace, two copies of the subset sums, and targets.
     n_powers = len({setting.loss_weight_power for setting in settings}) or 1
     solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim
@@ -211,14 +196,13 @@ def check_memory(
 ) -> None:
     """Raise an error if a job needs more memory than ``memory_mb``.
 
-    Without a projection, ``proj_dim`` is None, and each of the ``label_draws`` adds ``n_train``
-    rows to the Gramian.
+    ``proj_dim`` is None without a projection. Then each label draw adds rows to the Gramian.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
     for experiment, m in n_targets.items():
-        solved_dim = proj_dim if keep == "top_k" else None
         sizes = {"n_train": n_train, "n_targets": m, "n_checkpoints": n_checkpoints}
+        solved_dim = proj_dim if keep == "top_k" else None
         average = average_need(**sizes, top=top, solved_dim=solved_dim)
         n_rows = n_train * (1 + label_draws)
         solve = exact_need(n_rows, m) if proj_dim is None else scores_need(proj_dim, m)

@@ -2,7 +2,6 @@
 
 A separate process reads the study and its checkpoints. What it returns is stored in the results
 folder with digests of all files that it read, so that the next run does not check unchanged files.
-The next run prints again what the checks of samples printed.
 """
 
 import json
@@ -25,7 +24,7 @@ from trak_core.dependency_digests import content_digest, stage_digest
 from trak_core.errors import InputError, listed
 from trak_core.model_outputs.about_outputs import output_name
 from trak_core.runtime.files import path_digests, read_record, write_record
-from trak_core.settings import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
+from trak_core.settings import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.settings.target_filter import MOST_TARGETS
 
 _RECORD, _DIGESTS = "study.json", "checkpoints.json"
@@ -41,19 +40,16 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake does not send larger files, and only
 def run_preflight(
     specs: Specs, results: Path, config_files: Sequence[str] = (), *, is_stored: bool
 ) -> dict[str, str]:
-    """Check a config and its study, so that jobs do not fail later.
+    """Return hashes of the user's checkpoints and of ``ground_truth``, after checking the config.
 
     Args:
         specs: The config's specs.
         results: The results folder, in which the study's sizes and file digests are stored.
         config_files: Additional paths to check for characters that a shell interprets.
         is_stored: Whether Snakemake reads files from remote storage, not from this disk.
-
-    Returns:
-        Hashes of the user's checkpoints and file of retrained models on this disk, by path.
     """
-    listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
-    check_paths(specs.config, [*config_files, *filter(None, listed)])
+    given = (checkpoint.path for checkpoint in specs.checkpoints.values())
+    check_paths(specs.config, [*config_files, *filter(None, given)])
     _check_files(specs, is_stored)
     checkpoints = {} if is_stored else _own_checkpoints(specs)
     paths = [] if is_stored else [*checkpoints, *_own_truth(specs)]
@@ -63,10 +59,9 @@ def run_preflight(
 
 
 def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> int:
-    """Return the MiB that a job needs for the weights of ``checkpoint``, or of the largest one.
+    """Return the MiB that a job needs for the weights of ``checkpoint``. None is the largest one.
 
-    The largest one is used if ``checkpoint`` is None. The sizes are from the preflight's record in
-    ``results``. Without a record, the result is 0.
+    The sizes are from the preflight's record in ``results``. Without a record, the result is 0.
     """
     facts = read_record(results / _RECORD)
     names = list(specs.checkpoints) if checkpoint is None else [checkpoint]
@@ -84,18 +79,16 @@ def largest_weights_mb(specs: Specs, results: Path, checkpoint: str | None) -> i
 def _check_files(specs: Specs, is_stored: bool) -> None:
     """Raise an error if a checkpoint or a file of retrained models does not exist."""
     if is_stored:
-        listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
-        if listed:
+        if folders := [c.path for c in specs.checkpoints.values() if c.is_listed]:
             raise InputError(
                 "Checkpoints in remote storage must be listed one by one. Found a folder that "
-                f"contains several, such as {listed[0]}.",
+                f"contains several, such as {folders[0]}.",
                 code="config.stored",
             )
         return
     here = f"(from {Path.cwd()})"
-    checkpoints = _own_checkpoints(specs)
-    missing = [path for path in checkpoints if not Path(path).exists()]
-    if missing:
+    checkpoints, truth = _own_checkpoints(specs), _own_truth(specs)
+    if missing := [path for path in checkpoints if not Path(path).exists()]:
         raise InputError(
             f"Checkpoints must exist. Found nothing at: {', '.join(missing)} {here}.",
             code="config.missing_checkpoint",
@@ -105,11 +98,9 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         raise InputError(
             f"With `preconditioner: adam`, checkpoints must be folders with {OPTIMIZER_FILE}, "
             "which a Trainer saves without save_only_model, or files of model and optimizer. Found "
-            f"no optimizer in {', '.join(bare)}. Use only checkpoints that have one, or leave "
-            "`preconditioner` out.",
+            f"no optimizer in {', '.join(bare)}.",
             code="config.preconditioner",
         )
-    truth = _own_truth(specs)
     if not all(Path(path).is_file() for path in truth):
         raise InputError(
             f"evaluation.ground_truth must exist. Found nothing at {truth[0]} {here}.",
@@ -121,13 +112,9 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
 def stored_signature(path: str, store: Any, results: Path) -> str:
     """Return a text that changes if a user's file in remote storage changes.
 
-    The text is the size and time. If the storage is a folder on this machine, it is a hash of the
-    content.
-
-    Args:
-        path: The file's path in the config, for the error message.
-        store: Snakemake's storage object of the file.
-        results: The results folder, which contains the record of hashes.
+    The text is the size and time of ``store``, Snakemake's storage object of the file. If the
+    storage is a folder on this machine, the text is a hash of the content. ``path`` is the file's
+    path in the config, and ``results`` contains the record of hashes.
     """
     local_path = Path(store.query)
     if local_path.exists():
@@ -141,8 +128,8 @@ def stored_signature(path: str, store: Any, results: Path) -> str:
 
 def _own_truth(specs: Specs) -> list[str]:
     """Return a list with the path of ``evaluation.ground_truth`` if it is on this disk."""
-    truth = specs.evaluation.get("ground_truth")
-    return [truth] if truth is not None and "://" not in truth else []
+    truth = specs.evaluation.get("ground_truth", "://")
+    return [] if "://" in truth else [truth]
 
 
 def refuse_future(files: Iterable[str]) -> None:
@@ -153,8 +140,8 @@ def refuse_future(files: Iterable[str]) -> None:
     if late:
         raise InputError(
             f"{listed(late)}: a file's time must not be in the future, because Snakemake would "
-            f"delete the files that jobs make from it. Found a time that is "
-            f"{max(ahead.values()):.0f} s ahead. Set the clocks right, then `touch` these files.",
+            f"delete the results. Found a time that is {max(ahead.values()):.0f} s ahead. Set the "
+            "clocks right, then `touch` these files.",
             code="config.future",
         )
 
@@ -183,12 +170,12 @@ def bring_along(files: Sequence[Path]) -> list[str]:
         if wrong:
             raise InputError(
                 "Without a shared disk, Snakemake sends the study, its modules, tables and "
-                f"`data_files` to jobs. Each must {rule}. Found {', '.join(map(str, wrong))}. Let "
-                "the study download other files.",
+                f"`data_files` to jobs. Each must {rule}. Found {', '.join(map(str, wrong))}.",
                 code="config.sources",
             )
-    brought_along.extend(map(str, files))
-    return list(map(str, files))
+    paths = list(map(str, files))
+    brought_along.extend(paths)
+    return paths
 
 
 def _request(specs: Specs) -> dict[str, Any]:
@@ -216,11 +203,7 @@ def _facts(
     checkpoints: Mapping[str, list[str | None]],
     digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the study's sizes.
-
-    Only splits and checkpoints that changed since the last run are read, so an experiment can be
-    added after the training data are deleted.
-    """
+    """Return the study's sizes. Only splits and checkpoints that changed are read again."""
     request, shards, known = _request(specs), specs.shards, read_record(record)
     common = [specs.made_of, stage_digest(_STAGE), request]
     inputs = {s: [specs.experiments.get(s), shards[s], specs.targets_digest(s)] for s in shards}
@@ -261,27 +244,25 @@ def _is_large(checkpoint: Path) -> bool:
 
 
 def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[str, Any]:
-    """Return the result of ``preflight_study``, which runs in a separate process.
-
-    Error messages name ``builder`` instead of ``make_model()``.
-    """
+    """Return the result of ``preflight_study``. Errors name ``builder``, not ``make_model()``."""
     # Files are used instead of pipes, which processes that the study started would keep open.
     with tempfile.TemporaryDirectory() as folder:
-        request_file, answer_file, log_file = (
-            Path(folder, name) for name in ("request", "answer", "log")
-        )
-        request_file.write_text(json.dumps(request), encoding="utf-8")
+        files = [Path(folder, name) for name in ("request", "answer", "log")]
+        files[0].write_text(json.dumps(request), encoding="utf-8")
         # Modules in the working folder, or next to the script, must not shadow installed ones.
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        fork = Fork(_SCRIPT, list(map(str, (request_file, answer_file, log_file))), environment)
+        fork = Fork(_SCRIPT, list(map(str, files)), environment)
         try:
-            status = _wait_for(fork)
+            minutes = 0
+            while (status := fork.wait(60)) is None:
+                minutes += 1
+                print(f"Still reading the study after {minutes} min.", file=sys.stderr)
         except BaseException:
             fork.kill()
             raise
         answer, log = (
             file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-            for file in (answer_file, log_file)
+            for file in files[1:]
         )
     if status or not answer:
         raise InputError(
@@ -292,19 +273,9 @@ def _preflight_in_a_process(request: Mapping[str, Any], builder: str) -> dict[st
         )
     print(log, end="", file=sys.stderr)  # The log can contain notices, such as from transformers.
     reply = json.loads(answer)
-    if "refused" in reply:
-        refused = reply["refused"].replace("make_model()", builder)
-        raise InputError(refused, code="config.preflight")
+    if refused := reply.get("refused"):
+        raise InputError(refused.replace("make_model()", builder), code="config.preflight")
     return reply
-
-
-def _wait_for(fork: Fork) -> int:
-    """Wait for a process to end, print a line every minute, and return the exit status."""
-    minutes = 0
-    while (status := fork.wait(60)) is None:
-        minutes += 1
-        print(f"Still reading the study and its checkpoints after {minutes} min.", file=sys.stderr)
-    return status
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
@@ -315,10 +286,10 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         proj_dim = config["projection"]["proj_dim"]
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
-    n_targets = {split: facts["n_samples"][split] for split in specs.shards}
+    n_samples = facts["n_samples"]
+    n_train = n_samples[TRAIN]
+    n_targets = {name: n_samples[name] for name in specs.experiments}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
-    n_train = n_targets.pop(TRAIN)
-    n_targets.pop(POOL, None)  # The scores of a pool are never in memory as a whole.
     check_memory(
         memory_mb,
         proj_dim=proj_dim,
@@ -332,7 +303,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     )
     if not specs.evaluation:
         return
-    check_sizes(specs.evaluation, n_train, n_targets)
+    check_sizes(specs.evaluation, n_train)
     # If models were retrained elsewhere, the number of subsets is not known here.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
         evaluation_need(

@@ -4,7 +4,7 @@ import csv
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -86,8 +86,7 @@ def _read_rows(
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     """Return target ids from a list or from the column ``id`` of a table, or None for ``all``.
 
-    Ids from a table are integers if all of them are decimal integers in canonical form. If there is
-    an id such as 0007, all ids are texts.
+    Ids from a table are integers if all are decimal integers without leading zeros, else texts.
     """
     if targets == ALL_TARGETS:
         return None
@@ -99,11 +98,7 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
 
 
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
-    """Return a config with the defaults of its schema, as the last run used it.
-
-    If the last run with this file had ``--config`` values, they are read from the results folder
-    and applied again. No file is written.
-    """
+    """Return a config with the defaults of its schema, and the last run's ``--config`` values."""
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(config, Mapping):
@@ -119,7 +114,8 @@ def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -
 
     See ``with_ready_study`` for the study file and for ``writes``.
     """
-    config, keys = with_ready_study(config, writes=writes), read_schema(schema)
+    text, config = schema.read_text("utf-8"), with_ready_study(config, writes=writes)
+    keys = yaml.load(text, Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
     check_config(config, keys)
     config = with_defaults(config, keys)
     # Snakemake warns about paths that begin with ./ or end with /.
@@ -128,11 +124,6 @@ def completed(config: Mapping[str, Any], schema: Path, *, writes: bool = True) -
 
 # The loader of libyaml is ten times as fast as the Python loader.
 _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def read_schema(path: Path) -> dict[str, Any]:
-    """Return the schema of configs."""
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=_FastLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
 
 
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,9 +146,8 @@ def record_config(
 ) -> None:
     """Write a run's config to its results folder, which can then be opened without a config file.
 
-    The record also contains the working folder, to which paths are relative, the path of the
-    results folder, the ``config_files``, and the values ``given`` by ``--config``. ``entries`` are
-    those values as ``key=value`` words. With ``must``, a read-only folder is an error.
+    ``given`` contains the values of ``--config``, and ``entries`` contains the same values as
+    ``key=value`` words. With ``must``, a read-only folder is an error.
     """
     known = {
         "config": dict(config),
@@ -170,19 +160,13 @@ def record_config(
         write_record(results / CONFIG_RECORD, known, must=must)
 
 
-def has_record(results: Path) -> bool:
-    """Return whether a results folder contains the record of a run."""
-    return bool(read_record(results / CONFIG_RECORD))
-
-
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
     """Return the config of the last run that used a results folder, and its working folder."""
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must contain a readable {CONFIG_RECORD}, which every run "
-            "writes. Found none, or a damaged one. Run `trak run` with the config again. Finished "
-            "files are kept.",
+            f"{results}: a results folder must contain the {CONFIG_RECORD} of its last run. Found "
+            "none, or a damaged one. Run `trak run` with the config again.",
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))
@@ -196,10 +180,7 @@ def module_folders(question: Path, study: Path) -> list[Path]:
 def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     """Return the Python files of a study and its questions, and the local modules they import.
 
-    ``questions`` are the Python files of experiments' targets.
-
-    Raises:
-        InputError: If two of the files would be modules with the same name.
+    ``questions`` are the Python files of experiments' targets. Modules must have different names.
     """
     named = study_modules(study)
     # A question's folder comes first in sys.path, even while the study imports modules.
@@ -235,22 +216,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
-    seen: dict[Any, int] = {}
+    mapping = loader.construct_mapping(node, deep=True)  # Lists as keys raise an error.
+    lines: dict[Any, int] = {}
     for name, key in pairs:
         line = key.start_mark.line + 1
-        if not isinstance(name, Hashable):
-            raise InputError(
-                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}.",
-                code="config.text_name",
-            )
-        if name in seen:
+        if name in lines:
             raise InputError(
                 f"{key.start_mark.name}: keys must be unique. Found {name!r} in lines "
-                f"{seen[name]} and {line}. The first value would be ignored without a warning.",
+                f"{lines[name]} and {line}. The first value would be ignored without a warning.",
                 code="config.key_twice",
             )
-        seen[name] = line
-    return loader.construct_mapping(node, deep=True)
+        lines[name] = line
+    return mapping
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
@@ -306,10 +283,9 @@ def merged(value: Any, given: Any) -> Any:
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Return a config in which nested values from ``--config`` are parsed as YAML.
+    """Return a config in which nested values of the ``key=value`` ``entries`` are parsed as YAML.
 
     Snakemake parses ``top=3``, but keeps the values inside ``projection={proj_dim: 256}`` as texts.
-    ``entries`` are the ``key=value`` words of the command line.
     """
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
@@ -317,14 +293,13 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
             loader = _TextKeyLoader(text)
             loader.name = f"--config {key}"
             try:
-                given = loader.get_single_data()
+                read[key] = merged(read[key], loader.get_single_data())
             except InputError:
                 raise
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
+            except (yaml.YAMLError, ValueError) as error:
                 raise InputError(
                     f"--config {key}: the value must be YAML. {error}", code="config.no_yaml"
                 ) from error
-            read[key] = merged(read[key], given)
     return read
 
 
@@ -333,22 +308,21 @@ def _check_plain(value: Any, where: str = "") -> None:
     if isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, f"{where}[{i}]")
-        return
-    if not isinstance(value, Mapping):
-        if not isinstance(value, str | int | float | None):
-            raise InputError(
-                f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
-                "put it in quotes.",
-                code="config.plain_value",
-            )
-        return
-    for key, inner in value.items():
-        if not isinstance(key, str) and where != "checkpoints":
-            raise InputError(
-                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes.",
-                code="config.text_name",
-            )
-        _check_plain(inner, f"{where}.{key}".removeprefix("."))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str) and where != "checkpoints":
+                raise InputError(
+                    f"{where or 'the config'}: a name must be text. Found {key!r}: put it in "
+                    "quotes.",
+                    code="config.text_name",
+                )
+            _check_plain(inner, f"{where}.{key}".removeprefix("."))
+    elif not isinstance(value, str | int | float | None):
+        raise InputError(
+            f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
+            "put it in quotes.",
+            code="config.plain_value",
+        )
 
 
 # JSON Schema accepts 16.0 as an integer, which NumPy does not, and accepts NaN within any bounds.
@@ -366,12 +340,11 @@ def _explained(error: jsonschema.ValidationError) -> str:
     schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
     if error.validator == "additionalProperties":
         known = schema.get("properties", {})
-        given = error.instance if isinstance(error.instance, Mapping) else {}
-        unknown = ", ".join(repr(key) for key in given if key not in known)
-        matches = (get_close_matches(str(key), known, 1) for key in given if key not in known)
-        near = [name for names in matches for name in names]
+        unknown = [key for key in dict(error.instance) if key not in known]  # pyright: ignore
+        near = [name for key in unknown for name in get_close_matches(str(key), known, 1)]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
-        return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
+        shown = ", ".join(map(repr, unknown))
+        return f"{where}: unknown key {shown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
     # Only the first paragraph of a description is shown. The others are for the documentation.
@@ -381,7 +354,6 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "type": lambda: f"must be {_kind(limit)}",
         "anyOf": lambda: f"must be {_alternatives(limit)}",
         "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
-        "const": lambda: f"must be {limit}",
         "minimum": lambda: f"must be at least {limit}",
         "exclusiveMinimum": lambda: f"must be above {limit}",
         "maximum": lambda: f"must be at most {limit}",
@@ -394,14 +366,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
     return f"{text} Meaning: {meaning}" if meaning else text
 
 
-_KINDS = {
-    "string": "text",
-    "integer": "an integer",
-    "number": "a finite number",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "a mapping",
-}
+_KINDS = {"string": "text", "integer": "an integer", "number": "a finite number"}
+_KINDS |= {"boolean": "true or false", "array": "a list", "object": "a mapping"}
 
 
 def _kind(types: str | Iterable[str]) -> str:
@@ -456,10 +422,7 @@ _Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # 
 
 
 def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a valid config with the defaults of its JSON Schema.
-
-    The defaults are those that ``snakemake.utils.validate(config, schema)`` sets.
-    """
+    """Return a copy of a valid config with defaults, as ``snakemake.utils.validate`` sets them."""
     filled = deepcopy(dict(config))
     for _ in _Filler(schema).iter_errors(filled):
         pass

@@ -21,29 +21,21 @@ def begin_run(
     given: Mapping[str, Any],
     entries: Sequence[str],
 ) -> list[str]:
-    """Check and lock the results folder of a run that has jobs, and record the config in it.
+    """Return warnings for the user, after checking and locking the results folder of a run.
 
-    Args:
-        config: The config with its defaults.
-        results: The results folder.
-        config_files: The config files.
-        given: The values of ``--config``.
-        entries: Those values as ``key=value`` words of the command line.
-
-    Returns:
-        Warnings for the user.
+    The config is recorded in the folder. ``given`` contains the values of ``--config``, and
+    ``entries`` contains the same values as ``key=value`` words of the command line.
     """
     check_results(results)
     hold_results(results)
     refuse_future(str(file) for kind in ("h5", "pt", "csv") for file in results.rglob(f"*.{kind}"))
     earlier = ", ".join(earlier_configs(results, config_files, config))
     record_config(config, results, config_files, given, entries)
-    if not earlier:
-        return []
-    return [
+    warning = (
         f"{results} contains results of {earlier}. This run replaces files with the same names. To "
         "keep both, set `results` to a different folder in each config."
-    ]
+    )
+    return [warning] if earlier else []
 
 
 def result_lines(
@@ -68,10 +60,8 @@ def earlier_configs(
 ) -> list[str]:
     """Return the config files of a results folder's last run, or [] if this run uses one of them.
 
-    For a copy of a results folder, the list is empty, because the run does not change the original.
-
-    Raises:
-        InputError: If the files still exist and name another study than ``config``.
+    The list is also empty for a copy of a results folder. If the files still exist and name another
+    study than ``config``, an error is raised.
     """
     known = read_record(results / CONFIG_RECORD)
     earlier = known.get("config_files", [])
@@ -93,8 +83,7 @@ def earlier_configs(
 def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     """Return a warning if a copied results folder was made with other settings than ``config``.
 
-    Snakemake has no record of the settings of copied files, and treats them as finished. Keys that
-    do not change results are ignored.
+    Snakemake has no record of the settings of copied files, and treats them as finished.
     """
     known = read_record(results / CONFIG_RECORD)
     if not known or not _is_copy(known, results):
@@ -103,13 +92,12 @@ def differences_of_copy(config: Mapping[str, Any], results: Path) -> list[str]:
     now = json.loads(json.dumps(now))
     keys = sorted((now.keys() | before) - {"results", "compute", "answers"})
     changed = [key for key in keys if now.get(key) != before.get(key)]
-    if not changed:
-        return []
-    return [
+    warning = (
         f"{results} is a copy of a folder whose results were computed with another "
         f"{', '.join(changed)}. Snakemake treats its files as finished. To recompute them, run "
         "once with --forceall."
-    ]
+    )
+    return [warning] if changed else []
 
 
 def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
@@ -119,9 +107,7 @@ def _is_copy(known: Mapping[str, Any], results: Path) -> bool:
 
 
 def _study_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of a completed config's study and its arguments.
-
-    The name of a generated study file contains the results folder and a digest. Both are removed.
-    """
+    """Return the name of a completed config's study and its arguments."""
+    # The path of a generated study file contains the results folder and a digest.
     study = re.sub(r"(?:.*/)?(\w+)_study_[0-9a-f]{8}\.py$", r"\1", str(config.get("study")))
     return study, config.get("study_arguments")

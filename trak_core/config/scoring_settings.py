@@ -26,21 +26,17 @@ def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in missing scoring settings. ``along`` is as in ``usual_combine``.
+    """Return a text that lists the missing scoring settings, which are filled in, with reasons.
 
-    Returns:
-        A text that lists the settings that were filled in, with reasons.
+    ``along`` is true for checkpoints from several times of training.
     """
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     scoring.setdefault("damping", 2)
     if "combine" not in scoring:
         scoring["combine"] = str(usual_combine(along=along))
-        reason = (
-            "checkpoints are from different times of training"
-            if along
-            else "each run has one checkpoint, and their times do not differ"
-        )
+        reason = "each run has one checkpoint, and their times do not differ"
+        reason = "checkpoints are from different times of training" if along else reason
         reasons.append(f"combine is {scoring['combine']}, because {reason}")
     combine = scoring["combine"]
     usual = f"the default for {combine} and {output_name(model_output)}"
@@ -85,13 +81,12 @@ def scores_spec(
     """Return the spec of self-influences, which the specs of all scores extend."""
     scoring, about = config["scoring"], about_output(config["model_output"])
     power, weighting = scoring["loss_weight_power"], scoring["weighting"]
+    of_curvature = curvature_power(weighting, power, is_probability=about.weight_is_probability)
     return ScoresSpec(
         features=features,
         damping=scoring["damping"],
         weighting=weighting,
-        curvature_power=curvature_power(
-            weighting, power, is_probability=about.weight_is_probability
-        ),
+        curvature_power=of_curvature,
         norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
         normalize=scoring["normalize"],
         runs=runs,

@@ -13,18 +13,7 @@ from trak_core.config.checkpoint_list import (
     runs_of,
     shared_training,
 )
-from trak_core.config.cross_checks import (
-    check_conditions,
-    check_evaluation,
-    check_exact,
-    check_label_draws,
-    check_lists,
-    check_means,
-    check_preconditioner,
-    check_removals,
-    lists_of,
-    removals_of,
-)
+from trak_core.config.cross_checks import check_relations, lists_of, removals_of
 from trak_core.config.read_config import (
     ALL_TARGETS,
     module_folders,
@@ -51,8 +40,7 @@ from trak_core.settings import (
     settings_of,
 )
 
-# A retraining job retrains on at most this many random subsets, or removes samples for this many
-# targets.
+# The largest numbers of random subsets, and of targets of removals, in one retraining job.
 _SUBSETS_A_JOB, _TARGETS_A_JOB = 10, 5
 # The number of random removals of each size, the number of models for each removal, and the seed.
 _DRAWS, _REMOVAL_SEEDS, _SEED = 3, 3, 0
@@ -65,10 +53,7 @@ def targets_digest(
 ) -> str:
     """Return a hash of target ids, in order, and of the file that contains the targets.
 
-    Args:
-        ids: The ids; None for all targets.
-        question: The file of targets; None if they are in the study.
-        study: The study's file, which is needed with ``question``.
+    ``ids`` is None for all targets, and ``question`` is None for targets in the file ``study``.
     """
     digests = [] if question is None else [_question_digest(question, study)]
     return content_digest(ids and [str(i) for i in ids], *digests)
@@ -108,11 +93,6 @@ class Specs:
     output_digest: str | None = None
 
     @property
-    def columns(self) -> str:
-        """The description of the columns of samples in tables."""
-        return self.output.columns
-
-    @property
     def output(self) -> About:
         """Properties and descriptions of the model output."""
         return about_output(self.config["model_output"])
@@ -120,16 +100,15 @@ class Specs:
     @property
     def output_words(self) -> dict[str, Any] | None:
         """The config's settings of a user-defined model output, or None for a built-in one."""
-        if not self.output.is_own:
-            return None
-        return {} if isinstance(given := self.config["model_output"], str) else ordered(given)
+        given = self.config["model_output"]
+        settings = {} if isinstance(given, str) else ordered(given)
+        return settings if self.output.is_own else None
 
     @property
     def made_of(self) -> str:
         """A hash of the study and of the file of a user-defined model output."""
-        if self.output_digest is None:
-            return self.study_digest
-        return content_digest(self.study_digest, self.output_digest)
+        study, output = self.study_digest, self.output_digest
+        return study if output is None else content_digest(study, output)
 
     @property
     def is_projected(self) -> bool:
@@ -156,8 +135,7 @@ class Specs:
     @property
     def reported_first(self) -> dict[str, Any]:
         """``reported`` for the first report, which is written before the evaluation."""
-        measured = {"evaluation"} & set(self.reported)
-        return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
+        return ordered(self.reported | {"evaluation": "see report.html"})
 
     @property
     def runs(self) -> dict[str, list[str]]:
@@ -212,7 +190,7 @@ class Specs:
 
     @property
     def scored(self) -> list[str]:
-        """All experiments, in the config's order."""
+        """All experiments, including means, in the config's order."""
         return [*self.config["experiments"]]
 
     def mean_of(self, experiment: str) -> str | None:
@@ -256,28 +234,17 @@ class Specs:
     @property
     def embeddings(self) -> FeaturesSpec:
         """The settings that the embeddings of all checkpoints share."""
-        return replace(
-            self.all_features,
-            projection={"kind": "embedding"},
-            dtype="float32",
-            study_digest=self.study_digest,
-            preconditioner=None,
-            label_draws=0,
-            split="all",
-        )
+        return replace(self._of_all("embedding"), study_digest=self.study_digest)
 
     @property
     def outputs(self) -> FeaturesSpec:
         """The settings that the outputs for ``target_data()`` of all checkpoints share."""
-        return replace(
-            self.all_features,
-            parameter_patterns=None,
-            projection={"kind": "none"},
-            dtype="float32",
-            preconditioner=None,
-            label_draws=0,
-            split="all",
-        )
+        return replace(self._of_all("none"), parameter_patterns=None)
+
+    def _of_all(self, kind: str) -> FeaturesSpec:
+        """Return the spec of a file of values, other than gradients, of all samples."""
+        more: Any = {"dtype": "float32", "preconditioner": None, "label_draws": 0, "split": "all"}
+        return replace(self.all_features, projection={"kind": kind}, **more)
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
         """Return the spec of one checkpoint's normal matrix."""
@@ -334,12 +301,8 @@ class Specs:
         scoring, sweep = self.config["scoring"], self.sweep
         if sweep is None:
             return []
-        own = Setting(
-            scoring["damping"],
-            scoring["loss_weight_power"],
-            Combine(scoring["combine"]),
-            self.config["projection"]["proj_dim"],
-        )
+        combine, proj_dim = Combine(scoring["combine"]), self.config["projection"]["proj_dim"]
+        own = Setting(scoring["damping"], scoring["loss_weight_power"], combine, proj_dim)
         return settings_of(sweep, own)
 
     @property
@@ -411,31 +374,23 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=are_from_along_runs(checkpoints))
-    check_exact(config)
-    check_preconditioner(config)
-    check_label_draws(config)
-    check_conditions(config)
-    check_means(config)
+    check_relations(config)
     experiments = {
         name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()
         if "mean" not in experiment
     }
-    check_lists(config)
-    check_removals(config)
-    if "evaluation" in config:
-        check_evaluation(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
     tables = [config["checkpoints"], lists_of(config).get("select", {}).get("pool")]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
-    output = output_file(config["model_output"], study)
     code = [Path(path) for path in tables if path.endswith(".py")]
-    modules = python_modules(study, [*code, *([output] if output else [])])
-    files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
-    output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
-    return Specs(
-        config, checkpoints, experiments, study_digest(study, data), files, defaults, output_digest
-    )
+    output, of_output = output_file(config["model_output"], study), None
+    if output:
+        of_output = study_digest(output, folders=module_folders(output, study))
+        code.append(output)
+    files = [*dict.fromkeys([*python_modules(study, code), *map(Path, [*data, *tables])])]
+    digest = study_digest(study, data)
+    return Specs(config, checkpoints, experiments, digest, files, defaults, of_output)

@@ -30,35 +30,26 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 CONFIG_RECORD = "config.json"
 # Spreadsheets interpret a cell that begins with one of these characters as a formula. The last four
 # are full-width forms.
-_RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+_RUN = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def _delete_leftovers(path: Path, prefix: str) -> None:
     """Delete partial files that were left by killed processes of this machine."""
     if os.name != "posix":
         return  # On Windows, os.kill(process, 0) ends the process.
-    for partial in path.parent.iterdir():
+    for partial in path.parent.glob(f"{glob.escape(prefix)}*.part"):
         process = partial.name.removeprefix(prefix).removesuffix(".part")
-        is_ours = process.isdigit() and partial.name == f"{prefix}{process}.part"
-        if is_ours and not _is_running(int(process)):
-            partial.unlink(missing_ok=True)
+        with suppress(PermissionError, ValueError):
+            try:
+                os.kill(int(process), 0)
+            except ProcessLookupError:
+                partial.unlink(missing_ok=True)
 
 
 def hold_results(results: Path) -> None:
     """Lock a results folder until this process ends, or raise an error if a run has locked it.
 
-    The operating system releases the lock even if the process is killed. On file systems without
-    locks, such as some network file systems, this function has no effect.
+    On file systems without locks, this function has no effect.
     """
     import fcntl  # It does not exist on Windows.
 
@@ -98,9 +89,7 @@ def lock_tables_where_possible(results: Path) -> None:
 
     Otherwise PyTables could not write there. HDF5's setting BEST_EFFORT ignores ENOSYS, but not the
     errors of network file systems. Locks are not needed, because no two jobs write the same file.
-
-    An environment variable turns locks off. It is not changed if the user has set it. It affects
-    child processes, and also this process if PyTables has not been imported yet.
+    The environment variable is not changed if the user has set it.
     """
     if "HDF5_USE_FILE_LOCKING" in os.environ:
         return
@@ -123,14 +112,11 @@ def disk_full_error(path: Path, reason: str) -> InputError:
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
-    """Yield a path for the caller to write, and rename the written file to ``path`` at the end.
+    """Yield a hidden path in the same folder, and rename it to ``path`` at the end.
 
     The folder is created. If an exception occurs, for example because the disk is full, ``path``
-    is unchanged.
-
-    Yields:
-        A hidden path in the same folder that no other process uses. If the process is killed, the
-        partial file remains until a process on the same machine writes ``path`` again.
+    is unchanged. If the process is killed, the partial file remains until a process on the same
+    machine writes ``path`` again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}."
@@ -139,11 +125,8 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
     try:
         yield partial
         # Without fsync, a power failure could leave an empty file under the final name.
-        descriptor = os.open(partial, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with partial.open("r+b") as file:
+            os.fsync(file.fileno())
         partial.replace(path)
     except Exception as error:
         reason = None if isinstance(error, InputError) else disk_full_reason(error)
@@ -179,8 +162,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the values that ``write_record`` wrote, or {} for a missing or damaged file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        known = record["known"]
-        return known if record["digest"] == _digest(known) else {}
+        return record["known"] if record["digest"] == _digest(record["known"]) else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
@@ -188,9 +170,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def write_record(path: Path, known: dict[str, Any], *, must: bool = True) -> None:
     """Write values and their hash atomically as JSON.
 
-    Raises:
-        InputError: If the file cannot be written (``config.results_folder``). If ``must`` is false,
-            no error is raised for a read-only folder.
+    If ``must`` is false, no error is raised for a read-only folder.
     """
     try:
         with atomic_write(path) as partial:
@@ -279,9 +259,6 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     return files
 
 
-_DIGITS = 64  # The number of hexadecimal digits of a SHA-256.
-
-
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, as 64 hexadecimal digits."""
     try:
@@ -295,20 +272,18 @@ def file_digest(path: Path) -> str:
 
 
 def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[str, str]:
-    """Return ``file_digest`` of files, by path. Unchanged files are not read.
+    """Return ``file_digest`` of files, by path. The record is updated unless ``writes`` is false.
 
-    A file counts as unchanged if its size, mtime and ctime equal those in the record. The record is
-    updated unless ``writes`` is false.
+    A file is not read if its size, mtime and ctime equal those in the record.
     """
     known, digests = read_record(record), {}
     kept = dict(known)
     for file in files:
         now, stat, name = time.time_ns(), file.stat(), file.as_posix()
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        *before, digest = known.get(name, [None])
-        is_kept = (
-            before == seen and len(digest or "") == _DIGITS
-        )  # Older versions stored shorter digests.
+        *before, digest = known.get(name, [""])
+        # Older versions stored shorter digests.
+        is_kept = before == seen and len(digest) == 64
         digests[name] = digest if is_kept else file_digest(file)
         kept[name] = [*seen, digests[name]]
         if stat.st_ctime_ns >= now - CLOCK_NS:
@@ -321,28 +296,21 @@ def _file_digests(files: Iterable[Path], record: Path, *, writes: bool) -> dict[
 def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
     """Return ``file_digest`` of the files that match a config's ``data_files``, by sorted path.
 
-    A pattern is relative to the working folder. It is the path of a file, the path of a folder (for
-    all files below it), or a shell pattern, in which ``**`` matches any number of folders. Hidden
-    files and the results folder, which contains ``record``, are ignored. A pattern that matches no
-    file raises an error.
+    A pattern is the path of a file, the path of a folder (for all files below it), or a shell
+    pattern, in which ``**`` matches any number of folders. Hidden files and the results folder,
+    which contains ``record``, are ignored. A pattern that matches no file raises an error.
     """
-    if not patterns:
-        return {}
     files = {file for pattern in patterns for file in _checked_files(pattern, record.parent)}
     return _file_digests(sorted(files), record, writes=writes)
 
 
 def path_digests(paths: Sequence[str], record: Path) -> dict[str, str]:
-    """Return hashes of the contents of files and folders, such as checkpoints, by path.
-
-    The hash of a folder includes all files in it except hidden ones.
-    """
+    """Return hashes of files and folders (without hidden files), such as checkpoints, by path."""
     files = {path: sorted(_files(path)) for path in paths}
     each = dict.fromkeys(file for own in files.values() for file in own)
     digests = _file_digests(each, record, writes=True)
-    return {
-        path: content_digest([
-            [file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in own
-        ])
-        for path, own in files.items()
-    }
+    hashes = {}
+    for path, own in files.items():
+        pairs = [[file.relative_to(path).as_posix(), digests[file.as_posix()]] for file in own]
+        hashes[path] = content_digest(pairs)
+    return hashes

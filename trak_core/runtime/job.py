@@ -1,8 +1,7 @@
 """Run one job: convert the values from its Snakemake rule, call the stage, and write a log.
 
 A rule passes named files, params, resources and wildcards. The stage receives those that are among
-its keyword arguments. The param ``code`` starts with the name of the stage. The rule's
-name is not used, because a workflow that imports this one as a module can rename its rules.
+its keyword arguments. The param ``code`` starts with the name of the stage.
 """
 
 import atexit
@@ -12,7 +11,6 @@ import importlib
 import inspect
 import logging
 import os
-import pkgutil
 import signal
 import sys
 import sysconfig
@@ -27,47 +25,38 @@ from typing import Any
 
 from trak_core.errors import InputError, StoppedError, caused_by_out_of_memory, disk_full_reason
 
-# Options of glibc's mallopt: how many free bytes glibc keeps at the end of the heap, and up to what
-# size it allocates on the heap (at most 32 MiB).
-_OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
 _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    """Call a function of glibc. On other systems, do nothing."""
+    function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    if function is not None:
+        function(*arguments)
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed heap memory, unless the user has configured the heap.
 
-    By default, glibc returns the memory of each batch to the kernel. For the next batch, the kernel
-    would have to map and zero the same pages again.
+    Otherwise the kernel would have to map and zero the same pages again for each batch.
     """
     is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
-    is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and not is_set:
-        for option in _OPTIONS.values():
-            mallopt(*option)
+    if not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+        _call_glibc("mallopt", -1, 2**28)  # M_TRIM_THRESHOLD
+        _call_glibc("mallopt", -3, 2**25)  # M_MMAP_THRESHOLD, at most 32 MiB
 
 
 def release_freed_memory() -> None:
     """Return freed heap memory to the kernel. Call this after freeing a large temporary array."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 def export_library_path() -> None:
-    """Put this copy of trak_core first in PYTHONPATH, so that child processes import it.
-
-    An installed copy is not added.
-    """
+    """Put this copy of trak_core first in PYTHONPATH, unless it is installed."""
     library = str(Path(__file__).parents[2])
     others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if library not in sysconfig.get_paths().values() and others[:1] != [library]:
         os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
-
-
-# Libraries read these variables at import. TQDM_DISABLE is not set, because it would also hide a
-# study's progress bars.
-_NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
 def quiet_libraries() -> None:
@@ -75,8 +64,9 @@ def quiet_libraries() -> None:
 
     If ``python -W`` or ``PYTHONWARNINGS`` is used, warnings are not changed.
     """
-    for name in _NO_BARS:
-        os.environ.setdefault(name, "1")
+    # TQDM_DISABLE is not set, because it would also hide a study's progress bars.
+    for library in ("HUB", "DATASETS"):
+        os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -138,20 +128,17 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     A SIGINT handler that another program has set is not replaced. Only the Snakemake process that
     the user started (``is_main``) prints the message.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end_before_jobs):
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    replaced = (signal.default_int_handler, _end_before_jobs)
+    if not is_main_thread or signal.getsignal(signal.SIGINT) not in replaced:
         return
     goodbye = (
         f"Stopped by Ctrl-C. Finished files are kept in {results}, and unfinished files were "
         "deleted. To continue, run the same command again."
     )
 
-    def end_at_once(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal.SIGINT)
-
     def end(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
         # Otherwise Snakemake would report each interrupted job as failed. The jobs' logs contain
         # the reason.
         logging.disable(logging.CRITICAL)
@@ -164,8 +151,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
-# The beginning of a log's last line, which states the exact peak memory. Snakemake measures memory
-# only at intervals and can miss the peak.
+# The beginning of a log's last line. Snakemake measures memory at intervals and can miss the peak.
 PEAK = "peak memory: "
 _MORE_MEMORY = (
     "Lower compute.memory_mb, which limits the size of arrays, or compute.batch_size. Or give the "
@@ -179,8 +165,7 @@ def _explained(error: Exception) -> str | None:
     """Return a message that says how to correct an error, or None for a bug in this library."""
     if isinstance(error, InputError):
         return str(error)
-    reason = disk_full_reason(error)
-    if reason is not None:
+    if reason := disk_full_reason(error):
         return (
             f"the disk must have space for a job's files and log. Found: {reason}. Free space, or "
             "raise the quota or limit, and run snakemake again. Finished files are kept."
@@ -214,8 +199,8 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Redirect standard output and error, including those of C libraries, to a job's log file.
 
-    The file is emptied first. SIGTERM and Ctrl-C end the job, delete its unfinished files, and
-    write a message to the log. The last line of a successful job's log states its peak memory.
+    SIGTERM and Ctrl-C end the job, delete its unfinished files, and write a message to the log. The
+    last line of a successful job's log states its peak memory.
 
     Raises:
         SystemExit: In place of an ``InputError`` and of the errors for a full disk and for too
@@ -230,8 +215,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     keep_freed_memory()
     try:
         yield
-        peak = _peak_mib()
-        if peak is not None:
+        if (peak := _peak_mib()) is not None:
             print(f"{PEAK}{peak:.0f} MiB", flush=True)
     except Exception as error:
         message = _explained(error)
@@ -248,10 +232,6 @@ def logged_to(path: str) -> Generator[None, None, None]:
 
 # Params by which Snakemake decides whether to rerun a job. Stages need not accept them.
 _TRIGGERS = {"code", "signature", "digest"}
-# Modules that jobs import only when they need them, and a function that loads the compiler. The
-# server that forks jobs imports and calls them in advance.
-_LATER = ("pandas", "tables", "matplotlib.backends.backend_agg")
-_LOAD_COMPILER = "trak_core.projection.cpu.project:load_compiler"
 # The modules of stages that are not in a module of the same name.
 _MODULES = {
     "average_targets": "compute_scores",
@@ -281,20 +261,15 @@ def convert_param(value: Any, hint: Any) -> Any:
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    specs: list[Any] = [FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec]
-    for spec in specs:
-        if spec in kinds:
-            return parse_spec(spec, value)
+    for spec in {FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec}.intersection(kinds):
+        return parse_spec(spec, value)
     if Path in kinds:
         return Path(value) if isinstance(value, str) else [Path(path) for path in value]
     return int(value) if hint is int else value
 
 
 def describe_job(job: Any) -> dict[str, Any]:
-    """Return ``rule``, ``log``, ``named`` and ``own`` of Snakemake's object for scripts.
-
-    ``named`` contains all values by name. ``own`` lists the names of the rule's files and params.
-    """
+    """Return ``rule``, ``log``, all values by name, and the names of files and params."""
     named: dict[str, Any] = {"threads": job.threads}
     # Later groups take precedence, because an input file can have the name of a wildcard.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
@@ -307,11 +282,11 @@ def import_stages() -> None:
     """Import all stages, and the modules that they use, in the server that forks jobs."""
     quiet_libraries()
     stages = Path(__file__).parents[1] / "stages"
-    for file in stages.glob("[a-z]*.py"):
-        importlib.import_module(f"trak_core.stages.{file.stem}")
-    for name in _LATER:
+    names = [f"trak_core.stages.{file.stem}" for file in stages.glob("[a-z]*.py")]
+    # Jobs import these modules only if they need them.
+    for name in (*names, "pandas", "tables", "matplotlib.backends.backend_agg"):
         importlib.import_module(name)
-    pkgutil.resolve_name(_LOAD_COMPILER)()
+    importlib.import_module("trak_core.projection.cpu.project").load_compiler()
 
 
 def run_script(job: Any) -> None:
@@ -322,17 +297,12 @@ def run_script(job: Any) -> None:
 
 
 def run(job: Mapping[str, Any]) -> None:
-    """Call the stage of a job with the values from its rule.
-
-    Raises:
-        TypeError: If the rule has a named file or param that the stage does not accept.
-    """
+    """Call the stage of a job with those values from its rule that the stage takes."""
     named = dict(job["named"])
     name, named["code"] = named["code"].split()
     stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
-    unknown = set(job["own"]) - parameters.keys() - _TRIGGERS
-    if unknown:
+    if unknown := set(job["own"]) - parameters.keys() - _TRIGGERS:
         raise TypeError(f"stage of rule {job['rule']} does not take {', '.join(sorted(unknown))}")
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVarTuple
 
-_WIDTH = 20
-_SECONDS = 10.0
+_WIDTH, _SECONDS = 20, 10.0
 # A function that takes the number of rows that were just finished, or None in a job.
 _advance: ContextVar[Callable[[int], object] | None] = ContextVar("_advance", default=None)
 
@@ -85,10 +84,8 @@ def with_progress(
 ) -> Iterator[tuple[int, int, *Rest]]:
     """Yield blocks of rows, and print the progress every ten seconds and at the end.
 
-    Args:
-        blocks: Tuples that begin with the start and stop of consecutive rows.
-        n_rows: The total number of rows in all blocks.
-        unit: The plural name of the rows, such as "samples".
+    ``blocks`` are tuples that begin with the start and stop of consecutive rows. ``unit`` is the
+    plural name of the rows, such as "samples".
     """
     advance = _advance.get()
     began = printed = time.monotonic()
@@ -102,8 +99,8 @@ def with_progress(
         if now - printed >= _SECONDS or stop == n_rows:
             printed = now
             bar = "#" * (_WIDTH * stop // n_rows)
-            seconds = now - began
-            times = f"{seconds:.0f} s, {seconds * (n_rows - stop) / stop:.0f} s left"
+            left = (now - began) * (n_rows - stop) / stop
+            times = f"{now - began:.0f} s, {left:.0f} s left"
             print(f"[{bar:.<{_WIDTH}}] {stop}/{n_rows} {unit}, {times}", flush=True)
 
 

@@ -31,31 +31,8 @@ from trak_core.settings.stage_specs import (
     subset_size,
 )
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "EXACT",
-    "LESS",
-    "MEAN_OF",
-    "OPTIMIZER_FILE",
-    "POOL",
-    "TRAIN",
-    "Combine",
-    "FeaturesSpec",
-    "NormalSpec",
-    "ProjectionKind",
-    "ProjectionSpec",
-    "RetrainedSpec",
-    "ScoresSpec",
-    "Setting",
-    "Weighting",
-    "curvature_power",
-    "matrix_shape",
-    "ordered",
-    "parse_spec",
-    "projection_of",
-    "removed_sizes",
-    "settings_of",
-    "stream_of",
-    "subset_size",
-    "usual_kind",
-]
+__all__ = ["ADAPTER_CONFIG", "EXACT", "LESS", "MEAN_OF", "OPTIMIZER_FILE", "POOL", "TRAIN"]
+__all__ += ["Combine", "FeaturesSpec", "NormalSpec", "ProjectionKind", "ProjectionSpec"]
+__all__ += ["RetrainedSpec", "ScoresSpec", "Setting", "Weighting", "curvature_power"]
+__all__ += ["matrix_shape", "ordered", "parse_spec", "projection_of", "removed_sizes"]
+__all__ += ["settings_of", "stream_of", "subset_size", "usual_kind"]

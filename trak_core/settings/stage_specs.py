@@ -17,15 +17,12 @@ from trak_core.settings.projection import (
 
 # The name for gradients that are not projected, used as the projection kind in configs and files.
 EXACT = "exact"
-# The split of the training samples. Each other split except the pool contains an experiment's
-# targets.
-TRAIN = "train"
-# The split of samples that are candidates for selection. No model was trained on them.
-POOL = "pool"
-# The column of targets that are means over experiments. It contains the experiments' names.
-MEAN_OF = "mean_of"
-# The text in MEAN_OF between the experiments that are averaged and those that are subtracted.
-LESS = ", less that of "
+# Splits of samples: the training samples, and candidates for selection, on which no model was
+# trained. Each other split contains an experiment's targets.
+TRAIN, POOL = "train", "pool"
+# The column of targets that are means over experiments. It contains the experiments' names, with
+# LESS between the experiments that are averaged and those that are subtracted.
+MEAN_OF, LESS = "mean_of", ", less that of "
 OPTIMIZER_FILE = "optimizer.pt"  # the optimizer's state in a checkpoint folder of transformers
 ADAPTER_CONFIG = "adapter_config.json"  # the settings in an adapter folder of PEFT
 
@@ -51,11 +48,9 @@ class Combine(StrEnum):
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
-    """Return the power of the curvature in W, or None for W = 1.
+    """Return the power of the curvature in W, or None for W = 1 (docs/explanation/scores.md).
 
     The power is ``power`` if the loss weights are probabilities (``is_probability``), else 1.
-
-    Source: docs/explanation/scores.md, "The formula".
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
@@ -80,8 +75,7 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
     """Return the Cartesian product of a sweep's values, sorted, or [] without a sweep.
 
-    A sweep contains values for each field of ``Setting`` except ``combine``, of which all values
-    are used. The config's values (``own``) are added to those of the sweep.
+    All values of ``combine`` are used, and the config's values, ``own``, are added to the sweep's.
     """
     if sweep is None:
         return []
@@ -92,10 +86,7 @@ def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list
 
 
 def ordered(value: Any) -> Any:
-    """Return plain values with the keys of every mapping sorted and tuples converted to lists.
-
-    Snakemake compares params as text, which must not depend on the order of keys in a config.
-    """
+    """Return plain values with sorted keys and lists, because Snakemake compares params as text."""
     if isinstance(value, Mapping):
         return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
     return [ordered(item) for item in value] if isinstance(value, list | tuple) else value
@@ -106,7 +97,6 @@ class FeaturesSpec:
     """The settings that determine features, a Gramian or embeddings.
 
     A spec is a param of the rule, is stored in the file, and is compared when files are combined.
-    If checkpoint and split are None, the spec describes the features of all of them.
 
     Attributes:
         model_output: Name of the model output f.
@@ -118,15 +108,14 @@ class FeaturesSpec:
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` if gradients are divided by the square root of the optimizer's
             second moments, else None.
-        checkpoint: Id of the checkpoint.
-        split: ``train``, ``pool``, or the name of an experiment.
+        checkpoint: Id of the checkpoint. None for all checkpoints.
+        split: ``train``, ``pool``, or the name of an experiment. None for all splits.
         targets_digest: Hash of the experiment's target ids. None for the training samples.
         state_dicts: For each checkpoint id, the path of keys to the state dict in the checkpoint.
             None if the config does not select a state dict.
-        label_draws: The number of labels that are drawn from the model for each training sample, to
-            compute the normal matrix. 0 if the normal matrix is computed from the features.
-        precision: The precision of float32 products, ``highest`` or ``high`` (``float32_precision``
-            of ``attribution/device.py``).
+        label_draws: The number of labels drawn for each training sample to compute the normal
+            matrix. 0 if the normal matrix is computed from the features.
+        precision: The precision of float32 products, ``highest`` or ``high``.
     """
 
     # ``as_dict`` omits these fields, which were added later, if they have these values. Therefore
@@ -177,8 +166,7 @@ class NormalSpec:
         features: The spec of the features.
         weighting: ``plain`` or ``curvature``.
         curvature_power: Power of the curvature in W. None if ``plain``.
-        norm_power: Power of the loss weights in the norm ||B||, by which scores are divided. None
-            if scores are not divided.
+        norm_power: Power of the loss weights in the norm ||B|| that divides scores, or None.
         normalize: Whether the training samples' features are divided by their norms.
     """
 
@@ -191,16 +179,12 @@ class NormalSpec:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, and the fields of ``features``, as plain values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        features = values.pop("features")
-        return ordered(features.as_dict() | values)
+        return ordered(values.pop("features").as_dict() | values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec(NormalSpec):
     """The settings that determine the scores of one checkpoint, or of all if ``runs`` is given.
-
-    They include the settings of the normal matrix. ``features.checkpoint`` is None unless ``runs``
-    is None.
 
     Attributes:
         damping: Damping relative to the weighted mean of the features' squared norms, at least 0.
@@ -235,11 +219,7 @@ class ScoresSpec(NormalSpec):
 
     @property
     def along_runs(self) -> list[str]:
-        """The ids of all checkpoints, ordered so that the first ones differ in run and in time.
-
-        The order begins with the last checkpoint of the first run and the second-to-last checkpoint
-        of the second run.
-        """
+        """The ids of all checkpoints, ordered so that the first ones differ in run and in time."""
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
         return [
@@ -288,13 +268,11 @@ class RetrainedSpec:
         model_output: Name of the model output f, which is stored for every target.
         seeds: Number of training runs on each subset.
         seed: Seed of the draws and of the training runs.
-        n_removed: Numbers of samples to remove, each in separate training runs. Numbers below 1 are
-            fractions of the number of training samples.
+        n_removed: Numbers of samples to remove, or fractions of the number of training samples.
         draws: Number of random removals of each size.
         fraction: Fraction of the training samples in a random subset.
-        run_seeds: Seeds of the study's runs, if every subset is trained on with these seeds.
-            ``arguments`` are then the arguments of the runs, and ``train`` gets
-            ``sample_weights`` instead of ``data``. None if the seeds differ between subsets.
+        run_seeds: Seeds of the study's runs, with which a model is trained on every subset.
+            ``train`` then gets ``sample_weights`` instead of ``data``. None for other seeds.
     """
 
     subsets: str
@@ -319,19 +297,13 @@ def subset_size(n_train: int, fraction: float) -> int:
 
 
 def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
-    """Return the numbers of samples to remove, without duplicates.
-
-    Numbers below 1 are fractions of ``n_train``, which give at least one sample.
-    """
+    """Return numbers of samples, without duplicates. Those below 1 are fractions of ``n_train``."""
     sizes = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
     return list(dict.fromkeys(map(int, sizes)))
 
 
 def projection_of(spec: FeaturesSpec, shapes: Sequence[Sequence[int]]) -> ProjectionSpec:
-    """Return the projection of one checkpoint's gradients, with the default kind if none is set.
-
-    ``shapes`` contains the shapes of the differentiated parameters, in order.
-    """
+    """Return the projection of one checkpoint's gradients, given the shapes of its parameters."""
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
     n_params = sum(map(prod, matrices))

@@ -15,7 +15,6 @@ from trak_core.errors import InputError
 # Columns of every target. A study can add other columns.
 TARGET_COLUMNS = ("id", "label", "prediction", "output", "output_sd")
 MOST_TARGETS = 2000  # the largest number of targets that a condition may select
-_LONGEST = 1000  # characters
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -43,13 +42,12 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the parsed condition. Anything other than comparisons raises an ``InputError``."""
-        shown = text if len(text) <= _LONGEST else f"{text[:40]}..., {len(text)} characters"
+        if len(text) > 1000:
+            raise _refusal(f"{text[:40]}..., {len(text)} characters")
         try:
-            tree = ast.parse(text.strip(), mode="eval").body if shown is text else None
+            tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            tree = None
-        if tree is None:
-            raise _refusal(shown)
+            raise _refusal(text) from None
         _check(tree)
         return cls(text, tree)
 
@@ -61,14 +59,13 @@ class Condition:
     def check_columns(self, study_columns: Iterable[str]) -> None:
         """Raise an error for a column that is not in ``TARGET_COLUMNS`` or ``study_columns``."""
         known = [*TARGET_COLUMNS, *study_columns]
-        for name in self.columns:
-            if name not in known:
-                raise InputError(
-                    f"experiments: `where: {self.text}` may only use columns of the targets: "
-                    f"{', '.join(known)}. Found {name}. Put texts in quotes. The study's "
-                    "target_columns() can add columns.",
-                    code="spec.condition_column",
-                )
+        if unknown := [name for name in self.columns if name not in known]:
+            raise InputError(
+                f"experiments: `where: {self.text}` may only use columns of the targets: "
+                f"{', '.join(known)}. Found {unknown[0]}. Put texts in quotes. The study's "
+                "target_columns() can add columns.",
+                code="spec.condition_column",
+            )
 
     def holds(self, table: Mapping[str, Any]) -> Any:
         """Return whether the condition is true for each target, shape (n,), bool.

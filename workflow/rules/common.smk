@@ -8,29 +8,15 @@ from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
 from trak_core.config.cross_checks import check_given
-from trak_core.config.preflight import (
-    bring_along,
-    brought_along,
-    largest_weights_mb,
-    run_preflight,
-    stored_signature,
-)
-from trak_core.config.read_config import (
-    check_unique_keys,
-    completed,
-    has_record,
-    record_config,
-    with_values_read,
-)
-from trak_core.config.results_owner import (
-    begin_run,
-    differences_of_copy,
-    result_lines,
-)
+from trak_core.config.preflight import bring_along, brought_along, run_preflight
+from trak_core.config.preflight import largest_weights_mb, stored_signature
+from trak_core.config.read_config import check_unique_keys, completed, with_values_read
+from trak_core.config.read_config import record_config
+from trak_core.config.results_owner import begin_run, differences_of_copy, result_lines
 from trak_core.config.specs_from_config import specs_of
 from trak_core.errors import InputError
 from trak_core.dependency_digests import mentions, stage_digest
-from trak_core.runtime.files import lock_tables_where_possible
+from trak_core.runtime.files import CONFIG_RECORD, lock_tables_where_possible, read_record
 from trak_core.runtime.job import explain_interrupts, export_library_path, stage_module
 
 # Jobs are separate processes. They import the same trak_core as this file.
@@ -73,7 +59,7 @@ with explained():
             for warning in differences_of_copy(config, results):
                 logger.warning(warning)
             # If there is a record, `onstart` replaces it, but a module has no `onstart`.
-            if is_module or not has_record(results):
+            if is_module or not read_record(results / CONFIG_RECORD):
                 record_config(config, results, must=False)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             # Snakemake sends config files to jobs. Other files must be tracked by git.

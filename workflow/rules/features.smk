@@ -102,8 +102,8 @@ for split, n in specs.shards.items():
     if n == 1:
         timed(f"compute_features/{{c}}/{split}", c=specs.checkpoints)
     else:
-        shards = [f"{i}-of-{n}" for i in range(1, n + 1)]
-        timed(f"compute_features/{{c}}/{split}/{{i}}", c=specs.checkpoints, i=shards)
+        names = {"c": specs.checkpoints, "i": shard_names(n)}
+        timed(f"compute_features/{{c}}/{split}/{{i}}", **names)
         timed(f"join_shards/{{c}}/{split}", c=specs.checkpoints)
 timed("compute_normal_matrix/{c}", c=specs.checkpoints)
 timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)

@@ -1,4 +1,4 @@
-rule write_report:
+use rule stage as write_report with:
     input:
         # The report does not read these inputs. They make it run last, so that it has all run times.
         expand("<results>/figures/{experiment}.png", experiment=specs.scored),
@@ -16,11 +16,6 @@ rule write_report:
         report=report("<results>/report.html", category="report"),
     log:
         "<results>/logs/write_report.log",
-    conda:
-        environment
-    threads: 1
-    resources:
-        mem_mb=job_mb,
     params:
         code=code_of("write_report"),
         digest=specs.study_digest,
@@ -28,8 +23,6 @@ rule write_report:
         config=specs.reported,
     message:
         "Writing the report: {output.report}"
-    script:
-        "../scripts/stage.py"
 
 
 if measured_files:

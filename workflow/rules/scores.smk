@@ -15,7 +15,7 @@ use rule stage as average_scores with:
         code=code_of("average_scores"),
         spec=scores_spec,
         defaults=specs.defaults,
-        columns=specs.columns,
+        columns=specs.output.columns,
         top=scoring["top"],
         output_words=specs.output_words,
         study_file=config["study"] if specs.has_columns else None,
@@ -130,6 +130,5 @@ use rule stage as draw_influences with:
 
 timed("average_scores/{e}", e=specs.scored)
 if compute["shards"] > 1:
-    shards = [f"{i}-of-{compute['shards']}" for i in range(1, compute["shards"] + 1)]
-    timed("average_scores/{e}/{i}", e=specs.scored, i=shards)
+    timed("average_scores/{e}/{i}", e=specs.scored, i=shard_names(compute["shards"]))
 timed("draw_influences/{e}", e=specs.scored)

@@ -1,8 +1,7 @@
 # Define the files and params of jobs as functions of wildcards. There are no rules in this file.
 #
-# Snakemake compares params as an unordered set of texts, so it would not notice if two params
-# exchanged their values. Therefore all numbers are in one spec with sorted keys, and no two other
-# params can have the same value.
+# Snakemake compares params as a set of texts, so it would not notice if two params exchanged their
+# values. Therefore all numbers are in one spec, and no two other params can have the same value.
 compute, scoring = config["compute"], config["scoring"]
 folder, trained = config["results"], "training" in config
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
@@ -69,9 +68,8 @@ def split_targets(wildcards):
 
 def selected_targets(wildcards):
     """Return a list with the file of selected targets if the split has a `where` condition."""
-    return [
-        f"{folder}/targets/{e}.h5" for e in specs.conditions if e == wildcards.split
-    ]
+    is_selected = wildcards.split in specs.conditions
+    return [f"{folder}/targets/{wildcards.split}.h5"] * is_selected
 
 
 def split_question(wildcards):
@@ -113,7 +111,7 @@ self_influence_files = [f"{folder}/self_influence.h5"] * bool(
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
-measured_files = [*(evaluation_files + removals_files + self_influence_files)]
+measured_files = evaluation_files + removals_files + self_influence_files
 
 
 # None requests no GPU. On Kubernetes, 0 would also be a request.
@@ -144,14 +142,16 @@ def model_job_mb(wildcards, attempt):
     return job_mb(wildcards, attempt) + attempt * weights
 
 
+def shard_names(n):
+    return [f"{i}-of-{n}" for i in range(1, n + 1)]
+
+
 def shards_of(wildcards):
-    n = specs.shards[wildcards.split]
     shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+    return [f"{shards}/{i}.h5" for i in shard_names(specs.shards[wildcards.split])]
 
 
 def scores_shards(wildcards):
     """Return the shards of average scores, which are as many as those of training features."""
-    n = compute["shards"]
-    shards = f"{folder}/scores/{wildcards.experiment}/shards"
-    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
+    names = shard_names(compute["shards"]) if compute["shards"] > 1 else []
+    return [f"{folder}/scores/{wildcards.experiment}/shards/{i}.h5" for i in names]
