@@ -17,7 +17,6 @@ from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.recompute_activations import Recomputation
-from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
@@ -120,9 +119,9 @@ def sample_memory(
     n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
     activations = _ACTIVATIONS * n_bytes // n_copies
     if values.requires_grad:
-        with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
+        with contextlib.suppress(UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
-            shapes = [shape for _, shape in plan.arrivals()] if plan else []
+            shapes = [shape for _, shape in plan.arrivals()]
             # The factor is 2, because gradients with respect to such a tensor are formed, and then
             # gradients with respect to the parameter are computed from them.
             activations += 2 * values.element_size() * sum(map(prod, shapes))

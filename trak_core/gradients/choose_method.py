@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter
-from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from trak_core.gradients.differentiable_model import (
 from trak_core.gradients.gradient_consumers import Digest
 from trak_core.gradients.gradient_methods import (
     GradientMethod,
-    SamplesSharedError,
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
@@ -26,7 +25,6 @@ from trak_core.gradients.gradient_methods import (
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, least_rounding, rounding
 from trak_core.gradients.one_pass import plan_of
-from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
@@ -94,14 +92,15 @@ def choose_method(
             is_right, difference = _compare(given, method)
     except InputError:
         raise
+    except UnreadableGraphError as error:
+        is_right, difference = False, str(error)
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, (
                 "memory ran out while one backward pass for all samples was compared with "
                 "autograd. The pass is used without this comparison."
             )
-        is_unread = isinstance(error, UnreadableGraphError)
-        is_right, difference = False, str(error) if is_unread else f"fails: {_in_short(error)}"
+        is_right, difference = False, f"fails: {_in_short(error)}"
     if is_right and hidden is None:
         return method, difference and f"one backward pass for all samples {difference}."
     return method if is_right else gradients_one_by_one, (
@@ -156,15 +155,10 @@ def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float
 
 
 def _digest(given: _Given, method: GradientMethod) -> Digest:
-    model, parameters, output, pair = given
+    _, parameters, _, pair = given
     digest = Digest.zeros(parameters, len(pair))
-    if method is gradients_one_by_one:
-        method(*given, digest)
-        return digest
-    n = len(pair) if method is gradients_at_once else 1
-    for rows in (slice(i, i + n) for i in range(0, len(pair), n)):
-        part = model, parameters, output, pair.rows(rows)
-        gradients_at_once(*part, digest.of(rows), must=True)
+    strict = method if method is gradients_one_by_one else partial(method, must=True)
+    strict(*given, digest)
     return digest
 
 
@@ -187,11 +181,7 @@ def _mixing_operations(
             outputs = output.read(batch.given_to(model))
             values = over_samples(output.value, outputs, batch.labels)
         check_graph(values)
-        plan = None
-        with suppress(MixedSamplesError):
-            plan = plan_of(values, list(parameters.values()), 0)
-        if plan is None:
-            raise SamplesSharedError
+        plan = plan_of(values, list(parameters.values()), 0)
         arrivals.append(Counter(plan.arrivals()))
         del outputs, values, plan  # free the graph
     two, three = arrivals

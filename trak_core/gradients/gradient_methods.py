@@ -17,7 +17,6 @@ from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Samples, as_batch
 from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
-from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,
@@ -30,17 +29,6 @@ from trak_core.runtime.progress import notice
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
 ]
-
-
-class SamplesSharedError(Exception):
-    """The graph doesn't determine which gradient belongs to which sample."""
-
-    def __init__(self) -> None:
-        super().__init__("the graph doesn't show which gradient belongs to which sample")
-
-
-# Errors for a graph that one pass can't read. They are raised before the consumer gets gradients.
-UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +114,7 @@ def gradients_at_once(
     mode.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
-    notice is printed. With ``must``, one of the errors in ``UNREADABLE`` is raised instead.
+    notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -144,8 +132,6 @@ def gradients_at_once(
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
             plan = plan_of(values, list(parameters.values()), 0)
-            if plan is None:
-                raise SamplesSharedError
             part = consumer.empty()
             by_samples(part, values, plan, 0, keep_graph=keep_graph)
             part.finish()
@@ -156,12 +142,11 @@ def gradients_at_once(
         return one_pass(keep_graph=False)
     except GraphNeededError:
         pass  # run again below, after the error has released the first pass's tensors
-    except UNREADABLE as error:
+    except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
             raise
-        reason = str(error) or type(error).__name__
         notice(
-            f"one backward pass cannot differentiate a batch ({reason}). Autograd computes the "
+            f"one backward pass cannot differentiate a batch ({error}). Autograd computes the "
             "gradients of this batch and of similar batches, one sample at a time."
         )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
@@ -174,6 +159,8 @@ def gradients_in_turn(
     output: ModelOutput,
     samples: Samples,
     consumer: SampleConsumer,
+    *,
+    must: bool = False,
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, computed with one backward pass for each sample.
 
@@ -181,12 +168,10 @@ def gradients_in_turn(
     has nothing to mix. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
-    columns = [
-        gradients_at_once(
-            model, parameters, output, batch.rows(slice(i, i + 1)), consumer.of(slice(i, i + 1))
-        )
-        for i in range(len(batch))
-    ]
+    columns: list[list[Tensor]] = []
+    for row in (slice(i, i + 1) for i in range(len(batch))):
+        given = model, parameters, output, batch.rows(row), consumer.of(row)
+        columns.append(gradients_at_once(*given, must=must))
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 

@@ -33,7 +33,7 @@ Node = Any
 
 
 class UnreadableGraphError(Exception):
-    """The graph can't be read. The message completes a sentence that begins with "the model"."""
+    """One pass can't read the graph. The message completes a sentence that begins "the model"."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, because that triples the time to create one

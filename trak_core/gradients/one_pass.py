@@ -233,22 +233,25 @@ _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
 
 
-def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
+_UNREADABLE = "has a graph that doesn't show which gradient belongs to which sample"
+
+
+def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
     """Return the plan of a backward pass for samples along dimension ``dim`` of ``output``.
 
-    The plans of recent graphs are kept, and reused for graphs with an equal signature. The result
-    is None if there is no sample, if samples can't be told apart, if no parameter is reached, or if
-    a single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
-    Backward hooks of parameters and modules raise an ``UnreadableGraphError``, because autograd
-    would call them with the sum of the samples' gradients.
+    The plans of recent graphs are kept, and reused for graphs with an equal signature.
+
+    Raises:
+        MixedSamplesError: If an operation computes statistics over samples.
+        UnreadableGraphError: If there is no sample, if samples can't be told apart, if no parameter
+            is reached, or if a single sample has several entries. Also if parameters or modules
+            have backward hooks, which autograd would call with the sum of the samples' gradients.
     """
     n_samples = output.shape[dim]
-    if n_samples == 0 or n_samples == 1 < output.numel():
-        return None
+    stride = stride_at(output.shape, dim, 1, max(1, n_samples))
+    if stride is None or n_samples == 1 < output.numel():
+        raise UnreadableGraphError(_UNREADABLE)
     edge = get_gradient_edge(output)
-    stride = stride_at(output.shape, dim, 1, n_samples)
-    if stride is None:
-        return None
     nodes, signed = signature(edge.node, parameters)
     key = signed, edge.output_nr, stride, n_samples
     plan = _PLANS.get(key)
@@ -261,12 +264,14 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
             )
         layout = Layout(stride, n_samples)
         plan = make_plan(graph, (edge.node, edge.output_nr), layout, parameters)
+        if not plan.crossings:
+            raise UnreadableGraphError(_UNREADABLE)
         if not plan.is_fixed:
-            return plan if plan.crossings else None
+            return plan
         plan = _PLANS[key] = plan.of({node: i for i, node in enumerate(nodes)}, ())
         if len(_PLANS) > _MOST_PLANS:
             del _PLANS[next(iter(_PLANS))]
-    return plan.of(nodes, parameters) if plan.crossings else None
+    return plan.of(nodes, parameters)
 
 
 def by_samples(

@@ -18,6 +18,7 @@ from trak_core.gradients.graph import (
     Edge,
     Layout,
     Node,
+    UnreadableGraphError,
     guessed,
     is_function,
     joined,
@@ -31,7 +32,7 @@ from trak_core.gradients.graph import (
 )
 
 
-class MixedSamplesError(Exception):
+class MixedSamplesError(UnreadableGraphError):
     """An operation computes statistics over samples that should be independent."""
 
 
@@ -244,7 +245,7 @@ def _batch_normed(given: RuleInput) -> Layout | None:
     if given.dim == 1:  # samples are channels, as in InstanceNorm
         return given.along(1 if given.index == 0 else 0)
     if given.node._saved_training:
-        raise MixedSamplesError
+        raise MixedSamplesError("has batch normalization over samples")
     return given.along(given.dim) if given.index == 0 else None
 
 

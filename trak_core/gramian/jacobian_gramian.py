@@ -114,8 +114,6 @@ def parameter_gramian(
         plan = None
         try:
             plan = None if dim is None else plan_of(output, parameters, dim)
-        except UnreadableGraphError:
-            pass  # There are hooks, which are called for each row below.
         except MixedSamplesError:
             raise InputError(
                 "Samples must be independent. Found batch normalization over samples, in training "
@@ -123,6 +121,8 @@ def parameter_gramian(
                 "forward pass, or use GroupNorm. Or create the Engine without batch_dim.",
                 code="gramian.mixed_samples",
             ) from None
+        except UnreadableGraphError:
+            pass  # All rows are propagated below.
         if dim is None or plan is None:
             by_rows(products, output, parameters)
         else:
