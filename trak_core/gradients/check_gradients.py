@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, listed
 from trak_core.gradients.differentiable_model import in_evaluation_mode
-from trak_core.gradients.gradient_consumers import Magnitude
+from trak_core.gradients.gradient_consumers import Digest
 from trak_core.gradients.gradient_methods import PerSample, gradients_one_by_one
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, call_with_rounding
 from trak_core.model_outputs.model_output import (
@@ -63,9 +63,12 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
         if _agrees(together, alone, tolerance):
             return
-        again, _ = _run(model, output, batch)
-        if not _close(together, again, tolerance):
-            _check_repeatable(model, output, batch)
+        returned = batch.given_to(model)
+        first, second = (_read(output, returned, batch)[0] for _ in range(2))
+        if not _close(first, second, tolerance):  # f is random for the same return value
+            values = f"{float(first[0]):.6g}, then {float(second[0]):.6g}"
+            raise random_output(f"{values} for one sample")
+        if not _close(together, first, tolerance):
             steps, others = (_steps(model, batch)[0] for _ in range(2))
             layer = _first_difference(steps, others, allowed)
             raise InputError(
@@ -106,7 +109,7 @@ def _one_by_one(
 ) -> Tensor | Exception:
     """Return f of batches of one sample, shape (batch,), or the error that was raised."""
     try:
-        return torch.cat([_run(model, output, part)[0] for part in parts])
+        return torch.cat([_read(output, part.given_to(model), part)[0] for part in parts])
     except _FAILURES as error:
         return error
 
@@ -115,33 +118,17 @@ def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> b
     return isinstance(alone, Tensor) and _close(together, alone, tolerance)
 
 
-def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
-    """Raise an error if f is random although the model's return value is not."""
-    outputs = output.read(batch.given_to(model))
-    values, again = (_values(output, outputs, batch.labels) for _ in range(2))
-    if not torch.equal(values.nan_to_num(), again.nan_to_num()):
-        raise random_output(f"{float(values[0]):.6g}, then {float(again[0]):.6g} for one sample")
-
-
-def _values(output: ModelOutput, outputs: Any, labels: Tensor) -> Tensor:
-    """Return f of each sample, computed one after another instead of by vmap."""
-    n = len(labels)
-    return torch.stack([output.value(of_sample(outputs, i, n), labels[i]) for i in range(n)])
-
-
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().nan_to_num(torch.inf).max())
 
 
-def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return f of each sample, and the largest absolute value that the model returned for it."""
-    return _read(output, batch.given_to(model), batch)
-
-
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return f of each sample, and the largest absolute value that the model returned for it."""
     outputs = output.read(returned)
-    rows = rows_in(outputs, len(batch))
-    values = _values(output, outputs, batch.labels)
+    n = len(batch)
+    rows = rows_in(outputs, n)
+    values = [output.value(of_sample(outputs, i, n), batch.labels[i]) for i in range(n)]
+    values = torch.stack(values)
     sizes = torch.zeros_like(values)
     for x in rows:
         if x.is_floating_point() and x.numel():
@@ -178,13 +165,9 @@ def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: 
 
 def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool:
     for a, b in zip(tensors, others, strict=False):
-        if a.shape != b.shape:
-            return True
-        if a.is_floating_point():
-            size = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
-            if not torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True):
-                return True
-        elif not torch.equal(a, b):
+        is_float = b.is_floating_point() and b.numel()
+        size = float(b.abs().nan_to_num().max()) if is_float else 0.0
+        if a.shape != b.shape or not torch.allclose(a, b, 0, allowed * size, equal_nan=True):
             return True
     return False
 
@@ -357,9 +340,10 @@ def explain_not_finite(
 ) -> None:
     """Differentiate the samples again, one by one, and raise the error of ``check_finite``."""
     batch = as_batch(samples, output)
-    magnitude = Magnitude.zeros(parameters, len(batch))
-    outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
-    bad = {name: ~torch.isfinite(largest) for name, largest in magnitude.rows.items()}
+    # A digest has a bad entry if and only if the gradient has one, because float64 can't overflow.
+    digest = Digest.zeros(parameters, len(batch), torch.float64)
+    outputs, *_ = gradients_one_by_one(model, parameters, output, batch, digest)
+    bad = {name: ~torch.isfinite(products).all(dim=1) for name, products in digest.rows.items()}
     dtypes = {parameter.dtype for parameter in parameters.values()}
     _refuse_bad(~torch.isfinite(outputs), bad, dtypes, sample_ids)
 

@@ -1,8 +1,7 @@
-"""Consumers of per-sample gradients, which store all entries, the largest entry, or a digest."""
+"""Consumers of per-sample gradients, which store all entries or a digest."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -23,7 +22,7 @@ class SampleConsumer(Consumer, Protocol):
         ...
 
 
-class _Rows(ABC):
+class _Rows:
     """A sample consumer with one tensor for each parameter.
 
     Attributes:
@@ -31,22 +30,12 @@ class _Rows(ABC):
             which f doesn't depend.
     """
 
+    in_order: ClassVar[bool] = True
     reads_terms: ClassVar[bool] = False
-    _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.add)
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Mapping[str, Tensor]):
         self._parameters, self.rows = parameters, dict(rows)
         self._names = {id(p): name for name, p in parameters.items()}
-
-    @classmethod
-    def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
-        """Return zeros for ``n_samples`` samples."""
-        return cls(parameters, {name: cls._zeros(p, n_samples) for name, p in parameters.items()})
-
-    @staticmethod
-    @abstractmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        """Return zeros for one parameter."""
 
     def of(self, samples: slice) -> Self:
         return type(self)(self._parameters, {name: x[samples] for name, x in self.rows.items()})
@@ -57,7 +46,7 @@ class _Rows(ABC):
 
     def add(self, other: Self) -> None:
         for name, total in self.rows.items():
-            self._combine(total, other.rows[name], out=total)
+            total += other.rows[name]
 
     def finish(self) -> None:
         return  # No gradient is buffered.
@@ -66,11 +55,10 @@ class _Rows(ABC):
 class Formed(_Rows):
     """A consumer that stores whole gradients, shape (batch, *shape) each."""
 
-    in_order: ClassVar[bool] = True
-
-    @staticmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        return parameter.new_zeros((n_samples, *parameter.shape))
+    @classmethod
+    def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
+        rows = {name: p.new_zeros((n_samples, *p.shape)) for name, p in parameters.items()}
+        return cls(parameters, rows)
 
     @classmethod
     def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
@@ -89,16 +77,21 @@ class Digest(_Rows):
 
     G_i is sample i's gradient with respect to a parameter, as a matrix: all dimensions except the
     first are flattened. The vector v has standard normal entries. For each parameter, the products
-    have shape (batch, rows of G_i) and dtype float32 or float64.
+    have shape (batch, rows of G_i) and at least the given dtype.
     """
 
-    in_order: ClassVar[bool] = True
-
-    @staticmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        shape = n_samples, parameter.shape[0] if parameter.ndim else 1
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return parameter.new_zeros(shape, dtype=dtype)
+    @classmethod
+    def zeros(
+        cls,
+        parameters: Mapping[str, nn.Parameter],
+        n_samples: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        rows = {}
+        for name, p in parameters.items():
+            shape = n_samples, p.shape[0] if p.ndim else 1
+            rows[name] = p.new_zeros(shape, dtype=torch.promote_types(p.dtype, dtype))
+        return cls(parameters, rows)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
@@ -135,21 +128,3 @@ class Digest(_Rows):
                 differences.append((float((a - b).abs().max()), name))
         difference, name = max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0]))
         return difference / largest if largest > 0 else difference, name
-
-
-class Magnitude(_Rows):
-    """A consumer that stores each gradient's largest absolute entry, or NaN if an entry is NaN."""
-
-    in_order: ClassVar[bool] = False
-    _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)
-
-    @staticmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        return parameter.new_zeros(n_samples)
-
-    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        if not parameter.numel():
-            return
-        largest = self.rows[self._names[id(parameter)]]
-        for _, part in summed_parts(uses):
-            torch.maximum(largest, part.abs().amax(dim=1), out=largest)

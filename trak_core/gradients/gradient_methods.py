@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,12 +69,13 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _other_values(
-    output: ModelOutput, outputs: Any, label: Tensor, value: Tensor
+    output: ModelOutput, outputs_and_value: tuple[Any, Tensor], label: Tensor
 ) -> tuple[Tensor, ...]:
     """Return prediction, loss weight and, if there is one, curvature of one sample.
 
-    ``value`` is f, so that functions of f need not compute it again.
+    The model's outputs come with the value f, so that functions of f need not compute it again.
     """
+    outputs, value = outputs_and_value
     functions = [output.prediction or output.value, output.loss_weight]
     if output.curvature is not None:
         functions.append(output.curvature)
@@ -83,18 +85,6 @@ def _other_values(
         else function(detached(outputs), label)
         for function in functions
     )
-
-
-def _other_columns(
-    output: ModelOutput, outputs: Any, labels: Tensor, values: Tensor
-) -> tuple[Tensor, ...]:
-    """Return ``_other_values`` of all samples, shape (batch,) each."""
-
-    def of_pair(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
-        return _other_values(output, pair[0], label, pair[1])
-
-    with torch.no_grad():
-        return over_samples(of_pair, (detached(outputs), values.detach()), labels)
 
 
 def gradients_at_once(
@@ -127,8 +117,10 @@ def gradients_at_once(
         with differentiating(model, parameters.values()):
             outputs = output.read(batch.given_to(model))
             values = over_samples(output.value, outputs, batch.labels)
-            others = _other_columns(output, outputs, batch.labels, values)
-        del outputs
+            with torch.no_grad():
+                given = detached((outputs, values))
+                others = over_samples(partial(_other_values, output), given, batch.labels)
+        del outputs, given
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
             plan = plan_of(values, list(parameters.values()), 0)
@@ -225,7 +217,7 @@ def gradients_one_by_one(
                             taker.take(parameter, [Dense(gradient.to_dense()[None, None])])
                     del gradients
         taker.finish()
-        rows.append((f.detach(), *_other_values(output, outputs, sample.labels[0], f)))
+        rows.append((f.detach(), *_other_values(output, (outputs, f), sample.labels[0])))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 

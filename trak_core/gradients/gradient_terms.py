@@ -11,8 +11,8 @@ For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
 which ``Outer`` stores as the pair (delta, x). For T tokens and a weight with p x q entries, the
 pair has T (p + q) numbers instead of p q. Opacus and BackPACK form dW_i for all i by an einsum,
-which takes B p q numbers. Here at most ``piece_on`` entries are formed at a time. The ghost norms of
-Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
+which takes B p q numbers. Here at most ``piece_on`` entries are formed at a time. The ghost norms
+of Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
 """
 
 import math
@@ -92,12 +92,11 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     if len({use.matrix for use in uses}) > 1:  # the tensor was reshaped between its uses
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
-    step = max(1, piece_on(uses[0].gradients.device) // max(1, width * uses[0].n_rows))
-    for first in range(0, n, step):
-        total = uses[0].part(first, min(first + step, n))
+    for rows in pieces(n, width * uses[0].n_rows, uses[0].gradients.device):
+        total = uses[0].part(rows.start, rows.stop)
         for use in uses[1:]:
-            total = total + use.part(first, min(first + step, n))
-        yield first * width, total
+            total = total + use.part(rows.start, rows.stop)
+        yield rows.start * width, total
 
 
 def add_product(gramian: Tensor, rows: Tensor) -> None:
@@ -107,7 +106,7 @@ def add_product(gramian: Tensor, rows: Tensor) -> None:
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut ``size`` items of ``entries_each`` entries into slices of at most ``piece_on`` entries."""
+    """Cut ``size`` items into slices that have at most ``piece_on`` entries, or one item."""
     step = max(1, piece_on(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 

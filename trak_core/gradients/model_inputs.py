@@ -385,20 +385,13 @@ def _last_line(error: BaseException) -> str:
 _TF32 = 2.0**-10
 
 
-def rounding(model: nn.Module, batch: Batch) -> float:
-    """Return a bound for the relative difference of two correct computations of one result.
-
-    It is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the tensors
-    that layers return. (Autocast may lower the precision.) Rounding errors are far smaller than
-    this bound, and errors of a wrong computation are far larger. The model is called once, in its
-    current mode.
-    """
-    with torch.no_grad():
-        return call_with_rounding(model, batch)[1]
-
-
 def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
-    """Return the result of the model for a batch, and its ``rounding``."""
+    """Return the result of the model for a batch, and a bound for its relative rounding error.
+
+    The bound is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the
+    tensors that layers return. (Autocast may lower the precision.) Rounding errors are far smaller
+    than this bound, and errors of a wrong computation are far larger.
+    """
     epsilons: list[float] = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
@@ -412,7 +405,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return a lower bound of ``rounding`` from the dtypes of the model's parameters."""
+    """Return a lower bound of ``call_with_rounding``'s bound, from the parameters' dtypes."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):
