@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from trak_core.errors import InputError, listed
-from trak_core.gradients.graph import Node, nodes_below
+from trak_core.gradients.graph import Node, nodes_below, strides
 
 
 @contextlib.contextmanager
@@ -163,13 +163,8 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
     )
 
 
-def refuse_hooks(
-    model: nn.Module, parameters: Mapping[str, Tensor], way: str, instead: str
-) -> None:
-    """Raise an error if there are backward hooks, because ``torch.func`` would not call them.
-
-    In the message, ``way`` describes the computation, and ``instead`` is a remedy.
-    """
+def refuse_hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raise an error if there are backward hooks, because ``torch.func`` would not call them."""
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
     hooked += [
         name or "the model itself"
@@ -178,8 +173,8 @@ def refuse_hooks(
     ]
     if hooked:
         raise InputError(
-            f"Parameters and modules must have no backward hooks for {way}. Found hooks on "
-            f"{listed(hooked)}. {instead}, or remove the hooks.",
+            "Parameters and modules must have no backward hooks for torch.vmap. Found hooks on "
+            f"{listed(hooked)}. Go one by one, or remove the hooks.",
             code="gradients.hooks",
         )
 
@@ -200,8 +195,8 @@ def plain_layers() -> Generator[None, None, None]:
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # not imported here, because that takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, function in (("embedding", _embedding), ("embedding_bag", _embedding_bag)):
-            _replace(stack, torch, name, partial(function, getattr(torch, name)))
+        _replace(stack, torch, "embedding", partial(_embedding, torch.embedding))
+        _replace(stack, torch, "embedding_bag", partial(_embedding_bag, torch.embedding_bag))
         # ``checkpoint`` itself is not replaced, because users may have imported it by name. It
         # looks up the following names at each call.
         _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
@@ -225,7 +220,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    return function(weight, indices, padding_idx, False, False)
+    return function(weight, indices, padding_idx)
 
 
 def _embedding_bag(
@@ -266,13 +261,11 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     gradients, for which torch uses a kernel that respects strides. Other gradients are unchanged,
     bit for bit. InstanceNorm, which torch computes by BatchNorm with one sample, is affected too.
     """
-    nodes = [] if values.grad_fn is None else nodes_below(values.grad_fn)
     # Hooks must be removed, because a hook and its node refer to each other.
     with ExitStack() as hooks:
-        for node in nodes:
+        for node in nodes_below(values.grad_fn) if values.grad_fn is not None else []:
             if node.name() == "NativeBatchNormBackward0":
                 hooks.callback(node.register_prehook(_reader(node)).remove)
-        del nodes
         yield
 
 
@@ -302,17 +295,11 @@ def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
 
     ``Tensor.is_contiguous`` returns the same, but not under vmap.
     """
-    dims = list(range(tensor.ndim))
-    first, last = (_is_dense(tensor, order) for order in (dims, [0, *dims[2:], 1]))
-    return first, last and tensor.ndim > 3
 
+    def is_dense(order: Sequence[int]) -> bool:
+        dims = [dim for dim in order if tensor.shape[dim] != 1]
+        expected = strides([tensor.shape[dim] for dim in dims])
+        return [tensor.stride(dim) for dim in dims] == expected
 
-def _is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
-    stride = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] == 1:
-            continue
-        if tensor.stride(dim) != stride:
-            return False
-        stride *= tensor.shape[dim]
-    return True
+    dims = range(tensor.ndim)
+    return is_dense(dims), tensor.ndim > 3 and is_dense([0, *dims[2:], 1])

@@ -11,6 +11,7 @@ a linear layer, the result is the pair (delta, x) (see ``gradient_formulas``). A
 parameter's gradients as soon as they are computed, and memory is freed during the pass.
 """
 
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
@@ -429,21 +430,16 @@ def _by_operation(
 ) -> dict[int, Tensor]:
     """Return gradients (C, B, *shape) by input index, from one derivative for each sample."""
     n_samples = next(iter(layouts.values())).n_samples
-    n_each = len(next(iter(gradients.values())))
+    like = next(iter(gradients.values()))
+    n_each = len(like)
     rows_of: dict[int, list[Tensor]] = {index: [] for index in indices}
-    for i in range(n_each):
-        for sample in range(n_samples):
-            masked = {
-                number: _masked(rows[i], layouts[number], sample)
-                for number, rows in gradients.items()
-            }
-            answers = differentiate(node, masked)
-            for index, rows in rows_of.items():
-                answer = answers[index]
-                shape = shape_of(*node.next_functions[index])
-                like = next(iter(masked.values()))
-                # As autograd does, sum over dimensions along which the input was broadcast.
-                rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
+    for i, sample in itertools.product(range(n_each), range(n_samples)):
+        masked = {n: _masked(rows[i], layouts[n], sample) for n, rows in gradients.items()}
+        answers = differentiate(node, masked)
+        for index, rows in rows_of.items():
+            answer, shape = answers[index], shape_of(*node.next_functions[index])
+            # As autograd does, sum over dimensions along which the input was broadcast.
+            rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
     return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}
 
 
