@@ -30,29 +30,22 @@ def _described(value: object) -> str:
 
 def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
     blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
-    if not blocks:
+    are_matrices = all(
+        isinstance(block, np.ndarray | Tensor) and block.ndim == 2 and block.dtype in _DTYPES
+        for block in blocks
+    )
+    kinds = {
+        (type(block), len(block), block.dtype, getattr(block, "device", None))
+        for block in (blocks if are_matrices else ())
+    }
+    if len(kinds) != 1:
         raise InputError(
-            "`gradients` must contain at least one matrix. Found an empty sequence.",
-            code="projection.no_block",
+            "`gradients` must be a matrix with a row for each sample, or a sequence of such "
+            "matrices of the same type, number of rows, dtype and device. The dtype must be "
+            "float32, float16 or (torch) bfloat16. Found "
+            f"{listed(map(_described, blocks)) or 'an empty sequence'}.",
+            code="projection.gradients",
         )
-    first = blocks[0]
-    for block in blocks:
-        is_matrix = isinstance(block, np.ndarray | Tensor) and block.ndim == 2
-        if not is_matrix or block.dtype not in _DTYPES:
-            raise InputError(
-                "`gradients` must be a matrix with a row for each sample, or a sequence of such "
-                "matrices, with dtype float32, float16 or (torch) bfloat16. Found "
-                f"{_described(block)}.",
-                code="projection.gradients",
-            )
-        agrees = type(block) is type(first) and block.dtype == first.dtype
-        agrees = agrees and len(block) == len(first)
-        if not agrees or (isinstance(block, Tensor) and block.device != first.device):
-            raise InputError(
-                "The matrices in `gradients` must have the same type, number of rows, dtype and "
-                f"device. Found {_described(first)} and {_described(block)}.",
-                code="projection.blocks",
-            )
     return blocks
 
 
@@ -63,13 +56,13 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
         if isinstance(like, Tensor):
             return torch.zeros(shape, dtype=torch.float32, device=like.device)
         return np.zeros(shape, np.float32)
-    is_usable = isinstance(out, Tensor) == isinstance(like, Tensor) and tuple(out.shape) == shape
     if isinstance(out, Tensor) and isinstance(like, Tensor):
-        is_usable = is_usable and out.dtype is torch.float32 and out.device == like.device
-        is_usable = is_usable and not out.requires_grad
+        has_type = out.dtype is torch.float32 and out.device == like.device
+        has_type &= not out.requires_grad
     else:
-        is_usable = is_usable and out.dtype == np.float32
-    if not is_usable:
+        is_array = isinstance(out, np.ndarray) and isinstance(like, np.ndarray)
+        has_type = is_array and out.dtype == np.float32
+    if not has_type or tuple(out.shape) != shape:
         raise InputError(
             f"`out` must have dtype float32 and shape {shape}, be an array of the same library and "
             "on the same device as `gradients`, and not require gradients. Found "
@@ -222,10 +215,6 @@ def project(
             "Starting at row `offset`, the columns of `gradients` must fit into the projection "
             f"matrix, which has {spec.n_params} rows. Found rows {offset} to {offset + n_columns}.",
             code="projection.columns",
-        )
-    if threads < 1:
-        raise InputError(
-            f"`threads` must be at least 1. Found {threads}.", code="projection.threads"
         )
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
     add_projection(blocks, spec, offset, out, threads)
