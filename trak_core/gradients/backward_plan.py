@@ -38,11 +38,8 @@ def keeps_order(node: Node) -> bool:
 
 
 def _transposes(node: Node) -> bool:
-    if len(shape_of(node, 0)) != 2:
-        return False
-    if name_of(node) == "Transpose":
-        return (node._saved_dim0 - node._saved_dim1) % 2 == 1
-    return name_of(node) == "T"
+    is_swap = name_of(node) == "Transpose" and (node._saved_dim0 - node._saved_dim1) % 2 == 1
+    return len(shape_of(node, 0)) == 2 and (is_swap or name_of(node) == "T")
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +73,8 @@ class Plan:
             nodes with crossings. Hooks read the gradients of inner nodes.
         last: The other split nodes with crossings, where the backward pass ends.
         parameters: The parameters to differentiate.
-        is_fixed: Whether the graph's signature determines the plan. If not, the plan depends on
-            values that operations have saved, such as indices.
+        is_fixed: Whether the graph's signature determines the plan. Otherwise, saved values such as
+            indices do.
     """
 
     layouts: dict[Node, dict[int, Layout]]
@@ -118,8 +115,11 @@ def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
     """Return the plan of a backward pass from output ``root``, which has the given layout."""
-    layouts_of = _layouts if layout.n_samples > 1 else _layouts_of_one_sample
-    layouts, is_fixed = layouts_of(graph, root, layout)
+    is_fixed = True
+    if layout.n_samples > 1:
+        layouts, is_fixed = _layouts(graph, root, layout)
+    else:
+        layouts = _layouts_of_one_sample(graph, root, layout)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
     region_of = _regions(below, crossings, graph)
@@ -141,7 +141,7 @@ def make_plan(
 
 def _layouts_of_one_sample(
     graph: Graph, root: tuple[Node, int], layout: Layout
-) -> tuple[dict[Node, dict[int, Layout]], bool]:
+) -> dict[Node, dict[int, Layout]]:
     """Return the layouts for one sample. All nodes are split, except parameters and their views."""
     used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
@@ -151,7 +151,7 @@ def _layouts_of_one_sample(
             moved.add(node)
         for edge in edges:
             used[edge.node][edge.number] = layout
-    return {node: used[node] for node in graph.order if node not in moved}, True
+    return {node: used[node] for node in graph.order if node not in moved}
 
 
 def _layouts(
@@ -176,8 +176,9 @@ def _layouts(
             all_fixed &= is_fixed
         for edge, answer in zip(edges, answers, strict=True):
             of_node = layouts[edge.node]
-            is_known = edge.number in of_node
-            of_node[edge.number] = joined(of_node[edge.number], answer) if is_known else answer
+            if edge.number in of_node:
+                answer = joined(of_node[edge.number], answer)
+            of_node[edge.number] = answer
     return split, all_fixed
 
 

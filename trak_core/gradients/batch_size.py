@@ -74,10 +74,9 @@ def sample_memory(
     """Return an estimate of the memory that is needed to differentiate the first sample.
 
     The function counts the tensors that a forward pass for ``n_copies`` of the sample saves. With
-    two copies, it also counts gradients that are formed because an operation mixes samples. One
-    copy is enough for batches of one sample. ``blocks`` are the model's recomputed blocks. When
-    activations exceed ``most_bytes``, they are freed, and a ``TooMuchMemoryError`` is raised after
-    the pass.
+    two copies, it also counts gradients that are formed because an operation mixes samples.
+    ``blocks`` are the model's recomputed blocks. When activations exceed ``most_bytes``, they are
+    freed, and a ``TooMuchMemoryError`` is raised after the pass.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -122,8 +121,7 @@ def sample_memory(
         with contextlib.suppress(UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
             shapes = [shape for _, shape in plan.arrivals()]
-            # The factor is 2, because gradients with respect to such a tensor are formed, and then
-            # gradients with respect to the parameter are computed from them.
+            # Gradients with respect to the tensor and then to the parameter are formed.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -191,7 +189,7 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # The cache is emptied here because the exception has released its tensors by now.
+        # By now, the exception has released its tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -200,9 +198,8 @@ def in_chunks(
 class MemoryByLength:
     """Memory needed to differentiate a sample, by the length of the longest text in its batch.
 
-    Texts are padded to this length. ``shortest`` and ``longest`` are the smallest and the largest
-    number of tokens of any text, or 0 if all samples have the same shape. ``of_shortest`` and
-    ``of_longest`` are measurements for texts of these lengths.
+    ``shortest`` and ``longest`` are the smallest and the largest number of tokens of any text, or 0
+    if all samples have the same shape. ``of_shortest`` and ``of_longest`` are their measurements.
     """
 
     shortest: int
@@ -219,7 +216,6 @@ class MemoryByLength:
         low, high = self.of_shortest, self.of_longest
         if self.shortest == self.longest:
             return high
-        assert length <= self.longest
         part = max(0, length - self.shortest) / (self.longest - self.shortest)
         more = high.activation_bytes - low.activation_bytes
         return replace(high, activation_bytes=low.activation_bytes + int(part * more))
@@ -227,15 +223,15 @@ class MemoryByLength:
     def mapped(self, function: Callable[[SampleMemory], SampleMemory]) -> "MemoryByLength":
         """Return a copy in which ``function`` has been applied to both measurements."""
         low, high = function(self.of_shortest), function(self.of_longest)
-        return MemoryByLength(self.shortest, self.longest, low, high)
+        return replace(self, of_shortest=low, of_longest=high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
         """Return the current budget, or raise an ``InputError`` if the longest text doesn't fit."""
-        is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
-        needed = self.of_longest.of(1)
+        budget, needed = budget_bytes(device, memory_mb), self.of_longest.of(1)
         if needed > budget:
-            memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
-            remedy = "Use a larger GPU" if is_cuda else "Raise compute.memory_mb"
+            memory, remedy = "compute.memory_mb", "Raise compute.memory_mb"
+            if device.type == "cuda":
+                memory, remedy = "The GPU's free memory", "Use a larger GPU"
             raise InputError(
                 f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
                 f"Found {budget // 2**20} MiB. {remedy}, or choose fewer `parameters`.",

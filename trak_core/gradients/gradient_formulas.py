@@ -45,12 +45,9 @@ class Use(NamedTuple):
     width: int
     layout: Layout
 
-    def saved(self, name: str) -> Any:
-        """Return a value that the operation saved for its backward pass."""
-        return getattr(self.edge.user, f"_saved_{name}")
-
-    def has_saved(self, name: str) -> bool:
-        return hasattr(self.edge.user, f"_saved_{name}")
+    def saved(self, name: str, *default: Any) -> Any:
+        """Return a value that the operation saved for its backward pass, or else the default."""
+        return getattr(self.edge.user, f"_saved_{name}", *default)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -145,13 +142,13 @@ def _times(gradient: Tensor, factor: Any) -> Tensor:
 
 
 def _added(use: Use) -> Contribution | None:
-    factor = use.saved("alpha") if use.edge.index == 1 and use.has_saved("alpha") else 1
+    factor = use.saved("alpha", 1) if use.edge.index == 1 else 1
     sign = -1 if name_of(use.edge.user) == "Sub" and use.edge.index == 1 else 1
     return _summed(use, _times(use.gradient, factor * sign))
 
 
 def _multiplied(use: Use) -> Contribution | None:
-    other = use.saved("self" if use.edge.index else "other") if use.has_saved("self") else None
+    other = use.saved("self" if use.edge.index else "other", None)
     return None if other is None else _summed(use, use.gradient * other)
 
 
@@ -299,7 +296,7 @@ def _batch_normed(use: Use) -> Contribution | None:
         return None
     shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
-    eps = use.saved("eps" if use.has_saved("eps") else "epsilon")  # its name for cuDNN and MIOpen
+    eps = use.saved("eps", use.saved("epsilon", None))  # "epsilon" for cuDNN and MIOpen
     scale = torch.rsqrt(use.saved("running_var") + eps).view(shape)
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 
