@@ -157,15 +157,12 @@ def _layouts_of_one_sample(
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of all outputs of split nodes, and whether they depend on no saved value.
-
-    Nodes are visited in topological order: all users of a tensor before the node that computes it.
-    """
+    """Return the layouts of split nodes' outputs, and whether no saved value determines them."""
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     layouts[root[0]][root[1]] = layout
     all_fixed = True
     split: dict[Node, dict[int, Layout]] = {}
-    for node in graph.order:
+    for node in graph.order:  # all users of a tensor before the node that computes it
         outputs = {number: settled(layout) for number, layout in layouts.pop(node, {}).items()}
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         edges = graph.edges[node]

@@ -32,7 +32,7 @@ PIECE_BYTES = 4 * PIECE
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """Memory that is needed to differentiate f.
+    """Memory that is needed to differentiate f, in bytes.
 
     Attributes:
         activation_bytes: Peak memory for each sample: tensors that the forward pass saves, and
@@ -46,7 +46,7 @@ class SampleMemory:
     shared_bytes: int = 0
 
     def of(self, n_samples: int) -> int:
-        """Return the number of bytes that ``n_samples`` samples need together."""
+        """Return the bytes that ``n_samples`` samples need together."""
         formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
         return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
@@ -160,7 +160,7 @@ def in_chunks(
     index of the first sample.
 
     Yields:
-        The start and the stop of each chunk, in order, and the result of ``compute``.
+        The start, the stop and the result of ``compute`` of each chunk, in order.
 
     Raises:
         InputError: If memory runs out for a single sample.
@@ -221,7 +221,6 @@ class MemoryByLength:
         return replace(high, activation_bytes=low.activation_bytes + int(part * more))
 
     def mapped(self, function: Callable[[SampleMemory], SampleMemory]) -> "MemoryByLength":
-        """Return a copy in which ``function`` has been applied to both measurements."""
         low, high = function(self.of_shortest), function(self.of_longest)
         return replace(self, of_shortest=low, of_longest=high)
 

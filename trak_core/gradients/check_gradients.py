@@ -107,7 +107,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _one_by_one(
     model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
 ) -> Tensor | Exception:
-    """Return f of batches of one sample, shape (batch,), or the error that was raised."""
+    """Return f of batches of one sample, or the error that the user's model raised."""
     try:
         return torch.cat([_read(output, part.given_to(model), part)[0] for part in parts])
     except _FAILURES as error:
@@ -208,8 +208,8 @@ def count_classes(
 ) -> int | None:
     """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    The result is None if labels are not classes. The model must be on ``device``. The samples may
-    be on another device. An ``InputError`` is raised if f of the sample can't be computed.
+    The result is None if labels are not classes. The model must be on ``device``; the samples may
+    be elsewhere. An ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -271,8 +271,8 @@ def check_labels(
     """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
     These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1, numbers
-    that are not finite, and labels in which all entries are ``IGNORED``. (A label of several
-    entries may have some that are ``IGNORED``.) ``n_classes`` is the result of ``count_classes``.
+    that are not finite, and labels of several entries that are all ``IGNORED``. ``n_classes`` is
+    the result of ``count_classes``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -396,7 +396,7 @@ def check_finite_gramian(
 
 
 class Variety:
-    """Count samples with gradient zero, and compare all samples with the first, block by block.
+    """Count samples with gradient zero, and compare all samples with the first.
 
     Attributes:
         n_samples: Number of samples so far.

@@ -79,10 +79,10 @@ def choose_method(
 
     Returns:
         The method, and a notice that explains the choice, or None. Usually, the method is
-        ``gradients_at_once``. If an operation mixes samples, or if there is one sample, it is
-        ``gradients_in_turn``. It is ``gradients_one_by_one``, plain autograd, if the graph can't be
-        read or if gradients differ by more than rounding errors. Plain autograd is also used for a
-        small model with operations that mix samples, unless the consumer reads terms.
+        ``gradients_at_once``. It is ``gradients_in_turn`` for one sample, or if an operation mixes
+        samples. It is ``gradients_one_by_one``, plain autograd, if the graph can't be read, if
+        gradients differ by more than rounding errors, or if an operation of a small model mixes
+        samples and the consumer doesn't read terms.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair

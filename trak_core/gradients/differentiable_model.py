@@ -25,9 +25,9 @@ from trak_core.gradients.graph import Node, nodes_below, strides
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    The inference kernels of torch's transformer layers are switched off, because they build no
-    graph. The settings in ``plain_layers`` are switched off too. Caches in which modules store
-    tensors that are computed from parameters are emptied.
+    The settings in ``plain_layers`` and the inference kernels of torch's transformer layers, which
+    build no graph, are switched off. Caches of tensors that are computed from parameters are
+    emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -63,7 +63,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with a graph for these parameters only, so that nothing is saved for other parameters."""
+    """Run with a graph for these parameters only, so that nothing is saved for others."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -207,7 +207,6 @@ def plain_layers() -> Generator[None, None, None]:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is closed."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 

@@ -18,7 +18,7 @@ class SampleConsumer(Consumer, Protocol):
         ...
 
     def finish(self) -> None:
-        """Process gradients that are still buffered. Call this method after the last ``take``."""
+        """Process gradients that are still buffered, after the last ``take``."""
         ...
 
 
@@ -107,7 +107,6 @@ class Digest(_Rows):
             total[:, first // width : first // width + rows.shape[1]] += rows
 
     def _vector(self, name: str, width: int) -> Tensor:
-        """Return the random vector v of a parameter, shape (width,)."""
         seed = list(self.rows).index(name)
         vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
         return vector.to(self.rows[name].device, self.rows[name].dtype)

@@ -35,8 +35,8 @@ class Use(NamedTuple):
     """A crossing: an operation's input that samples share, such as a weight.
 
     ``gradient`` is delta, the gradients of C values for each sample with respect to the operation's
-    output, shape (C, *shape). In the output, samples lie along dimension ``dim``, and each sample
-    has ``width`` consecutive indices.
+    output, shape (C, *shape). Samples lie along the output's dimension ``dim``, with ``width``
+    consecutive indices for each sample.
     """
 
     edge: Edge
@@ -58,8 +58,7 @@ class Use(NamedTuple):
 
         Returns:
             The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
-            ``dim`` of the output then has only the indices of one sample. Samples with fewer
-            indices than others are padded with zeros.
+            ``dim`` of the output then has only the indices of one sample, padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -78,7 +77,6 @@ class Use(NamedTuple):
         return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
 
     def is_along(self, dim: int) -> bool:
-        """Return whether samples lie along dimension ``dim`` of the output, or B = 1."""
         return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
@@ -107,8 +105,8 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    ``gradients`` maps the number of each output of the operation to its delta, shape (C, *shape),
-    and ``layouts`` maps it to the output's layout. The formulas hold for real numbers only.
+    ``gradients`` and ``layouts`` map the number of each output of the operation to its delta, shape
+    (C, *shape), and to its layout. The formulas hold for real numbers only.
     """
     make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
     is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
@@ -231,8 +229,8 @@ def _weighted_sums(
 ) -> Contribution:
     """Return sum_t delta_t * normed(x_t), a sum over ``dims``, computed for some samples at a time.
 
-    ``gradients`` is delta, shape (C, B, ...). ``normed(part)`` returns the normalized inputs of a
-    slice of the samples.
+    ``gradients`` is delta, shape (C, B, ...). ``normed`` returns the normalized inputs of a slice
+    of the samples.
     """
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
     if gradients.is_cuda:

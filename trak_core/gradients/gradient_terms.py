@@ -56,7 +56,6 @@ class Contribution(ABC):
 
     @property
     def n_rows(self) -> int:
-        """Number of rows, C x B."""
         return self.gradients.shape[0] * self.gradients.shape[1]
 
     @property
@@ -100,7 +99,6 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(gramian: Tensor, rows: Tensor) -> None:
-    """Add the product of rows and their transpose to a Gramian, in place."""
     rows = rows.to(gramian.dtype)
     gramian.addmm_(rows, rows.T)
 
@@ -200,9 +198,9 @@ class Outer(Contribution):
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
     """Return whether inner products of factors cost less than forming gradients.
 
-    The cost is the number of multiplications, plus 8 for each number that is written. The factors
-    are n_rows x n_places pairs of vectors with p and q entries. The gradients are n_rows matrices
-    with p x q entries.
+    The cost is the number of multiplications, plus 8 for each number that is written. There are
+    n_rows x n_places pairs of vectors with p and q entries, and n_rows gradients with p x q
+    entries.
     """
     by_products = (n_rows * n_places) ** 2 * (p + q + 8)
     by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
@@ -269,15 +267,11 @@ class Consumer(Protocol):
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Process the gradients with respect to a parameter, which are the sum over its uses.
 
-        This method is called at most once for each parameter. If ``in_order`` is False, it may be
-        called several times, with gradients of disjoint sets of the parameter's entries.
+        This method is called once for each parameter, or several times, with disjoint sets of the
+        parameter's entries, if ``in_order`` is False.
         """
         ...
 
-    def empty(self) -> Self:
-        """Return an empty consumer of the same kind."""
-        ...
+    def empty(self) -> Self: ...
 
-    def add(self, other: Self) -> None:
-        """Add the results of another consumer of the same kind."""
-        ...
+    def add(self, other: Self) -> None: ...

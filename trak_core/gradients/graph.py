@@ -143,9 +143,9 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
     """Return a graph's nodes, and a key that determines its layouts, except for saved values.
 
-    If two graphs have equal keys, nodes with equal numbers correspond. For each node, the key
-    contains its name, its settings, the shapes of its outputs and the nodes it uses. For a leaf, it
-    also contains the index of the parameter and whether the parameter has hooks.
+    If two graphs have equal keys, nodes with equal numbers correspond. The key has each node's
+    name, settings, output shapes and used nodes. For a leaf, it has the index of the parameter and
+    whether the parameter has hooks.
     """
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -228,7 +228,6 @@ class Layout:
 
     @property
     def in_turn(self) -> Tensor:
-        """The owners of one period, shape (period,)."""
         return torch.arange(self.n_samples) if self.owners is None else self.owners
 
     def of_blocks(self, stride: int, n_blocks: int) -> Tensor:

@@ -32,11 +32,9 @@ class Head:
     functions: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, shape (..., V)."""
         return self.then(linear(hidden, self.weight, self.bias))
 
     def then(self, x: Tensor) -> Tensor:
-        """Apply the functions."""
         for function in self.functions:
             x = function(x)
         return x
@@ -178,10 +176,8 @@ def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
 class MarginFactors(Contribution):
     """Gradients of the layer's weight, dW_i = sum_t delta_t slopes_t h_t^T, computed on demand.
 
-    Attributes:
-        gradients: delta, the gradients of margins, shape (C, B, tokens).
-        rows: The tokens of all texts.
-        head: The layer.
+    ``gradients`` is delta, the gradients of margins, shape (C, B, tokens). ``rows`` are the tokens
+    of all texts.
     """
 
     rows: Rows
@@ -193,7 +189,6 @@ class MarginFactors(Contribution):
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens of each text."""
         return self.gradients.shape[2]
 
     def add_to(self, gramian: Tensor) -> None:

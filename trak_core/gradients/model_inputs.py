@@ -250,10 +250,9 @@ class Shapes:
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Texts have one label for each token. They may differ in the number of tokens, the first
-    dimension of the labels and of inputs with one row for each token, because padding makes it
-    equal. If the model also gets the labels, its named inputs may differ in length from the labels.
-    All other shapes must be equal.
+    Texts have one label for each token. They may differ in the first dimension of the labels and of
+    inputs with one row for each token, because padding makes it equal. If the model also gets the
+    labels, its named inputs may differ in length from the labels. All other shapes must be equal.
 
     ``samples`` are pairs of an id and a batch of one sample.
     """
@@ -330,8 +329,8 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def call(model: nn.Module, batch: Batch) -> object:
     """Return the result of the model for a batch.
 
-    If the call fails, an ``InputError`` names the inputs' shapes and dtypes, and the line of the
-    user's code that failed.
+    If the call fails, an ``InputError`` names the inputs, and the line of the user's code that
+    failed.
     """
     try:
         return batch.given_to(model)

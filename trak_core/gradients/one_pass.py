@@ -374,8 +374,8 @@ class _Pass:
     def finish(self) -> None:
         """Differentiate operations without a closed form, then propagate through the regions.
 
-        Call this method after the backward pass. During that pass, an operation computes only the
-        gradients that the pass needs, and differentiating it again would call the pass's hooks.
+        Call this method after the backward pass. During that pass, differentiating an operation
+        again would compute only the gradients that the pass needs, and call the pass's hooks.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]

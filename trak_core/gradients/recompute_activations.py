@@ -46,7 +46,6 @@ class Recomputation:
     """
 
     def __init__(self, model: nn.Module):
-        """Find the blocks, without changing them."""
         self._model = model
         self.found = _repeated(model)
         self.is_on = False
@@ -72,7 +71,6 @@ class Recomputation:
             config.use_cache = False
 
     def stop(self) -> None:
-        """Restore the blocks."""
         if not self.is_on:
             return
         for block in self.found:
@@ -85,7 +83,6 @@ class Recomputation:
         self.is_on, self._configs = False, []
 
     def told(self) -> str:
-        """Return a notice for the user."""
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
         whole = (
@@ -100,7 +97,6 @@ class Recomputation:
         )
 
     def begin_count(self) -> None:
-        """Reset the counts of ``n_bytes``."""
         self._kept, self._largest = {}, 0
 
     def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
@@ -115,7 +111,7 @@ class Recomputation:
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost module lists in which at least two members share a class."""
+    """Return the members of outermost module lists in which two members share a class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer before inner

@@ -53,10 +53,7 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout of an input with samples along ``dim``.
-
-        Return None if this dimension and the output's dimension ``self.dim`` differ in size.
-        """
+        """Return the layout of an input with samples along ``dim``, or None if its size differs."""
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
@@ -192,10 +189,10 @@ def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout
 
 
 def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return the number of indexed dimensions, ``numbers`` and ``index``.
+    """Return the number of indexed dimensions, and ``numbers`` and ``index`` on the CPU.
 
     ``numbers`` are the row numbers in the shape of the indexed dimensions. The operation selects
-    the rows ``numbers[index]``. All tensors are on the CPU.
+    the rows ``numbers[index]``.
     """
     index = tuple(slice(None) if i is None else i.cpu() for i in indices)
     n_dims = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in index)
@@ -345,8 +342,8 @@ def input_layouts(
     """Return the layouts of an operation's inputs, given the layouts of its outputs, for B >= 2.
 
     The first result has a layout for each of the operation's edges, or None if the input is shared.
-    The second is True if the graph's ``signature`` determines the layouts, and False if saved
-    values do. Statistics over samples raise a ``MixedSamplesError``.
+    The second is False if saved values determine the layouts, and True if the graph's ``signature``
+    does. Statistics over samples raise a ``MixedSamplesError``.
     """
     if not edges:
         return [], True
@@ -362,7 +359,6 @@ def input_layouts(
 
 
 def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
-    """Return the layout of an input, by the rule of its operation for each output."""
     rule = _RULES.get(name_of(edge.user))
     if rule is None:
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trak_core.errors import InputError, listed
-from trak_core.projection.cpu import project_cpu
+from trak_core.projection.cpu.project import project_cpu
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
 from trak_core.projection.tensor_sketch import add_rows, hashes_on
 from trak_core.settings import ProjectionKind, ProjectionSpec

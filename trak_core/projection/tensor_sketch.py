@@ -33,8 +33,8 @@ from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, h
 from trak_core.settings import ProjectionSpec
 
 # The largest number of complex numbers that are transformed in one call. On a CPU, they take 1 MiB,
-# which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is more,
-# because a call takes 0.2 ms to start.
+# which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is
+# more, because a call takes 0.2 ms to start.
 _PIECE, _PIECE_OF_GPU, _SHARE_OF_GPU = 2**17, 2**23, 256
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
 # and layers of size 256 to 3,072. They decide which of two methods is used. ``_CALL_NS`` and

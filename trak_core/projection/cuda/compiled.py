@@ -62,22 +62,10 @@ def launch(
         return
     stream = torch.cuda.current_stream()
     function = _function(kernel, tuple(types), stream.device_index)
-    x, y, z = (*grid, 1, 1)[:3]
+    blocks_and_threads = *(*grid, 1, 1)[:3], n_threads, 1, 1
     address = _SLOTS.fill(words_of(arguments))
-    launched = _driver().cuLaunchKernel(*(
-        function,
-        x,
-        y,
-        z,
-        n_threads,
-        1,
-        1,
-        0,
-        stream.cuda_stream,
-        address,
-        0,
-    ))
-    _check(launched, "cuLaunchKernel")
+    queue = 0, stream.cuda_stream, address, 0  # after the bytes of dynamic shared memory
+    _check(_driver().cuLaunchKernel(function, *blocks_and_threads, *queue), "cuLaunchKernel")
 
 
 def _simulated(type_name: str, argument: Any) -> Any:
@@ -91,7 +79,6 @@ def _simulated(type_name: str, argument: Any) -> Any:
 
 
 def definition(kernel: Kernel) -> Any:
-    """Return the kernel's Python function, decorated by numba."""
     module, _, name = kernel.factory.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*kernel.arguments)
 
@@ -144,7 +131,6 @@ def _check(result: tuple[Any, ...], name: str) -> Any:
 
 @cache
 def _function(kernel: Kernel, types: tuple[str, ...], device: int) -> Any:
-    """Load a kernel on a device and return it."""
     code = machine_code(kernel, types, torch.cuda.get_device_capability(device))
     driver = _driver()
     # The kernel is the only function in its module.
@@ -179,10 +165,9 @@ def kept_path(suffix: str, *key: Any) -> Path:
     """Return the path of a cached file, which depends on the key and on this folder's source."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
-        try:
+        base = os.devnull  # Nothing is cached if the user has no home folder.
+        with suppress(RuntimeError):
             base = Path.home() / ".cache"
-        except RuntimeError:  # The user has no home folder, so nothing is cached.
-            base = os.devnull
     text = "\n".join(map(repr, key)).encode()
     return Path(base, "trak_core", hashlib.sha256(_source() + text).hexdigest()[:32] + suffix)
 

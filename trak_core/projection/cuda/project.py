@@ -28,9 +28,7 @@ def require_numba_cuda() -> None:
 
     Without numba-cuda, numba would use its own unmaintained CUDA target, which is not tested.
     """
-    if is_simulated():
-        return
-    if importlib.util.find_spec("numba_cuda") is None:
+    if not is_simulated() and importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
             "The package numba-cuda must be installed to project on a GPU. It was not found. "
             f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
@@ -41,12 +39,6 @@ def require_numba_cuda() -> None:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, or of the simulator, which has no tensor cores."""
     if is_simulated():
-        if device.type == "cuda":
-            raise InputError(
-                "Projecting on a GPU needs compiled kernels. Found that numba's CUDA simulator is "
-                "enabled. Unset NUMBA_ENABLE_CUDASIM.",
-                code="projection.simulated",
-            )
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
@@ -60,7 +52,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a device, for error messages."""
     return "numba's simulator" if is_simulated() else torch.cuda.get_device_name(device)
 
 
@@ -122,8 +113,8 @@ def require_right_matrix(
     """At a kernel's first use on a device, compare the entries of R with the definition.
 
     Projected unit vectors are rows of R. The tested rows have coordinates beyond 2^32, on both
-    sides of the boundary between two slices and at all positions in a block of 128. ``method`` is
-    a result of ``choose``. ``n_samples``, the number of gradients, determines the variant of the
+    sides of the boundary between two slices and at all positions in a block of 128. ``method`` is a
+    result of ``choose``. ``n_samples``, the number of gradients, determines the variant of the
     kernel. An ``InputError`` is raised if the kernel does not compile or run, or if an entry is
     wrong.
     """

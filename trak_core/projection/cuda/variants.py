@@ -68,8 +68,8 @@ class Tile:
         return 16 * self.column_tiles * self.n_warps
 
 
-# The first tile that is large enough for all rows is used, or the last tile if there is none. Blocks
-# of 4 warps were the fastest on an H200: a barrier in larger blocks stops more warps at a time.
+# The first tile that is large enough for all rows is used, or the last tile if there is none. On an
+# H200, blocks of 4 warps were the fastest: a barrier in larger blocks stops more warps at a time.
 TILES = (Tile(1, 4, 4, 6), Tile(2, 4, 4, 4), Tile(4, 4, 4, 2))
 
 
