@@ -44,45 +44,31 @@ def _transposes(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A connected component of shared nodes, such as a parameter and its transpose.
+    """A connected component of shared nodes, such as a parameter and its transpose."""
 
-    Attributes:
-        n_crossings: Number of crossings that lead into the region.
-        parameters: Indices of the region's parameters.
-        is_direct: Whether the region has one parameter, and each crossing leads to the whole
-            parameter, possibly transposed or reshaped. If so, contributions are added unchanged.
-        is_simple: Whether the region has one parameter, and crossings lead to disjoint sets of its
-            entries. If so, a Gramian is the sum of the contributions' Gramians.
-    """
-
-    n_crossings: int = 0
-    parameters: list[int] = field(default_factory=list)
+    n_crossings: int = 0  # number of crossings that lead into the region
+    parameters: list[int] = field(default_factory=list)  # indices of the region's parameters
+    # Whether the region has one parameter, and each crossing leads to the whole parameter, possibly
+    # transposed or reshaped. If so, contributions are added unchanged.
     is_direct: bool = True
+    # Whether the region has one parameter, and crossings lead to disjoint sets of its entries. If
+    # so, a Gramian is the sum of the contributions' Gramians.
     is_simple: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The crossings of a graph.
+    """The crossings of a graph."""
 
-    Attributes:
-        layouts: For each split node with crossings, the layouts of its used outputs.
-        crossings: For each split node with crossings, the crossings and the regions they lead to.
-        regions: All regions.
-        inner: The split nodes with crossings from which the backward pass continues to other split
-            nodes with crossings. Hooks read the gradients of inner nodes.
-        last: The other split nodes with crossings, where the backward pass ends.
-        parameters: The parameters to differentiate.
-        is_fixed: Whether the graph's signature determines the plan. Otherwise, saved values such as
-            indices do.
-    """
-
-    layouts: dict[Node, dict[int, Layout]]
-    crossings: dict[Node, list[tuple[Edge, Region]]]
+    layouts: dict[Node, dict[int, Layout]]  # of the used outputs of split nodes with crossings
+    crossings: dict[Node, list[tuple[Edge, Region]]]  # with the regions they lead to
     regions: list[Region]
+    # Split nodes with crossings. From inner nodes, the backward pass continues to other split nodes
+    # with crossings, so hooks read their gradients. The pass ends at the last nodes.
     inner: list[Node]
     last: list[Node]
-    parameters: Sequence[Tensor]
+    parameters: Sequence[Tensor]  # the parameters to differentiate
+    # Whether the graph's signature determines the plan. Otherwise, saved values such as indices do.
     is_fixed: bool
 
     def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":

@@ -32,18 +32,13 @@ PIECE_BYTES = 4 * PIECE
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """Memory that is needed to differentiate f, in bytes.
+    """Memory that is needed to differentiate f, in bytes."""
 
-    Attributes:
-        activation_bytes: Peak memory for each sample: tensors that the forward pass saves, and
-            gradients with respect to tensors that are computed from parameters.
-        gradient_bytes: Size of the gradient of one sample.
-        shared_bytes: Memory that doesn't depend on the number of samples.
-    """
-
+    # Peak for each sample: tensors that the forward pass saves, and gradients with respect to
+    # tensors that are computed from parameters.
     activation_bytes: int
-    gradient_bytes: int
-    shared_bytes: int = 0
+    gradient_bytes: int  # size of the gradient of one sample
+    shared_bytes: int = 0  # doesn't depend on the number of samples
 
     def of(self, n_samples: int) -> int:
         """Return the bytes that ``n_samples`` samples need together."""

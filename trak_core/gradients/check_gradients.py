@@ -61,7 +61,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         # A batch of one text has no padding. If f differs, the code below finds out whether padding
         # is the reason.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
-        if _agrees(together, alone, tolerance):
+        if _close(together, alone, tolerance):
             return
         returned = batch.given_to(model)
         first, second = (_read(output, returned, batch)[0] for _ in range(2))
@@ -79,7 +79,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             )
         if batch.lengths is not None:
             padded = _one_by_one(model, output, [_alone(batch, i) for i in range(len(batch))])
-            if _agrees(together, padded, tolerance):
+            if _close(together, padded, tolerance):
                 if isinstance(alone, Exception):
                     raise alone
                 raise InputError(
@@ -114,10 +114,6 @@ def _one_by_one(
         return error
 
 
-def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> bool:
-    return isinstance(alone, Tensor) and _close(together, alone, tolerance)
-
-
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().nan_to_num(torch.inf).max())
 
@@ -136,7 +132,9 @@ def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, 
     return values, sizes
 
 
-def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor | Exception, tolerance: Tensor) -> bool:
+    if isinstance(b, Exception):
+        return False
     both_bad = ~a.isfinite() & ~b.isfinite()
     return bool((both_bad | ((a - b).abs() <= tolerance)).all())
 
@@ -158,18 +156,12 @@ def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
 
 def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: float) -> str:
     for (name, tensors), (_, other_tensors) in zip(steps, others, strict=False):
-        if _differ(tensors, other_tensors, allowed):
-            return name
+        for a, b in zip(tensors, other_tensors, strict=False):
+            is_float = b.is_floating_point() and b.numel()
+            size = float(b.abs().nan_to_num().max()) if is_float else 0.0
+            if a.shape != b.shape or not torch.allclose(a, b, 0, allowed * size, equal_nan=True):
+                return name
     return "the code of the model itself"
-
-
-def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool:
-    for a, b in zip(tensors, others, strict=False):
-        is_float = b.is_floating_point() and b.numel()
-        size = float(b.abs().nan_to_num().max()) if is_float else 0.0
-        if a.shape != b.shape or not torch.allclose(a, b, 0, allowed * size, equal_nan=True):
-            return True
-    return False
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections import Counter
-from functools import partial
 
 import torch
 from torch import nn
@@ -163,8 +162,11 @@ def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float
 def _digest(given: _Given, method: GradientMethod) -> Digest:
     _, parameters, _, pair = given
     digest = Digest.zeros(parameters, len(pair))
-    strict = method if method is gradients_one_by_one else partial(method, must=True)
-    strict(*given, digest)
+    if method is gradients_one_by_one:
+        method(*given, digest)
+    else:
+        strict = gradients_at_once if method is gradients_at_once else gradients_in_turn
+        strict(*given, digest, must=True)
     return digest
 
 

@@ -36,13 +36,10 @@ class Patches(Contribution):
 
     Patches overlap, so that all of them take much more memory than the input. They are formed for
     some channels c at a time, or read from the shifted input for one kernel position k at a time.
-
-    Attributes:
-        gradients: delta, shape (C, B, V, outputs, *output size).
-        images: x, shape (B, V, inputs, *size), with V images for each sample.
+    ``gradients`` is delta, shape (C, B, V, outputs, *output size).
     """
 
-    images: Tensor
+    images: Tensor  # x, shape (B, V, inputs, *size), with V images for each sample
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -25,9 +25,7 @@ class SampleConsumer(Consumer, Protocol):
 class _Rows:
     """A sample consumer with one tensor for each parameter.
 
-    Attributes:
-        rows: Tensors of shape (batch, ...) by parameter name. They stay zero for parameters on
-            which f doesn't depend.
+    The tensors ``rows``, shape (batch, ...), stay zero for parameters on which f doesn't depend.
     """
 
     in_order: ClassVar[bool] = True

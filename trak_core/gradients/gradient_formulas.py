@@ -108,13 +108,14 @@ def closed_forms(
     ``gradients`` and ``layouts`` map the number of each output of the operation to its delta, shape
     (C, *shape), and to its layout. The formulas hold for real numbers only.
     """
-    make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
-    is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
-    place = locate(shape_of(user, 0), layouts[0]) if is_known else None
+    user, make, place = edges[0].user, _FORMS.get(name_of(edges[0].user)), None
+    if make and gradients.keys() == {0} and not gradients[0].is_complex():
+        place = locate(shape_of(user, 0), layouts[0])
     for edge in edges:
         form = make(Use(edge, gradients[0], *place, layouts[0])) if make and place else None
-        is_ranked = layouts[0].owners is not None if place else False
-        yield replace(form, has_ranks=True) if form is not None and is_ranked else form
+        if form is not None and layouts[0].owners is not None:
+            form = replace(form, has_ranks=True)
+        yield form
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
@@ -129,9 +130,8 @@ def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     repeated += [first + i for i, n in enumerate(shape) if n == 1 != own.shape[first + i]]
     if not repeated:
         return Dense(own.reshape(*own.shape[:2], *shape))
-    terms = None
-    if repeated == [*range(2, first)]:
-        terms = partial(own.reshape, (*own.shape[:2], -1, *shape))
+    has_terms = repeated == [*range(2, first)]
+    terms = partial(own.reshape, (*own.shape[:2], -1, *shape)) if has_terms else None
     return Dense(own.sum(repeated).reshape(*own.shape[:2], *shape), terms)
 
 

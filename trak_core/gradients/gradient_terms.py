@@ -44,14 +44,11 @@ class Contribution(ABC):
     """The gradients with respect to one use of a tensor.
 
     The tensor is read as a matrix: all dimensions except the first are flattened into one.
-
-    Attributes:
-        gradients: Gradients with respect to the operation's output, shape (C, B, ...).
-        has_ranks: Whether index t counts only the sample's tokens that reach this operation, such
-            as an expert of a mixture. Otherwise, t is the position in the text.
     """
 
-    gradients: Tensor
+    gradients: Tensor  # with respect to the operation's output, shape (C, B, ...)
+    # Whether index t counts only the sample's tokens that reach this operation, such as an expert
+    # of a mixture. Otherwise, t is the position in the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
     @property
@@ -111,13 +108,10 @@ def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Formed gradients of a small tensor, shape (C, B, *shape).
+    """Formed gradients of a small tensor, shape (C, B, *shape)."""
 
-    Attributes:
-        terms: A function that returns the terms of the T tokens, shape (C, B, T, *shape), whose
-            sum over the tokens is ``gradients``. None if the terms are not known.
-    """
-
+    # Returns the terms of the T tokens, shape (C, B, T, *shape), whose sum over the tokens is
+    # ``gradients``. None if the terms are not known.
     terms: Callable[[], Tensor] | None = None
 
     @property
@@ -138,20 +132,16 @@ class Dense(Contribution):
 class Outer(Contribution):
     """Sums of outer products of inputs x and gradients delta, as for a linear layer's weight.
 
-    Row (c, b) is sum_t x_bt delta_cbt^T. Inner products of rows are
+    Row (c, b) is sum_t x_bt delta_cbt^T, and ``gradients`` is delta, shape (C, B, T, q). Inner
+    products of rows are
 
         <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
 
     so rows need not be formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
-
-    Attributes:
-        gradients: delta, shape (C, B, T, q).
-        inputs: x, shape (B, T, p).
-        is_transposed: Whether the tensor has shape (q, p) instead of (p, q).
     """
 
-    inputs: Tensor
-    is_transposed: bool
+    inputs: Tensor  # x, shape (B, T, p)
+    is_transposed: bool  # whether the tensor has shape (q, p) instead of (p, q)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -211,12 +201,11 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 class Lookup(Contribution):
     """Gradients of an embedding table: row v is the sum of delta_t over all t with index v.
 
-    ``gradients`` is delta, shape (C, B, T, q). ``indices`` has shape (B, T). The table has
-    ``n_entries`` rows.
+    ``gradients`` is delta, shape (C, B, T, q).
     """
 
-    indices: Tensor
-    n_entries: int
+    indices: Tensor  # shape (B, T)
+    n_entries: int  # number of rows of the table
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -254,15 +243,10 @@ def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contributi
 
 
 class Consumer(Protocol):
-    """An object that processes the gradients of one parameter after another, in any order.
+    """An object that processes the gradients of one parameter after another, in any order."""
 
-    Attributes:
-        in_order: Whether the order of a parameter's entries matters. It doesn't for a Gramian.
-        reads_terms: Whether the consumer reads ``Dense.terms``, which keep tensors in memory.
-    """
-
-    in_order: ClassVar[bool]
-    reads_terms: ClassVar[bool]
+    in_order: ClassVar[bool]  # whether the order of a parameter's entries matters
+    reads_terms: ClassVar[bool]  # whether it reads ``Dense.terms``, which keep tensors in memory
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Process the gradients with respect to a parameter, which are the sum over its uses.

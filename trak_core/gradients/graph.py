@@ -48,18 +48,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The part of autograd's graph that leads from outputs to chosen parameters.
+    """The part of autograd's graph that leads from outputs to chosen parameters."""
 
-    Attributes:
-        order: The nodes that lead to a chosen parameter, in topological order: every node precedes
-            the nodes that compute its inputs.
-        edges: For each node, its edges to other nodes of ``order``, sorted by input index.
-        parameters: Maps the nodes of chosen parameters to the parameters' indices.
-    """
-
-    order: list[Node]
-    edges: dict[Node, list[Edge]]
-    parameters: dict[Node, int]
+    order: list[Node]  # every node precedes the nodes that compute its inputs
+    edges: dict[Node, list[Edge]]  # edges to other nodes of ``order``, sorted by input index
+    parameters: dict[Node, int]  # maps the nodes of chosen parameters to the parameters' indices
 
 
 def name_of(node: Node) -> str:
@@ -208,17 +201,11 @@ _MOST_BLOCKS = 2**24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The assignment of a tensor's entries to samples (see the module's docstring).
+    """The assignment of a tensor's entries to samples (see the module's docstring)."""
 
-    Attributes:
-        stride: s, the number of consecutive entries of one sample.
-        n_samples: B.
-        owners: Sample numbers, shape (n,), on the CPU. If None, the layout is *cyclic*: the owners
-            are 0, ..., B - 1.
-    """
-
-    stride: int
-    n_samples: int
+    stride: int  # s, the number of consecutive entries of one sample
+    n_samples: int  # B
+    # Sample numbers, shape (n,), on the CPU. None means 0, ..., B - 1, a *cyclic* layout.
     owners: Tensor | None = None
 
     @property

@@ -22,13 +22,10 @@ from trak_core.model_outputs.model_output import at_least_float32
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A model's last layer: a linear layer, followed by elementwise functions such as a softcap.
+    """A model's last layer: a linear layer, followed by elementwise functions such as a softcap."""
 
-    The weight has shape (V, d), the bias, if any, (V,).
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # shape (V, d)
+    bias: Tensor | None  # shape (V,)
     functions: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,17 +63,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens of all texts, one text after another.
+    """The tokens of all texts, one text after another."""
 
-    Attributes:
-        hidden: The layer's inputs h, shape (tokens, d).
-        labels: Classes, shape (tokens,).
-        others: logsumexp of the logits of all classes except the label, shape (tokens,).
-    """
-
-    hidden: Tensor
-    labels: Tensor
-    others: Tensor
+    hidden: Tensor  # the layer's inputs h, shape (tokens, d)
+    labels: Tensor  # classes, shape (tokens,)
+    others: Tensor  # logsumexp of the logits of all classes except the label, shape (tokens,)
 
 
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:

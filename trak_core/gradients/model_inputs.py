@@ -228,17 +228,12 @@ def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Properties of the shapes of several samples.
+    """Properties of the shapes of several samples."""
 
-    Attributes:
-        lengths: Number of tokens of each text. Empty if samples are not texts.
-        along: Names of the inputs that have one row for each label.
-        source: The largest length, by name, of inputs whose length is independent of the number of
-            labels, such as the inputs of an encoder.
-    """
-
-    lengths: list[int]
-    along: frozenset[str]
+    lengths: list[int]  # number of tokens of each text; empty if samples are not texts
+    along: frozenset[str]  # names of the inputs that have one row for each label
+    # The largest length, by name, of inputs whose length is independent of the number of labels,
+    # such as the inputs of an encoder.
     source: Mapping[str, int]
 
     @property

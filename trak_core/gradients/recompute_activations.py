@@ -38,17 +38,13 @@ _ROUNDING = 8
 
 
 class Recomputation:
-    """Recomputation of the repeated blocks of a model.
-
-    Attributes:
-        found: The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
-        is_on: Whether the blocks are recomputed.
-    """
+    """Recomputation of the repeated blocks of a model."""
 
     def __init__(self, model: nn.Module):
         self._model = model
+        # The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
         self.found = _repeated(model)
-        self.is_on = False
+        self.is_on = False  # whether the blocks are recomputed
         # Configs of transformers' models whose caches would be filled twice.
         self._configs: list[Any] = []
         # The call whose saved tensors are in memory.

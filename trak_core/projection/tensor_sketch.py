@@ -134,8 +134,7 @@ def _fill_counts(
         left: Rows a, shape (b, tokens, n0).
         right: Rows b, shape (b, tokens, n1).
         counts: Contiguous, shape (tokens, b, k, 2) or (tokens, b, 2, k).
-        dim: The dimension of ``counts`` along which x and y are stored: 3 for complex numbers
-            x + i y, else 2.
+        dim: The dimension of ``counts`` for x and y: 3 for complex numbers x + i y, else 2.
     """
     if _has_kernels(left.device):
         assert spec.shapes is not None

@@ -44,19 +44,13 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to Philox's keys after each round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method to project gradients of a dtype on a device.
-
-    Attributes:
-        variant: A function that returns the kernel for a number of rows.
-        n_planes: 2 if float32 gradients are split into high and low parts in bfloat16, else 1.
-        alignment: A kernel can read a block in place if the block's first coordinate and row stride
-            are multiples of this number.
-    """
+    """A method to project gradients of a dtype on a device."""
 
     name: str
-    variant: Callable[[int], Variant]
+    variant: Callable[[int], Variant]  # returns the kernel for a number of rows
     dtype: torch.dtype
-    n_planes: int
+    n_planes: int  # 2 if float32 gradients are split into high and low parts in bfloat16, else 1
+    # A kernel can read a block in place if first coordinate and row stride are multiples of this.
     alignment: int
 
 
@@ -108,17 +102,12 @@ def runs(
     most_in_place: int,
     most_gathered: int,
 ) -> Iterator[Run]:
-    """Split the coordinates of consecutive blocks into runs that cover each slice once, in order.
+    """Yield runs that cover each slice of consecutive blocks once, in order.
 
-    Args:
-        bounds: The coordinates (start, stop) of each block. No block is empty.
-        in_place: Whether the kernel can read each block in place.
-        least: Smallest number of slices in a block for which reading in place is faster.
-        most_in_place: Largest number of slices in a run that is read in place.
-        most_gathered: Largest number of slices in a run that is copied.
-
-    Yields:
-        The runs.
+    ``bounds`` are the coordinates (start, stop) of each block, none of which is empty, and
+    ``in_place`` says whether the kernel can read the block in place. Reading in place is faster
+    from ``least`` slices in a block on. The last two arguments limit the number of slices in a run
+    that is read in place and in a run that is copied.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)
