@@ -130,22 +130,14 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if patterns is not None:
         chosen = {name for pattern in patterns for name in _matches(pattern, trainable, named)}
     selected = {name: parameter for name, parameter in named.items() if name in chosen}
-    complex_ones = [f"{name} {p.dtype}" for name, p in selected.items() if p.is_complex()]
-    if complex_ones:
+    wrong = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
+    if wrong:
         raise InputError(
-            "Parameters that are differentiated must be real. Found "
-            f"{listed(complex_ones)}. Store `torch.view_as_real(w)` as the parameter, in the model "
-            "and in checkpoints, and convert it by `torch.view_as_complex` in forward. Or exclude "
-            "the parameter from `parameters`.",
-            code="gradients.complex_parameter",
-        )
-    integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
-    if integers:
-        raise InputError(
-            "Parameters that are differentiated must be floating-point numbers. Found "
-            f"{listed(integers)}. Load the model without quantization, or exclude these parameters "
-            "from `parameters`.",
-            code="gradients.integer_parameter",
+            "Parameters that are differentiated must be real floating-point numbers. Found "
+            f"{listed(wrong)}. Exclude these parameters from `parameters`, or load the model "
+            "without quantization. Instead of a complex parameter w, store `torch.view_as_real(w)` "
+            "in the model and in checkpoints, and call `torch.view_as_complex` in forward.",
+            code="gradients.parameter_dtype",
         )
     for parameter in selected.values():
         parameter.requires_grad_(True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, listed
@@ -45,11 +46,9 @@ class Batch:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply ``function``, which must not change the number of tokens, to every tensor."""
-        kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
+        inputs = {name: function(tensor) for name, tensor in self.tensors()}
         lengths = None if self.lengths is None else function(self.lengths)
-        args = tuple(map(function, self.args))
-        labels = function(self.labels)
-        return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
+        return self.with_inputs(inputs, function(self.labels), lengths)
 
     def rows(self, rows: slice | Tensor) -> "Batch":
         """Return some of the samples, padded to the longest of them."""
@@ -61,10 +60,8 @@ class Batch:
     def cut(self, length: int) -> "Batch":
         """Return the batch, which must have ``lengths``, with texts cut to ``length`` tokens."""
         assert self.lengths is not None
-        inputs = {
-            name: tensor[:, :length] if name in self.along else tensor
-            for name, tensor in self.tensors()
-        }
+        inputs = dict(self.tensors())
+        inputs |= {name: inputs[name][:, :length] for name in self.along}
         lengths = self.lengths.clamp(max=length)
         return self.with_inputs(inputs, self.labels[:, :length], lengths)
 
@@ -217,13 +214,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
     """Concatenate tensors (samples, ...), padded to ``longest`` in dimension 1 if it is given."""
-    if longest is None:
-        return torch.cat(list(tensors))
-    padded = []
-    for tensor in tensors:
-        missing = len(tensor), longest - tensor.shape[1], *tensor.shape[2:]
-        padded.append(torch.cat([tensor, tensor.new_full(missing, filling)], dim=1))
-    return torch.cat(padded)
+    if longest is not None:
+        margins = [(0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]) for x in tensors]
+        tensors = [pad(x, at, value=filling) for x, at in zip(tensors, margins, strict=True)]
+    return torch.cat(list(tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,9 @@ import torch
 from numba import config
 from torch import Tensor
 
+from trak_core.errors import InputError
 from trak_core.projection.cuda.variants import Kernel
+from trak_core.runtime.files import atomic_write
 
 _MOST_ARGUMENTS = 64  # the largest number of arguments of a kernel, counted as above
 _COMPILERS = (
@@ -105,12 +107,11 @@ class _Slots(threading.local):
         first = ctypes.addressof(self.words)
         addresses = range(first, first + 8 * _MOST_ARGUMENTS, 8)
         self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
-        self.address = ctypes.addressof(self.addresses)
 
     def fill(self, words: Sequence[int]) -> int:
         """Write the arguments and return the address of the array of their addresses."""
         struct.pack_into(f"{len(words)}q", self.words, 0, *words)
-        return self.address
+        return ctypes.addressof(self.addresses)
 
 
 _SLOTS = _Slots()
@@ -183,14 +184,8 @@ def kept(path: Path) -> bytes | None:
 
 def keep(path: Path, content: bytes) -> None:
     """Write the content after its SHA-256. If this fails, the next process compiles again."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(hashlib.sha256(content).digest() + content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with suppress(OSError, InputError), atomic_write(path) as partial:
+        partial.write_bytes(hashlib.sha256(content).digest() + content)
 
 
 @cache
