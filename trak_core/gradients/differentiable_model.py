@@ -256,20 +256,16 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     with ExitStack() as hooks:
         for node in nodes_below(values.grad_fn) if values.grad_fn is not None else []:
             if node.name() == "NativeBatchNormBackward0":
-                hooks.callback(node.register_prehook(_reader(node)).remove)
+                hooks.callback(node.register_prehook(partial(_with_gap, node)).remove)
         yield
 
 
-def _reader(node: Node) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...] | None]:
-    def read(gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        gradient, *others = gradients
-        # The raw tensor is read, because a recomputed saved tensor can be unpacked only once.
-        saved = node._raw_saved_input.data
-        if 1 not in gradient.shape or not _may_be_confused(gradient, saved):
-            return None
-        return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)
-
-    return read
+def _with_gap(node: Node, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    gradient, *others = gradients
+    # The raw tensor is read, because a recomputed saved tensor can be unpacked only once.
+    if 1 not in gradient.shape or not _may_be_confused(gradient, node._raw_saved_input.data):
+        return None
+    return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)
 
 
 def _may_be_confused(gradient: Tensor, saved: object) -> bool:

@@ -232,12 +232,10 @@ def _weighted_sums(
     ``gradients`` is delta, shape (C, B, ...). ``normed`` returns the normalized inputs of a slice
     of the samples.
     """
-    step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
-    if gradients.is_cuda:
-        step = max(1, gradients.shape[1])
+    n_samples = gradients.shape[1]
+    step = n_samples if gradients.is_cuda else max(1, _CACHED // max(1, gradients[0, 0].numel()))
     sums = []
-    for start in range(0, gradients.shape[1], step):
-        part = slice(start, start + step)
+    for part in (slice(start, start + step) for start in range(0, n_samples, step)):
         products = gradients[:, part] * normed(part)
         sums.append(products.sum(dims) if dims else products)
 

@@ -136,17 +136,13 @@ def _selected(given: RuleInput) -> Layout | None:
 
 def _joined(given: RuleInput) -> Layout | None:
     (dim,) = given.saved_dims(len(given.output))
-    if given.dim == dim:
-        return None
-    return given.along(
-        given.dim - (given.dim > dim) if len(given.input) < len(given.output) else given.dim
-    )
+    is_new = len(given.input) < len(given.output)  # as in ``stack``
+    return None if given.dim == dim else given.along(given.dim - (is_new and given.dim > dim))
 
 
 def _transposed(given: RuleInput) -> Layout | None:
-    a, b = (
-        _signed(d) % len(given.output) for d in (given.node._saved_dim0, given.node._saved_dim1)
-    )
+    n, dims = len(given.output), (given.node._saved_dim0, given.node._saved_dim1)
+    a, b = (_signed(dim) % n for dim in dims)
     return given.along({a: b, b: a}.get(given.dim, given.dim))
 
 

@@ -1,7 +1,4 @@
-"""Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J.
-
-``Engine`` reads the graph of a given output.
-"""
+"""Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -105,23 +105,24 @@ def add_projection(
     The first column of the first block is multiplied by row ``offset`` of R. On CUDA, this function
     only queues work. It does not check values, because a check would wait for the GPU.
     """
+    device = out.device.type if isinstance(out, Tensor) else "cpu"
+    result: Any = out
     if spec.kind is ProjectionKind.IDENTITY:
-        columns: Any = out
         for block in blocks:
-            columns[:, offset : offset + block.shape[1]] += block
+            result[:, offset : offset + block.shape[1]] += block
             offset += block.shape[1]
-    elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
+    elif device == "cuda" and spec.kind.about.of_matrices:
         starts = itertools.accumulate((block.shape[1] for block in blocks), initial=offset)
         parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
-        add_rows(out, parts, spec)
-    elif isinstance(out, Tensor) and out.device.type == "cuda":
+        add_rows(result, parts, spec)
+    elif device == "cuda":
         # This is imported here because machines without a GPU need not have numba-cuda.
         from trak_core.projection.cuda import project_cuda
 
-        project_cuda(blocks, spec, offset, out)
-    elif isinstance(out, Tensor) and out.device.type != "cpu":
+        project_cuda(blocks, spec, offset, result)
+    elif device != "cpu":
         raise InputError(
-            f"`gradients` must be on a CPU or CUDA device. Found {out.device}.",
+            f"`gradients` must be on a CPU or CUDA device. Found {device}.",
             code="projection.device",
         )
     else:
@@ -151,11 +152,10 @@ def project(
     The work is done on the device of the gradients. A CUDA kernel is tested at its first use. If a
     kernel fails, an error is raised. There is no silent fallback.
 
-    To choose ``proj_dim``, consider that the error of the projected inner product of x and y has a
-    standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
-    parallel vectors. With the workflow's default of 1,024 columns, this is 3 % of ``|x| |y|``. Four
-    times as many columns halve the error and take four times the time and memory. With more columns
-    than training samples, the features' normal matrix is singular, and damping dominates scores.
+    The error of the projected inner product of x and y has a standard deviation of about
+    ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel vectors. With the
+    workflow's default of 1,024 columns, this is 3 % of ``|x| |y|``. With more columns than training
+    samples, the features' normal matrix is singular, and damping dominates scores.
 
     Args:
         gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy

@@ -5,7 +5,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,10 @@ def require_right_matrix(
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:
         return
-    marker = None if is_simulated() else _marker(kernel, dtype, device)
+    marker = None  # the file that records a passed test of the kernel on this GPU model
+    if not is_simulated():
+        key = kernel, str(dtype), name_of(device), compiled.driver_version()
+        marker = compiled.kept_path(".right", *key)
     if marker is not None and compiled.kept(marker) is not None:
         _passed.add((device, kernel, dtype))
         return
@@ -170,14 +172,6 @@ def require_right_matrix(
     _passed.add((device, kernel, dtype))
     if marker is not None:
         compiled.keep(marker, b"")
-
-
-def _marker(kernel: variants.Kernel, dtype: torch.dtype, device: torch.device) -> Path:
-    """Return the path of the file that records a passed test of a kernel on this GPU model."""
-    properties = torch.cuda.get_device_properties(device)
-    return compiled.kept_path(
-        ".right", kernel, str(dtype), properties.name, compiled.driver_version()
-    )
 
 
 @contextmanager
