@@ -48,7 +48,7 @@ class PerSample:
     outputs: Tensor
     predictions: Tensor
     loss_weights: Tensor
-    curvature: Tensor | None
+    curvature: Tensor | None = None
 
     def columns(self) -> list[Tensor]:
         """Return outputs, predictions, loss weights and, if there is one, curvature."""
@@ -222,10 +222,8 @@ def gradients_one_by_one(
 
 
 # The methods, by the names that are stored with a run.
-METHODS: dict[str, GradientMethod] = {
-    method.__name__: method
-    for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one)
-}
+_METHODS = gradients_at_once, gradients_in_turn, gradients_one_by_one
+METHODS: dict[str, GradientMethod] = {method.__name__: method for method in _METHODS}
 
 
 def formed_gradients(
@@ -253,7 +251,4 @@ def formed_gradients(
     """
     batch = as_batch(samples, output)
     formed = Formed.zeros(parameters, len(batch))
-    outputs, predictions, loss_weights, *curvature = method(
-        model, parameters, output, batch, formed
-    )
-    return PerSample(formed.rows, outputs, predictions, loss_weights, *curvature or [None])
+    return PerSample(formed.rows, *method(model, parameters, output, batch, formed))

@@ -330,14 +330,13 @@ def call(model: nn.Module, batch: Batch) -> object:
             for name, tensor in batch.tensors()
         )
         own = ", ".join(sorted({_short(p.dtype) for p in model.parameters()})) or "none"
-        remedy = CHANGE_SAMPLES
-        if "does not require grad" in str(error):
-            remedy = _DIFFERENTIATES
+        has_no_graph = "does not require grad" in str(error)
         raise InputError(
             "The model must accept its samples. It was called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
             f"parameters have the dtype {own}. Found {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{remedy}",
+            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
+            f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error
 

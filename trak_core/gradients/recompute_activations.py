@@ -170,11 +170,8 @@ class _Call:
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.fingerprints: list[int | Tensor | None] = []
         device = parameters[0].device
-        self.autocast = torch.autocast(
-            device.type,
-            torch.get_autocast_dtype(device.type),
-            torch.is_autocast_enabled(device.type),
-        )
+        dtype, is_on = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self.autocast = torch.autocast(device.type, dtype, is_on)
         self.gpus = [device] if device.type == "cuda" else []
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 

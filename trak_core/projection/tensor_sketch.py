@@ -126,15 +126,10 @@ def _fill_counts(
 ) -> None:
     """Write the count sketches x and y of pairs of rows a and b to ``counts``, float32.
 
-    On a CPU, the two rows of a pair are first scaled to equal norms if ``dim`` is 3.
-
-    Args:
-        spec: The projection.
-        number: Index of the parameter.
-        left: Rows a, shape (b, tokens, n0).
-        right: Rows b, shape (b, tokens, n1).
-        counts: Contiguous, shape (tokens, b, k, 2) or (tokens, b, 2, k).
-        dim: The dimension of ``counts`` for x and y: 3 for complex numbers x + i y, else 2.
+    Rows a are ``left``, shape (b, tokens, n0), and rows b are ``right``, shape (b, tokens, n1).
+    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if ``dim``
+    is 3, and (tokens, b, 2, k) if ``dim`` is 2. If ``dim`` is 3, a CPU first scales the two rows of
+    a pair to equal norms.
     """
     if _has_kernels(left.device):
         assert spec.shapes is not None

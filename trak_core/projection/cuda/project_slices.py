@@ -171,24 +171,13 @@ def project_slices(
 
     ``project_cuda`` describes the arguments other than the method.
     """
-    n_samples, proj_dim = out.shape
-    row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
-    n_rows = max(1, BUDGET_BYTES // 2 // row_bytes)
-    for row in range(0, n_samples, n_rows):
-        rows = slice(row, row + n_rows)
-        part = [block[rows] for block in blocks]
-        _project_rows(part, spec, offset, out[rows], method)
-
-
-def _project_rows(
-    blocks: Sequence[torch.Tensor],
-    spec: ProjectionSpec,
-    offset: int,
-    out: torch.Tensor,
-    method: Method,
-) -> None:
-    """Compute ``project_slices`` for rows that fit into memory together."""
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
+    row_bytes = n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
+    fitting = max(1, BUDGET_BYTES // 2 // row_bytes)
+    if n_samples > fitting:
+        for rows in (slice(row, row + fitting) for row in range(0, n_samples, fitting)):
+            project_slices([block[rows] for block in blocks], spec, offset, out[rows], method)
+        return
     n_rows = n_planes * n_samples
     variant = method.variant(n_rows)
     keys = round_keys(spec.seed)
