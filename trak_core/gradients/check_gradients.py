@@ -121,10 +121,9 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return f of each sample, and the largest absolute value that the model returned for it."""
     outputs = output.read(returned)
-    n = len(batch)
+    n, labels = len(batch), batch.labels
     rows = rows_in(outputs, n)
-    values = [output.value(of_sample(outputs, i, n), batch.labels[i]) for i in range(n)]
-    values = torch.stack(values)
+    values = torch.stack([output.value(of_sample(outputs, i, n), labels[i]) for i in range(n)])
     sizes = torch.zeros_like(values)
     for x in rows:
         if x.is_floating_point() and x.numel():
@@ -200,8 +199,8 @@ def count_classes(
 ) -> int | None:
     """Return the number of classes, at least 2, by calling the model with the first sample.
 
-    The result is None if labels are not classes. The model must be on ``device``; the samples may
-    be elsewhere. An ``InputError`` is raised if f of the sample can't be computed.
+    The result is None if labels are not classes. The model must be on ``device``. The samples may
+    be on another device. An ``InputError`` is raised if f of the sample can't be computed.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):

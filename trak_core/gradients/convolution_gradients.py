@@ -111,9 +111,7 @@ class Patches(Contribution):
         first = group * (self.images.shape[2] // self.groups)
         images = self.images[:, :, first + part.start : first + part.stop]
         images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
-        sizes = self.gradients.shape[4:]
-        n_dims = len(self.kernel)
-        steps = images.stride()[-n_dims:]
+        sizes, steps = self.gradients.shape[4:], images.stride()[-len(self.kernel) :]
         shape = *images.shape[:3], *self.kernel, *sizes
         by_kernel = [step * d for step, d in zip(steps, self.dilation, strict=True)]
         by_pixel = [step * s for step, s in zip(steps, self.stride, strict=True)]

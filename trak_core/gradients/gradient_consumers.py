@@ -19,7 +19,6 @@ class SampleConsumer(Consumer, Protocol):
 
     def finish(self) -> None:
         """Process gradients that are still buffered, after the last ``take``."""
-        ...
 
 
 class _Rows:
@@ -98,16 +97,12 @@ class Digest(_Rows):
         total = self.rows[name]
         n = total.shape[1]
         width = parameter.numel() // max(1, n)
-        vector = self._vector(name, width)
+        generator = torch.Generator().manual_seed(list(self.rows).index(name))
+        vector = torch.randn(width, generator=generator).to(total.device, total.dtype)
         uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
         for first, part in summed_parts(uses):
             rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
             total[:, first // width : first // width + rows.shape[1]] += rows
-
-    def _vector(self, name: str, width: int) -> Tensor:
-        seed = list(self.rows).index(name)
-        vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-        return vector.to(self.rows[name].device, self.rows[name].dtype)
 
     def difference(self, other: Self) -> tuple[float, str]:
         """Return the largest difference from another digest, and the name of its parameter.

@@ -80,8 +80,7 @@ class Use(NamedTuple):
         return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
-        """Return delta split by samples, shape (C, B, *shape of one sample's output)."""
-        return self.by_sample(self.gradient, self.dim, 1)
+        return self.by_sample(self.gradient, self.dim, 1)  # (C, B, *shape of a sample's output)
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:

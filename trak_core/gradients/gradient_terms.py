@@ -251,10 +251,9 @@ class Consumer(Protocol):
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Process the gradients with respect to a parameter, which are the sum over its uses.
 
-        This method is called once for each parameter, or several times, with disjoint sets of the
-        parameter's entries, if ``in_order`` is False.
+        This method is called at most once for each parameter. If ``in_order`` is False, it may be
+        called several times, with gradients of disjoint sets of the parameter's entries.
         """
-        ...
 
     def empty(self) -> Self: ...
 

@@ -330,10 +330,9 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     This is used for operations without a rule. Samples are numbered in binary. For each bit, the
     operation is differentiated twice: with random positive gradients for the samples whose number
     has the bit, and for all other samples. If an entry depends on sample b alone, its gradient is
-    nonzero in exactly the trials that include b, which determine the bits of b. If the gradient is
-    nonzero in both trials of a bit, several samples share the input, and its layout is None.
-    Therefore an operation that mixes samples is always detected. The cost is 2 ceil(log2 B)
-    derivatives. ``layouts`` maps the numbers of the used outputs to their layouts.
+    nonzero in exactly the trials that include b, which determine the bits of b. If it is nonzero in
+    both trials of a bit, several samples share the input, whose layout is None. Therefore an
+    operation that mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples
@@ -374,7 +373,6 @@ def _nonzero(
     for index, like in inputs.items():
         answer = answers[index]
         if answer is None:
-            masks[index] = torch.zeros_like(like, dtype=torch.bool)
-        else:
-            masks[index] = (answer.sum_to_size(like.shape) != 0).cpu()
+            answer = torch.zeros_like(like)
+        masks[index] = (answer.sum_to_size(like.shape) != 0).cpu()
     return masks

@@ -83,8 +83,7 @@ class Recomputation:
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
         whole = (
             " Blocks that write into their arguments, or get objects other than tensors, plain "
-            f"values, lists, tuples and dicts, keep all activations: "
-            f"{', '.join(sorted(self.whole))}."
+            f"values, lists, tuples and dicts, keep all activations: {', '.join(sorted(self.whole))}."
         )
         return (
             "the activations of one sample don't fit into memory. The model's repeated blocks "

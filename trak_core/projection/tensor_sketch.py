@@ -360,12 +360,10 @@ class Contractions:
     ) -> Tensor:
         """Return <left[b, t] right[b, t]^T, R v> for pairs of b and v, shape (pairs, tokens).
 
-        Args:
-            number: Index of the parameter.
-            left: Shape (b, tokens, n0).
-            right: Shape (b, tokens, n1).
-            groups: For each sample b, in ascending order, (b, the slice of its pairs).
-            directions: For each pair, the index of its vector v in ``vectors``, shape (pairs,).
+        ``left`` and ``right`` are factors of the gradient of parameter ``number``, of shapes (b,
+        tokens, n0) and (b, tokens, n1). ``groups`` contains, for each sample b in ascending order,
+        the pair of b and the slice of its pairs. ``directions`` contains the index in ``vectors``
+        of each pair's v.
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         if len(groups) < len(left):

@@ -40,9 +40,9 @@ def pause_openmp() -> None:
     """Stop OpenMP's threads until there is work for them again.
 
     An idle thread of OpenMP waits actively for some milliseconds and occupies a core that another
-    thread could use. Restarting the threads takes less than 0.1 ms. This function does nothing if
-    no OpenMP 5.0 is loaded. It also does nothing in a forked process, where GNU's OpenMP would wait
-    forever for the parent's threads. An ``os.fork`` before this module's import is not detected.
+    thread could use. Restarting the threads takes less than 0.1 ms. Nothing is done if no OpenMP
+    5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for the parent's
+    threads. An ``os.fork`` before this module's import is not detected.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """

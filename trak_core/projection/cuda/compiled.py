@@ -51,13 +51,11 @@ def launch(
 ) -> None:
     """Launch a kernel on PyTorch's current stream, without copying tensors.
 
-    Args:
-        kernel: The kernel. It is compiled if its machine code is not cached.
-        types: Types of the arguments, such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8
-            numbers, or ``float32[:]`` for a contiguous one-dimensional tensor.
-        grid: Number of thread blocks in up to three dimensions.
-        n_threads: Number of threads in a block.
-        arguments: Tensors, integers, and tuples of integers.
+    A kernel whose machine code is not cached is compiled. The arguments are tensors, integers, and
+    tuples of integers. Their ``types`` are such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple
+    of 8 numbers, or ``float32[:]`` for a contiguous one-dimensional tensor. ``grid`` is the number
+    of thread blocks in up to three dimensions, and ``n_threads`` is the number of threads in a
+    block.
     """
     if is_simulated():
         definition(kernel)[tuple(grid), n_threads](*map(_simulated, types, arguments))

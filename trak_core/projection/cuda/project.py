@@ -84,13 +84,11 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
                 f"The projection's kind must have a kernel for GPUs. Found {kind}. {INSTEAD}",
                 code="projection.gpu_kind",
             )
-    bfloat16 = dtype is torch.bfloat16 or n_planes == 2
+    if n_planes == 2:
+        dtype = torch.bfloat16
+    variant = partial(variant, spec, dtype is torch.bfloat16)
     return project_slices.Method(
-        name=name,
-        variant=partial(variant, spec, bfloat16),
-        dtype=torch.bfloat16 if n_planes == 2 else dtype,
-        n_planes=n_planes,
-        alignment=alignment,
+        name=name, variant=variant, dtype=dtype, n_planes=n_planes, alignment=alignment
     )
 
 
@@ -130,12 +128,9 @@ def require_right_matrix(
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
     n_rows = min(n_samples, ROWS, max(1, _ENTRIES // proj_dim))
     offset = 2**33 + 5 * project_slices.SLICE - STEP * n_rows // 2
+    stop = offset + STEP * n_rows
     small = replace(
-        spec,
-        proj_dim=proj_dim,
-        n_params=offset + STEP * n_rows,
-        seed=0x243F6A8885A308D3,
-        stream=0x13198A2E,
+        spec, proj_dim=proj_dim, n_params=stop, seed=0x243F6A8885A308D3, stream=0x13198A2E
     )
     picks = STEP * np.arange(n_rows) + STEP // 2
     gradients = torch.zeros((n_rows, STEP * n_rows), dtype=dtype)
