@@ -81,14 +81,15 @@ class Recomputation:
     def told(self) -> str:
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
-        whole = (
+        whole = ", ".join(sorted(self.whole))
+        whole = whole and (
             " Blocks that write into their arguments, or get objects other than tensors, plain "
-            f"values, lists, tuples and dicts, keep all activations: {', '.join(sorted(self.whole))}."
+            f"values, lists, tuples and dicts, keep all activations: {whole}."
         )
         return (
             "the activations of one sample don't fit into memory. The model's repeated blocks "
             f"({names}) keep only their inputs and are recomputed in the backward pass, which "
-            f"gives the same numbers but takes longer.{whole if self.whole else ''}"
+            f"gives the same numbers but takes longer.{whole}"
         )
 
     def begin_count(self) -> None:
