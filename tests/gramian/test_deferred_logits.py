@@ -19,7 +19,6 @@ from trak_core.gradients import (
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
-    margins_in_pieces,
     select_parameters,
 )
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
@@ -82,8 +81,7 @@ AS_A_WHOLE = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces have three tokens of a text, or some rows of the weight for whole gradients."""
-    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 3 * VOCABULARY)
-    monkeypatch.setattr(gradient_terms, "PIECE", 40)
+    monkeypatch.setattr(gradient_terms, "PIECE", 3 * VOCABULARY)
 
 
 def prepared(make, output=LANGUAGE_MODELLING, n=3):

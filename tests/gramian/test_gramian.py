@@ -103,7 +103,6 @@ def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
     for keep_graph, piece in ((True, 2**22), (False, 7)):
         monkeypatch.setattr("trak_core.gradients.gradient_terms.PIECE", piece)
         plan = plan_of(output, list(parameters.values()), 0)
-        assert plan is not None
         formed = Formed.zeros(parameters, len(output))
         try:
             with torch.no_grad():

@@ -14,7 +14,6 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.gramian import Engine
-from trak_core.gramian.jacobian_gramian import parameter_gramian
 
 pytestmark = pytest.mark.usefixtures("float64")
 N = 3
@@ -137,5 +136,5 @@ def test_random_chains(seed):
     expected = by_jacobian(output, list(model.parameters()))
     assert_equal(Engine(model).compute_gramian(output), expected)
     with contextlib.suppress(InputError):  # of statistics over samples
-        found = parameter_gramian(output, list(model.parameters()), 0)
+        found = Engine(model, batch_dim=0).compute_gramian(output)
         assert_equal(found, expected)

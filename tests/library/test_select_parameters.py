@@ -29,14 +29,14 @@ def test_patterns_of_nothing_and_of_integers_are_refused():
     quantized = torch.zeros(3, 3, dtype=torch.int8)
     model[0].weight = nn.Parameter(quantized, requires_grad=False)
     assert "0.weight" not in select_parameters(model, None)
-    with refused("gradients.integer_parameter", "0.weight torch.int8"):
+    with refused("gradients.parameter_dtype", "0.weight torch.int8"):
         select_parameters(model, ["*.bias", "0.weight"])
 
 
 def test_complex_parameters_are_refused():
     model = nn.Linear(2, 1)
     model.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with refused("gradients.complex_parameter", "filter torch.complex64"):
+    with refused("gradients.parameter_dtype", "filter torch.complex64"):
         select_parameters(model, None)
     assert list(select_parameters(model, ["weight"])) == ["weight"]
 

@@ -188,7 +188,8 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
-    monkeypatch.setattr("trak_core.gradients.margins_in_pieces.piece_on", lambda _: 3 * N_TEXTS * N_WORDS)
+    most = 3 * N_TEXTS * N_WORDS
+    monkeypatch.setattr("trak_core.gradients.gradient_terms.piece_on", lambda _: most)
     in_pieces = MarginsOfTokens(model, output)
     results = []
     for given, of, rows in (

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trak_core.attribution import project_gradients
 from trak_core.attribution.deferred_logits import MarginsOfTokens
 from trak_core.attribution.project_gradients import queued_features
-from trak_core.gradients import as_batch, margins_in_pieces, select_parameters
+from trak_core.gradients import as_batch, gradient_terms, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION
@@ -97,14 +97,14 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("kind", ["rademacher", "hadamard", "normal", "tensor_sketch"])
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
 def test_features_wait_once(make, kind, monkeypatch):
-    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 200)
+    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
     check_waits(make, kind)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("make", [texts, texts_in_pieces, images])
 def test_sketches_of_factors_wait_once(make, monkeypatch):
-    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 200)
+    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 200)
     check_waits(make, "tensor_sketch")
 
 

@@ -25,15 +25,15 @@ def zeros(*shape, dtype=np.float32):
         ({"gradients": torch.zeros((2, 10), dtype=torch.int32)}, "gradients", ["torch.int32"]),
         ({"gradients": zeros(10)}, "gradients", ["(10,)"]),
         ({"gradients": [zeros(2, 5, 1)]}, "gradients", ["(2, 5, 1)"]),
-        ({"gradients": []}, "no_block", []),
+        ({"gradients": []}, "gradients", ["an empty sequence"]),
         ({"gradients": [[1.0, 2.0]]}, "gradients", ["list"]),
-        ({"gradients": [zeros(2, 5), zeros(3, 5)]}, "blocks", ["(2, 5)", "(3, 5)"]),
+        ({"gradients": [zeros(2, 5), zeros(3, 5)]}, "gradients", ["(2, 5)", "(3, 5)"]),
         (
             {"gradients": [zeros(2, 5), zeros(2, 5, dtype=np.float16)]},
-            "blocks",
+            "gradients",
             ["dtype float32", "dtype float16"],
         ),
-        ({"gradients": [zeros(2, 5), torch.zeros(2, 5)]}, "blocks", ["an array", "a tensor"]),
+        ({"gradients": [zeros(2, 5), torch.zeros(2, 5)]}, "gradients", ["an array", "a tensor"]),
         ({"gradients": zeros(2, 11)}, "columns", ["10 rows", "0 to 11"]),
         ({"gradients": torch.zeros((2, 10), device="meta")}, "device", ["meta"]),
         ({"offset": 1}, "columns", ["10 rows", "1 to 11"]),
@@ -42,7 +42,6 @@ def zeros(*shape, dtype=np.float32):
         ({"out": np.zeros((2, 3))}, "out", ["float64"]),
         ({"out": torch.zeros((2, 3))}, "out", ["a tensor"]),
         ({"gradients": torch.zeros(2, 10), "out": zeros(2, 3)}, "out", ["an array"]),
-        ({"threads": 0}, "threads", ["0"]),
     ],
 )
 def test_bad_arguments_are_explained(arguments, code, values):

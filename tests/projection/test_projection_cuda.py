@@ -405,12 +405,6 @@ class TestSelfTest:
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")
-def test_the_simulator_takes_no_gpu():
-    with refused("projection.simulated"):
-        project_module.capability_of(torch.device("cuda", 0))
-
-
 def test_hadamard_says_its_limit(use, monkeypatch):
     spec = ProjectionSpec(kind="hadamard", n_params=9, proj_dim=512, seed=0, stream=0)
     with refused("projection.gpu_proj_dim", 256, 512):

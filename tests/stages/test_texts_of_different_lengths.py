@@ -14,7 +14,7 @@ from trak_core.artifacts import FEATURES, GRAMIAN, OUTPUTS, open_artifact
 from trak_core.attribution import loaded_model, write_features
 from trak_core.attribution.batch_by_length import order_samples
 from trak_core.errors import InputError
-from trak_core.gradients import margins_in_pieces
+from trak_core.gradients import gradient_terms
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.settings import EXACT, ProjectionSpec, matrix_shape, stream_of
@@ -317,7 +317,7 @@ def test_features_from_logits_in_pieces_are_the_same(case, capsys, monkeypatch):
     assert "logits" not in capsys.readouterr().out
     # The logits of 30 tokens are more than a 2^18th of 500 MiB.
     monkeypatch.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
-    monkeypatch.setattr(margins_in_pieces, "piece_on", lambda _: 5 * 40)
+    monkeypatch.setattr(gradient_terms, "piece_on", lambda _: 5 * 40)
     file = case.features("pieces", "tensor_sketch")
     assert "30 x 40 logits" in capsys.readouterr().out
     assert_same(file, expected)
@@ -337,7 +337,7 @@ def test_outputs_in_small_batches_and_pieces_are_the_same(case, capsys, monkeypa
     called, call = [], outputs_stage.call
     with monkeypatch.context() as small:
         small.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
-        small.setattr(margins_in_pieces, "piece_on", lambda _: 5 * 40)
+        small.setattr(gradient_terms, "piece_on", lambda _: 5 * 40)
         small.setattr(outputs_stage, "budget_bytes", lambda *memory: 1)
         small.setattr(outputs_stage, "call", lambda m, b: called.append(len(b)) or call(m, b))
         pieces = computed("few")

@@ -2,7 +2,7 @@
 
 from trak_core.gradients import as_batch
 from trak_core.gradients.differentiable_model import graph_to, memory_formats_kept_apart
-from trak_core.gramian.jacobian_gramian import parameter_gramian
+from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import over_samples
 
 
@@ -12,4 +12,4 @@ def gramian_of(model, parameters, output, samples):
     with graph_to(model, parameters.values()):
         values = over_samples(output.value, output.read(batch.given_to(model)), batch.labels)
     with memory_formats_kept_apart(values):
-        return parameter_gramian(values, list(parameters.values()), batch_dim=0).double()
+        return Engine(model, batch_dim=0).compute_gramian(values).double()

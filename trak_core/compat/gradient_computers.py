@@ -136,7 +136,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             arguments = self.model, self.parameters, CLASSIFICATION, samples
         else:
             if self._functional:
-                refuse_hooks(self.model, self.parameters, "torch.vmap", "Go one by one")
+                refuse_hooks(self.model, self.parameters)
             model = _ModelWithTask(self.model, self.modelout_fn, self._functional)
             arguments = model, self.parameters, _VALUE, as_batch(tuple(batch), _VALUE)
         if self._method is None and len(batch[0]) > 1:

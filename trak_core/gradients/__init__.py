@@ -49,19 +49,10 @@ from trak_core.gradients.gradient_methods import (
 )
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, joined, shapes_of
 
-__all__ = [
-    "METHODS",
-    "Batch",
-    "GradientMethod",
-    "MemoryBudget",
-    "MemoryByLength",
-    "PerSample",
-    "Samples",
-]
-__all__ += ["Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_finite"]
+__all__ = ["METHODS", "Batch", "GradientMethod", "MemoryBudget", "MemoryByLength", "PerSample"]
+__all__ += ["Samples", "Variety", "as_batch", "as_blocks", "budget_bytes", "call", "check_finite"]
 __all__ += ["check_finite_gramian", "check_labels", "check_samples_apart", "choose_method"]
-__all__ += ["count_classes", "explain_not_finite", "formed_gradients"]
-__all__ += ["gradient_method", "gradients_at_once", "gradients_in_turn", "gradients_one_by_one"]
-__all__ += ["in_chunks", "in_evaluation_mode", "joined", "memory_by_length"]
-__all__ += ["n_params", "refuse_hooks", "refuse_not_finite"]
-__all__ += ["sample_memory", "select_parameters", "shapes_of"]
+__all__ += ["count_classes", "explain_not_finite", "formed_gradients", "gradient_method"]
+__all__ += ["gradients_at_once", "gradients_in_turn", "gradients_one_by_one", "in_chunks"]
+__all__ += ["in_evaluation_mode", "joined", "memory_by_length", "n_params", "refuse_hooks"]
+__all__ += ["refuse_not_finite", "sample_memory", "select_parameters", "shapes_of"]

@@ -38,54 +38,37 @@ def keeps_order(node: Node) -> bool:
 
 
 def _transposes(node: Node) -> bool:
-    if len(shape_of(node, 0)) != 2:
-        return False
-    if name_of(node) == "Transpose":
-        return (node._saved_dim0 - node._saved_dim1) % 2 == 1
-    return name_of(node) == "T"
+    is_swap = name_of(node) == "Transpose" and (node._saved_dim0 - node._saved_dim1) % 2 == 1
+    return len(shape_of(node, 0)) == 2 and (is_swap or name_of(node) == "T")
 
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A connected component of shared nodes, such as a parameter and its transpose.
+    """A connected component of shared nodes, such as a parameter and its transpose."""
 
-    Attributes:
-        n_crossings: Number of crossings that lead into the region.
-        parameters: Indices of the region's parameters.
-        is_direct: Whether the region has one parameter, and each crossing leads to the whole
-            parameter, possibly transposed or reshaped. If so, contributions are added unchanged.
-        is_simple: Whether the region has one parameter, and crossings lead to disjoint sets of its
-            entries. If so, a Gramian is the sum of the contributions' Gramians.
-    """
-
-    n_crossings: int = 0
-    parameters: list[int] = field(default_factory=list)
+    n_crossings: int = 0  # number of crossings that lead into the region
+    parameters: list[int] = field(default_factory=list)  # indices of the region's parameters
+    # Whether the region has one parameter, and each crossing leads to the whole parameter, possibly
+    # transposed or reshaped. If so, contributions are added unchanged.
     is_direct: bool = True
+    # Whether the region has one parameter, and crossings lead to disjoint sets of its entries. If
+    # so, a Gramian is the sum of the contributions' Gramians.
     is_simple: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The crossings of a graph.
+    """The crossings of a graph."""
 
-    Attributes:
-        layouts: For each split node with crossings, the layouts of its used outputs.
-        crossings: For each split node with crossings, the crossings and the regions they lead to.
-        regions: All regions.
-        inner: The split nodes with crossings from which the backward pass continues to other split
-            nodes with crossings. Hooks read the gradients of inner nodes.
-        last: The other split nodes with crossings, where the backward pass ends.
-        parameters: The parameters to differentiate.
-        is_fixed: Whether the graph's signature determines the plan. If not, the plan depends on
-            values that operations have saved, such as indices.
-    """
-
-    layouts: dict[Node, dict[int, Layout]]
-    crossings: dict[Node, list[tuple[Edge, Region]]]
+    layouts: dict[Node, dict[int, Layout]]  # of the used outputs of split nodes with crossings
+    crossings: dict[Node, list[tuple[Edge, Region]]]  # with the regions they lead to
     regions: list[Region]
+    # Split nodes with crossings. From inner nodes, the backward pass continues to other split nodes
+    # with crossings, so hooks read their gradients. The pass ends at the last nodes.
     inner: list[Node]
     last: list[Node]
-    parameters: Sequence[Tensor]
+    parameters: Sequence[Tensor]  # the parameters to differentiate
+    # Whether the graph's signature determines the plan. Otherwise, saved values such as indices do.
     is_fixed: bool
 
     def of(self, like: Mapping[Node, Any] | Sequence[Node], parameters: Sequence[Tensor]) -> "Plan":
@@ -118,8 +101,11 @@ def make_plan(
     graph: Graph, root: tuple[Node, int], layout: Layout, parameters: Sequence[Tensor]
 ) -> Plan:
     """Return the plan of a backward pass from output ``root``, which has the given layout."""
-    layouts_of = _layouts if layout.n_samples > 1 else _layouts_of_one_sample
-    layouts, is_fixed = layouts_of(graph, root, layout)
+    is_fixed = True
+    if layout.n_samples > 1:
+        layouts, is_fixed = _layouts(graph, root, layout)
+    else:
+        layouts = _layouts_of_one_sample(graph, root, layout)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
     region_of = _regions(below, crossings, graph)
@@ -141,7 +127,7 @@ def make_plan(
 
 def _layouts_of_one_sample(
     graph: Graph, root: tuple[Node, int], layout: Layout
-) -> tuple[dict[Node, dict[int, Layout]], bool]:
+) -> dict[Node, dict[int, Layout]]:
     """Return the layouts for one sample. All nodes are split, except parameters and their views."""
     used: dict[Node, dict[int, Layout]] = defaultdict(dict, {root[0]: {root[1]: layout}})
     moved = set(graph.parameters)
@@ -151,21 +137,18 @@ def _layouts_of_one_sample(
             moved.add(node)
         for edge in edges:
             used[edge.node][edge.number] = layout
-    return {node: used[node] for node in graph.order if node not in moved}, True
+    return {node: used[node] for node in graph.order if node not in moved}
 
 
 def _layouts(
     graph: Graph, root: tuple[Node, int], layout: Layout
 ) -> tuple[dict[Node, dict[int, Layout]], bool]:
-    """Return the layouts of all outputs of split nodes, and whether they depend on no saved value.
-
-    Nodes are visited in topological order: all users of a tensor before the node that computes it.
-    """
+    """Return the layouts of split nodes' outputs, and whether no saved value determines them."""
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     layouts[root[0]][root[1]] = layout
     all_fixed = True
     split: dict[Node, dict[int, Layout]] = {}
-    for node in graph.order:
+    for node in graph.order:  # all users of a tensor before the node that computes it
         outputs = {number: settled(layout) for number, layout in layouts.pop(node, {}).items()}
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         edges = graph.edges[node]
@@ -176,8 +159,9 @@ def _layouts(
             all_fixed &= is_fixed
         for edge, answer in zip(edges, answers, strict=True):
             of_node = layouts[edge.node]
-            is_known = edge.number in of_node
-            of_node[edge.number] = joined(of_node[edge.number], answer) if is_known else answer
+            if edge.number in of_node:
+                answer = joined(of_node[edge.number], answer)
+            of_node[edge.number] = answer
     return split, all_fixed
 
 

@@ -17,7 +17,6 @@ from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.one_pass import plan_of
 from trak_core.gradients.recompute_activations import Recomputation
-from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
@@ -33,21 +32,16 @@ PIECE_BYTES = 4 * PIECE
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """Memory that is needed to differentiate f.
+    """Memory that is needed to differentiate f, in bytes."""
 
-    Attributes:
-        activation_bytes: Peak memory for each sample: tensors that the forward pass saves, and
-            gradients with respect to tensors that are computed from parameters.
-        gradient_bytes: Size of the gradient of one sample.
-        shared_bytes: Memory that doesn't depend on the number of samples.
-    """
-
+    # Peak for each sample: tensors that the forward pass saves, and gradients with respect to
+    # tensors that are computed from parameters.
     activation_bytes: int
-    gradient_bytes: int
-    shared_bytes: int = 0
+    gradient_bytes: int  # size of the gradient of one sample
+    shared_bytes: int = 0  # doesn't depend on the number of samples
 
     def of(self, n_samples: int) -> int:
-        """Return the number of bytes that ``n_samples`` samples need together."""
+        """Return the bytes that ``n_samples`` samples need together."""
         formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
         return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
@@ -75,10 +69,9 @@ def sample_memory(
     """Return an estimate of the memory that is needed to differentiate the first sample.
 
     The function counts the tensors that a forward pass for ``n_copies`` of the sample saves. With
-    two copies, it also counts gradients that are formed because an operation mixes samples. One
-    copy is enough for batches of one sample. ``blocks`` are the model's recomputed blocks. When
-    activations exceed ``most_bytes``, they are freed, and a ``TooMuchMemoryError`` is raised after
-    the pass.
+    two copies, it also counts gradients that are formed because an operation mixes samples.
+    ``blocks`` are the model's recomputed blocks. When activations exceed ``most_bytes``, they are
+    freed, and a ``TooMuchMemoryError`` is raised after the pass.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -120,11 +113,10 @@ def sample_memory(
     n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
     activations = _ACTIVATIONS * n_bytes // n_copies
     if values.requires_grad:
-        with contextlib.suppress(MixedSamplesError, UnreadableGraphError):
+        with contextlib.suppress(UnreadableGraphError):
             plan = plan_of(values, list(parameters.values()), 0)
-            shapes = [shape for _, shape in plan.arrivals()] if plan else []
-            # The factor is 2, because gradients with respect to such a tensor are formed, and then
-            # gradients with respect to the parameter are computed from them.
+            shapes = [shape for _, shape in plan.arrivals()]
+            # Gradients with respect to the tensor and then to the parameter are formed.
             activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return SampleMemory(activations, gradients)
@@ -163,7 +155,7 @@ def in_chunks(
     index of the first sample.
 
     Yields:
-        The start and the stop of each chunk, in order, and the result of ``compute``.
+        The start, the stop and the result of ``compute`` of each chunk, in order.
 
     Raises:
         InputError: If memory runs out for a single sample.
@@ -192,7 +184,7 @@ def in_chunks(
             yield start, stop, result
             start = stop
             continue
-        # The cache is emptied here because the exception has released its tensors by now.
+        # By now, the exception has released its tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -201,9 +193,8 @@ def in_chunks(
 class MemoryByLength:
     """Memory needed to differentiate a sample, by the length of the longest text in its batch.
 
-    Texts are padded to this length. ``shortest`` and ``longest`` are the smallest and the largest
-    number of tokens of any text, or 0 if all samples have the same shape. ``of_shortest`` and
-    ``of_longest`` are measurements for texts of these lengths.
+    ``shortest`` and ``longest`` are the smallest and the largest number of tokens of any text, or 0
+    if all samples have the same shape. ``of_shortest`` and ``of_longest`` are their measurements.
     """
 
     shortest: int
@@ -220,23 +211,21 @@ class MemoryByLength:
         low, high = self.of_shortest, self.of_longest
         if self.shortest == self.longest:
             return high
-        assert length <= self.longest
         part = max(0, length - self.shortest) / (self.longest - self.shortest)
         more = high.activation_bytes - low.activation_bytes
         return replace(high, activation_bytes=low.activation_bytes + int(part * more))
 
     def mapped(self, function: Callable[[SampleMemory], SampleMemory]) -> "MemoryByLength":
-        """Return a copy in which ``function`` has been applied to both measurements."""
         low, high = function(self.of_shortest), function(self.of_longest)
-        return MemoryByLength(self.shortest, self.longest, low, high)
+        return replace(self, of_shortest=low, of_longest=high)
 
     def room(self, device: torch.device, memory_mb: int) -> "MemoryBudget":
         """Return the current budget, or raise an ``InputError`` if the longest text doesn't fit."""
-        is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
-        needed = self.of_longest.of(1)
+        budget, needed = budget_bytes(device, memory_mb), self.of_longest.of(1)
         if needed > budget:
-            memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
-            remedy = "Use a larger GPU" if is_cuda else "Raise compute.memory_mb"
+            memory, remedy = "compute.memory_mb", "Raise compute.memory_mb"
+            if device.type == "cuda":
+                memory, remedy = "The GPU's free memory", "Use a larger GPU"
             raise InputError(
                 f"{memory} must hold the gradient of one sample, about {-(-needed // 2**20)} MiB. "
                 f"Found {budget // 2**20} MiB. {remedy}, or choose fewer `parameters`.",

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, listed
 from trak_core.gradients.differentiable_model import in_evaluation_mode
-from trak_core.gradients.gradient_consumers import Magnitude
+from trak_core.gradients.gradient_consumers import Digest
 from trak_core.gradients.gradient_methods import PerSample, gradients_one_by_one
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, call_with_rounding
 from trak_core.model_outputs.model_output import (
@@ -61,11 +61,14 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         # A batch of one text has no padding. If f differs, the code below finds out whether padding
         # is the reason.
         alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
-        if _agrees(together, alone, tolerance):
+        if _close(together, alone, tolerance):
             return
-        again, _ = _run(model, output, batch)
-        if not _close(together, again, tolerance):
-            _check_repeatable(model, output, batch)
+        returned = batch.given_to(model)
+        first, second = (_read(output, returned, batch)[0] for _ in range(2))
+        if not _close(first, second, tolerance):  # f is random for the same return value
+            values = f"{float(first[0]):.6g}, then {float(second[0]):.6g}"
+            raise random_output(f"{values} for one sample")
+        if not _close(together, first, tolerance):
             steps, others = (_steps(model, batch)[0] for _ in range(2))
             layer = _first_difference(steps, others, allowed)
             raise InputError(
@@ -76,7 +79,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             )
         if batch.lengths is not None:
             padded = _one_by_one(model, output, [_alone(batch, i) for i in range(len(batch))])
-            if _agrees(together, padded, tolerance):
+            if _close(together, padded, tolerance):
                 if isinstance(alone, Exception):
                     raise alone
                 raise InputError(
@@ -104,44 +107,23 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _one_by_one(
     model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
 ) -> Tensor | Exception:
-    """Return f of batches of one sample, shape (batch,), or the error that was raised."""
+    """Return f of batches of one sample, or the error that the user's model raised."""
     try:
-        return torch.cat([_run(model, output, part)[0] for part in parts])
+        return torch.cat([_read(output, part.given_to(model), part)[0] for part in parts])
     except _FAILURES as error:
         return error
-
-
-def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> bool:
-    return isinstance(alone, Tensor) and _close(together, alone, tolerance)
-
-
-def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
-    """Raise an error if f is random although the model's return value is not."""
-    outputs = output.read(batch.given_to(model))
-    values, again = (_values(output, outputs, batch.labels) for _ in range(2))
-    if not torch.equal(values.nan_to_num(), again.nan_to_num()):
-        raise random_output(f"{float(values[0]):.6g}, then {float(again[0]):.6g} for one sample")
-
-
-def _values(output: ModelOutput, outputs: Any, labels: Tensor) -> Tensor:
-    """Return f of each sample, computed one after another instead of by vmap."""
-    n = len(labels)
-    return torch.stack([output.value(of_sample(outputs, i, n), labels[i]) for i in range(n)])
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().nan_to_num(torch.inf).max())
 
 
-def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return f of each sample, and the largest absolute value that the model returned for it."""
-    return _read(output, batch.given_to(model), batch)
-
-
 def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return f of each sample, and the largest absolute value that the model returned for it."""
     outputs = output.read(returned)
-    rows = rows_in(outputs, len(batch))
-    values = _values(output, outputs, batch.labels)
+    n, labels = len(batch), batch.labels
+    rows = rows_in(outputs, n)
+    values = torch.stack([output.value(of_sample(outputs, i, n), labels[i]) for i in range(n)])
     sizes = torch.zeros_like(values)
     for x in rows:
         if x.is_floating_point() and x.numel():
@@ -149,7 +131,9 @@ def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, 
     return values, sizes
 
 
-def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor | Exception, tolerance: Tensor) -> bool:
+    if isinstance(b, Exception):
+        return False
     both_bad = ~a.isfinite() & ~b.isfinite()
     return bool((both_bad | ((a - b).abs() <= tolerance)).all())
 
@@ -171,22 +155,12 @@ def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
 
 def _first_difference(steps: Iterable[_Step], others: Iterable[_Step], allowed: float) -> str:
     for (name, tensors), (_, other_tensors) in zip(steps, others, strict=False):
-        if _differ(tensors, other_tensors, allowed):
-            return name
+        for a, b in zip(tensors, other_tensors, strict=False):
+            is_float = b.is_floating_point() and b.numel()
+            size = float(b.abs().nan_to_num().max()) if is_float else 0.0
+            if a.shape != b.shape or not torch.allclose(a, b, 0, allowed * size, equal_nan=True):
+                return name
     return "the code of the model itself"
-
-
-def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool:
-    for a, b in zip(tensors, others, strict=False):
-        if a.shape != b.shape:
-            return True
-        if a.is_floating_point():
-            size = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
-            if not torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True):
-                return True
-        elif not torch.equal(a, b):
-            return True
-    return False
 
 
 def _steps(model: nn.Module, batch: Batch) -> tuple[list[_Step], str | None]:
@@ -288,8 +262,8 @@ def check_labels(
     """Raise an error for labels, shape (batch, ...), that the model cannot have been trained with.
 
     These are labels of a wrong shape or dtype, classes outside of 0, ..., n_classes - 1, numbers
-    that are not finite, and labels in which all entries are ``IGNORED``. (A label of several
-    entries may have some that are ``IGNORED``.) ``n_classes`` is the result of ``count_classes``.
+    that are not finite, and labels of several entries that are all ``IGNORED``. ``n_classes`` is
+    the result of ``count_classes``.
     """
     if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
@@ -357,9 +331,10 @@ def explain_not_finite(
 ) -> None:
     """Differentiate the samples again, one by one, and raise the error of ``check_finite``."""
     batch = as_batch(samples, output)
-    magnitude = Magnitude.zeros(parameters, len(batch))
-    outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
-    bad = {name: ~torch.isfinite(largest) for name, largest in magnitude.rows.items()}
+    # A digest has a bad entry if and only if the gradient has one, because float64 can't overflow.
+    digest = Digest.zeros(parameters, len(batch), torch.float64)
+    outputs, *_ = gradients_one_by_one(model, parameters, output, batch, digest)
+    bad = {name: ~torch.isfinite(products).all(dim=1) for name, products in digest.rows.items()}
     dtypes = {parameter.dtype for parameter in parameters.values()}
     _refuse_bad(~torch.isfinite(outputs), bad, dtypes, sample_ids)
 
@@ -412,7 +387,7 @@ def check_finite_gramian(
 
 
 class Variety:
-    """Count samples with gradient zero, and compare all samples with the first, block by block.
+    """Count samples with gradient zero, and compare all samples with the first.
 
     Attributes:
         n_samples: Number of samples so far.

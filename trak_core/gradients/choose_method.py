@@ -3,7 +3,6 @@
 import copy
 import math
 from collections import Counter
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -18,15 +17,19 @@ from trak_core.gradients.differentiable_model import (
 from trak_core.gradients.gradient_consumers import Digest
 from trak_core.gradients.gradient_methods import (
     GradientMethod,
-    SamplesSharedError,
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
 )
 from trak_core.gradients.graph import UnreadableGraphError
-from trak_core.gradients.model_inputs import Batch, Samples, as_batch, least_rounding, rounding
+from trak_core.gradients.model_inputs import (
+    Batch,
+    Samples,
+    as_batch,
+    call_with_rounding,
+    least_rounding,
+)
 from trak_core.gradients.one_pass import plan_of
-from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.runtime.progress import print_line
 
@@ -75,10 +78,10 @@ def choose_method(
 
     Returns:
         The method, and a notice that explains the choice, or None. Usually, the method is
-        ``gradients_at_once``. If an operation mixes samples, or if there is one sample, it is
-        ``gradients_in_turn``. It is ``gradients_one_by_one``, plain autograd, if the graph can't be
-        read or if gradients differ by more than rounding errors. Plain autograd is also used for a
-        small model with operations that mix samples, unless the consumer reads terms.
+        ``gradients_at_once``. It is ``gradients_in_turn`` for one sample, or if an operation mixes
+        samples. It is ``gradients_one_by_one``, plain autograd, if the graph can't be read, if
+        gradients differ by more than rounding errors, or if an operation of a small model mixes
+        samples and the consumer doesn't read terms.
     """
     pair = as_batch(samples, output).rows(slice(0, 2))
     given = model, parameters, output, pair
@@ -94,14 +97,15 @@ def choose_method(
             is_right, difference = _compare(given, method)
     except InputError:
         raise
+    except UnreadableGraphError as error:
+        is_right, difference = False, str(error)
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, (
                 "memory ran out while one backward pass for all samples was compared with "
                 "autograd. The pass is used without this comparison."
             )
-        is_unread = isinstance(error, UnreadableGraphError)
-        is_right, difference = False, str(error) if is_unread else f"fails: {_in_short(error)}"
+        is_right, difference = False, f"fails: {_in_short(error)}"
     if is_right and hidden is None:
         return method, difference and f"one backward pass for all samples {difference}."
     return method if is_right else gradients_one_by_one, (
@@ -125,8 +129,8 @@ def _compare(given: _Given, method: GradientMethod) -> tuple[bool, str | None]:
         first = *given[:3], pair.rows(slice(0, n))
         apart, name = _digest(first, method).difference(plain.of(slice(0, n)))
         if apart > allowed:
-            with in_evaluation_mode(model):
-                allowed = rounding(model, pair)
+            with torch.no_grad(), in_evaluation_mode(model):
+                _, allowed = call_with_rounding(model, pair)
         if not apart > allowed:
             continue  # If both have NaN, a later check raises an error.
         if apart == math.inf:
@@ -156,15 +160,13 @@ def _difference_in_float64(given: _Given, method: GradientMethod) -> tuple[float
 
 
 def _digest(given: _Given, method: GradientMethod) -> Digest:
-    model, parameters, output, pair = given
+    _, parameters, _, pair = given
     digest = Digest.zeros(parameters, len(pair))
     if method is gradients_one_by_one:
         method(*given, digest)
-        return digest
-    n = len(pair) if method is gradients_at_once else 1
-    for rows in (slice(i, i + n) for i in range(0, len(pair), n)):
-        part = model, parameters, output, pair.rows(rows)
-        gradients_at_once(*part, digest.of(rows), must=True)
+    else:
+        strict = gradients_at_once if method is gradients_at_once else gradients_in_turn
+        strict(*given, digest, must=True)
     return digest
 
 
@@ -187,11 +189,7 @@ def _mixing_operations(
             outputs = output.read(batch.given_to(model))
             values = over_samples(output.value, outputs, batch.labels)
         check_graph(values)
-        plan = None
-        with suppress(MixedSamplesError):
-            plan = plan_of(values, list(parameters.values()), 0)
-        if plan is None:
-            raise SamplesSharedError
+        plan = plan_of(values, list(parameters.values()), 0)
         arrivals.append(Counter(plan.arrivals()))
         del outputs, values, plan  # free the graph
     two, three = arrivals

@@ -36,13 +36,10 @@ class Patches(Contribution):
 
     Patches overlap, so that all of them take much more memory than the input. They are formed for
     some channels c at a time, or read from the shifted input for one kernel position k at a time.
-
-    Attributes:
-        gradients: delta, shape (C, B, V, outputs, *output size).
-        images: x, shape (B, V, inputs, *size), with V images for each sample.
+    ``gradients`` is delta, shape (C, B, V, outputs, *output size).
     """
 
-    images: Tensor
+    images: Tensor  # x, shape (B, V, inputs, *size), with V images for each sample
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -98,15 +95,9 @@ class Patches(Contribution):
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
         size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
-        grouped = _WEIGHT_GRADIENTS[len(self.kernel) - 1](
-            images.reshape(1, -1, *images.shape[2:]),
-            size,
-            gradients.reshape(1, -1, *gradients.shape[2:]),
-            self.stride,
-            self.padding,
-            self.dilation,
-            n_samples * self.groups,
-        )
+        images, gradients = (x.reshape(1, -1, *x.shape[2:]) for x in (images, gradients))
+        settings = self.stride, self.padding, self.dilation, n_samples * self.groups
+        grouped = _WEIGHT_GRADIENTS[len(self.kernel) - 1](images, size, gradients, *settings)
         return grouped.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
@@ -120,18 +111,12 @@ class Patches(Contribution):
         first = group * (self.images.shape[2] // self.groups)
         images = self.images[:, :, first + part.start : first + part.stop]
         images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
-        sizes = self.gradients.shape[4:]
-        n_dims = len(self.kernel)
-        steps = images.stride()[-n_dims:]
-        windows = images.as_strided(
-            (*images.shape[:3], *self.kernel, *sizes),
-            (
-                *images.stride()[:3],
-                *(step * d for step, d in zip(steps, self.dilation, strict=True)),
-                *(step * d for step, d in zip(steps, self.stride, strict=True)),
-            ),
-            images.storage_offset(),
-        )
+        sizes, steps = self.gradients.shape[4:], images.stride()[-len(self.kernel) :]
+        shape = *images.shape[:3], *self.kernel, *sizes
+        by_kernel = [step * d for step, d in zip(steps, self.dilation, strict=True)]
+        by_pixel = [step * s for step, s in zip(steps, self.stride, strict=True)]
+        strides = *images.stride()[:3], *by_kernel, *by_pixel
+        windows = images.as_strided(shape, strides, images.storage_offset())
         b, v = images.shape[:2]
         flat = windows.reshape(b, v, -1, math.prod(sizes))
         return flat.transpose(1, 2).flatten(2)

@@ -18,16 +18,16 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from trak_core.errors import InputError, listed
-from trak_core.gradients.graph import Node, nodes_below
+from trak_core.gradients.graph import Node, nodes_below, strides
 
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and restore each module's mode afterwards.
 
-    The inference kernels of torch's transformer layers are switched off, because they build no
-    graph. The settings in ``plain_layers`` are switched off too. Caches in which modules store
-    tensors that are computed from parameters are emptied.
+    The settings in ``plain_layers`` and the inference kernels of torch's transformer layers, which
+    build no graph, are switched off. Caches of tensors that are computed from parameters are
+    emptied.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -63,7 +63,7 @@ def _empty_caches(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with a graph for these parameters only, so that nothing is saved for other parameters."""
+    """Run with a graph for these parameters only, so that nothing is saved for others."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -130,22 +130,14 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if patterns is not None:
         chosen = {name for pattern in patterns for name in _matches(pattern, trainable, named)}
     selected = {name: parameter for name, parameter in named.items() if name in chosen}
-    complex_ones = [f"{name} {p.dtype}" for name, p in selected.items() if p.is_complex()]
-    if complex_ones:
+    wrong = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
+    if wrong:
         raise InputError(
-            "Parameters that are differentiated must be real. Found "
-            f"{listed(complex_ones)}. Store `torch.view_as_real(w)` as the parameter, in the model "
-            "and in checkpoints, and convert it by `torch.view_as_complex` in forward. Or exclude "
-            "the parameter from `parameters`.",
-            code="gradients.complex_parameter",
-        )
-    integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
-    if integers:
-        raise InputError(
-            "Parameters that are differentiated must be floating-point numbers. Found "
-            f"{listed(integers)}. Load the model without quantization, or exclude these parameters "
-            "from `parameters`.",
-            code="gradients.integer_parameter",
+            "Parameters that are differentiated must be real floating-point numbers. Found "
+            f"{listed(wrong)}. Exclude these parameters from `parameters`, or load the model "
+            "without quantization. Instead of a complex parameter w, store `torch.view_as_real(w)` "
+            "in the model and in checkpoints, and call `torch.view_as_complex` in forward.",
+            code="gradients.parameter_dtype",
         )
     for parameter in selected.values():
         parameter.requires_grad_(True)
@@ -163,13 +155,8 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
     )
 
 
-def refuse_hooks(
-    model: nn.Module, parameters: Mapping[str, Tensor], way: str, instead: str
-) -> None:
-    """Raise an error if there are backward hooks, because ``torch.func`` would not call them.
-
-    In the message, ``way`` describes the computation, and ``instead`` is a remedy.
-    """
+def refuse_hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raise an error if there are backward hooks, because ``torch.func`` would not call them."""
     hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
     hooked += [
         name or "the model itself"
@@ -178,8 +165,8 @@ def refuse_hooks(
     ]
     if hooked:
         raise InputError(
-            f"Parameters and modules must have no backward hooks for {way}. Found hooks on "
-            f"{listed(hooked)}. {instead}, or remove the hooks.",
+            "Parameters and modules must have no backward hooks for torch.vmap. Found hooks on "
+            f"{listed(hooked)}. Go one by one, or remove the hooks.",
             code="gradients.hooks",
         )
 
@@ -200,8 +187,8 @@ def plain_layers() -> Generator[None, None, None]:
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # not imported here, because that takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, function in (("embedding", _embedding), ("embedding_bag", _embedding_bag)):
-            _replace(stack, torch, name, partial(function, getattr(torch, name)))
+        _replace(stack, torch, "embedding", partial(_embedding, torch.embedding))
+        _replace(stack, torch, "embedding_bag", partial(_embedding_bag, torch.embedding_bag))
         # ``checkpoint`` itself is not replaced, because users may have imported it by name. It
         # looks up the following names at each call.
         _replace(stack, checkpoint, "CheckpointFunction", _DirectCall)
@@ -212,7 +199,6 @@ def plain_layers() -> Generator[None, None, None]:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is closed."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -225,7 +211,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    return function(weight, indices, padding_idx, False, False)
+    return function(weight, indices, padding_idx)
 
 
 def _embedding_bag(
@@ -266,26 +252,20 @@ def memory_formats_kept_apart(values: Tensor) -> Generator[None, None, None]:
     gradients, for which torch uses a kernel that respects strides. Other gradients are unchanged,
     bit for bit. InstanceNorm, which torch computes by BatchNorm with one sample, is affected too.
     """
-    nodes = [] if values.grad_fn is None else nodes_below(values.grad_fn)
     # Hooks must be removed, because a hook and its node refer to each other.
     with ExitStack() as hooks:
-        for node in nodes:
+        for node in nodes_below(values.grad_fn) if values.grad_fn is not None else []:
             if node.name() == "NativeBatchNormBackward0":
-                hooks.callback(node.register_prehook(_reader(node)).remove)
-        del nodes
+                hooks.callback(node.register_prehook(partial(_with_gap, node)).remove)
         yield
 
 
-def _reader(node: Node) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...] | None]:
-    def read(gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        gradient, *others = gradients
-        # The raw tensor is read, because a recomputed saved tensor can be unpacked only once.
-        saved = node._raw_saved_input.data
-        if 1 not in gradient.shape or not _may_be_confused(gradient, saved):
-            return None
-        return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)
-
-    return read
+def _with_gap(node: Node, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    gradient, *others = gradients
+    # The raw tensor is read, because a recomputed saved tensor can be unpacked only once.
+    if 1 not in gradient.shape or not _may_be_confused(gradient, node._raw_saved_input.data):
+        return None
+    return (torch.nn.functional.pad(gradient, (0, 1))[..., :-1], *others)
 
 
 def _may_be_confused(gradient: Tensor, saved: object) -> bool:
@@ -302,17 +282,11 @@ def _dense_formats(tensor: Tensor) -> tuple[bool, bool]:
 
     ``Tensor.is_contiguous`` returns the same, but not under vmap.
     """
-    dims = list(range(tensor.ndim))
-    first, last = (_is_dense(tensor, order) for order in (dims, [0, *dims[2:], 1]))
-    return first, last and tensor.ndim > 3
 
+    def is_dense(order: Sequence[int]) -> bool:
+        dims = [dim for dim in order if tensor.shape[dim] != 1]
+        expected = strides([tensor.shape[dim] for dim in dims])
+        return [tensor.stride(dim) for dim in dims] == expected
 
-def _is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
-    stride = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] == 1:
-            continue
-        if tensor.stride(dim) != stride:
-            return False
-        stride *= tensor.shape[dim]
-    return True
+    dims = range(tensor.ndim)
+    return is_dense(dims), tensor.ndim > 3 and is_dense([0, *dims[2:], 1])

@@ -1,8 +1,7 @@
-"""Consumers of per-sample gradients, which store all entries, the largest entry, or a digest."""
+"""Consumers of per-sample gradients, which store all entries or a digest."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -19,34 +18,21 @@ class SampleConsumer(Consumer, Protocol):
         ...
 
     def finish(self) -> None:
-        """Process gradients that are still buffered. Call this method after the last ``take``."""
-        ...
+        """Process gradients that are still buffered, after the last ``take``."""
 
 
-class _Rows(ABC):
+class _Rows:
     """A sample consumer with one tensor for each parameter.
 
-    Attributes:
-        rows: Tensors of shape (batch, ...) by parameter name. They stay zero for parameters on
-            which f doesn't depend.
+    The tensors ``rows``, shape (batch, ...), stay zero for parameters on which f doesn't depend.
     """
 
+    in_order: ClassVar[bool] = True
     reads_terms: ClassVar[bool] = False
-    _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.add)
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Mapping[str, Tensor]):
         self._parameters, self.rows = parameters, dict(rows)
         self._names = {id(p): name for name, p in parameters.items()}
-
-    @classmethod
-    def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
-        """Return zeros for ``n_samples`` samples."""
-        return cls(parameters, {name: cls._zeros(p, n_samples) for name, p in parameters.items()})
-
-    @staticmethod
-    @abstractmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        """Return zeros for one parameter."""
 
     def of(self, samples: slice) -> Self:
         return type(self)(self._parameters, {name: x[samples] for name, x in self.rows.items()})
@@ -57,7 +43,7 @@ class _Rows(ABC):
 
     def add(self, other: Self) -> None:
         for name, total in self.rows.items():
-            self._combine(total, other.rows[name], out=total)
+            total += other.rows[name]
 
     def finish(self) -> None:
         return  # No gradient is buffered.
@@ -66,11 +52,10 @@ class _Rows(ABC):
 class Formed(_Rows):
     """A consumer that stores whole gradients, shape (batch, *shape) each."""
 
-    in_order: ClassVar[bool] = True
-
-    @staticmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        return parameter.new_zeros((n_samples, *parameter.shape))
+    @classmethod
+    def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
+        rows = {name: p.new_zeros((n_samples, *p.shape)) for name, p in parameters.items()}
+        return cls(parameters, rows)
 
     @classmethod
     def adding_to(cls, rows: Tensor, parameters: Mapping[str, nn.Parameter]) -> Self:
@@ -89,16 +74,21 @@ class Digest(_Rows):
 
     G_i is sample i's gradient with respect to a parameter, as a matrix: all dimensions except the
     first are flattened. The vector v has standard normal entries. For each parameter, the products
-    have shape (batch, rows of G_i) and dtype float32 or float64.
+    have shape (batch, rows of G_i) and at least the given dtype.
     """
 
-    in_order: ClassVar[bool] = True
-
-    @staticmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        shape = n_samples, parameter.shape[0] if parameter.ndim else 1
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return parameter.new_zeros(shape, dtype=dtype)
+    @classmethod
+    def zeros(
+        cls,
+        parameters: Mapping[str, nn.Parameter],
+        n_samples: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        rows = {}
+        for name, p in parameters.items():
+            shape = n_samples, p.shape[0] if p.ndim else 1
+            rows[name] = p.new_zeros(shape, dtype=torch.promote_types(p.dtype, dtype))
+        return cls(parameters, rows)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
@@ -107,17 +97,12 @@ class Digest(_Rows):
         total = self.rows[name]
         n = total.shape[1]
         width = parameter.numel() // max(1, n)
-        vector = self._vector(name, width)
+        generator = torch.Generator().manual_seed(list(self.rows).index(name))
+        vector = torch.randn(width, generator=generator).to(total.device, total.dtype)
         uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
         for first, part in summed_parts(uses):
             rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
             total[:, first // width : first // width + rows.shape[1]] += rows
-
-    def _vector(self, name: str, width: int) -> Tensor:
-        """Return the random vector v of a parameter, shape (width,)."""
-        seed = list(self.rows).index(name)
-        vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-        return vector.to(self.rows[name].device, self.rows[name].dtype)
 
     def difference(self, other: Self) -> tuple[float, str]:
         """Return the largest difference from another digest, and the name of its parameter.
@@ -135,21 +120,3 @@ class Digest(_Rows):
                 differences.append((float((a - b).abs().max()), name))
         difference, name = max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0]))
         return difference / largest if largest > 0 else difference, name
-
-
-class Magnitude(_Rows):
-    """A consumer that stores each gradient's largest absolute entry, or NaN if an entry is NaN."""
-
-    in_order: ClassVar[bool] = False
-    _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)
-
-    @staticmethod
-    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
-        return parameter.new_zeros(n_samples)
-
-    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        if not parameter.numel():
-            return
-        largest = self.rows[self._names[id(parameter)]]
-        for _, part in summed_parts(uses):
-            torch.maximum(largest, part.abs().amax(dim=1), out=largest)

@@ -35,8 +35,8 @@ class Use(NamedTuple):
     """A crossing: an operation's input that samples share, such as a weight.
 
     ``gradient`` is delta, the gradients of C values for each sample with respect to the operation's
-    output, shape (C, *shape). In the output, samples lie along dimension ``dim``, and each sample
-    has ``width`` consecutive indices.
+    output, shape (C, *shape). Samples lie along the output's dimension ``dim``, with ``width``
+    consecutive indices for each sample.
     """
 
     edge: Edge
@@ -45,12 +45,9 @@ class Use(NamedTuple):
     width: int
     layout: Layout
 
-    def saved(self, name: str) -> Any:
-        """Return a value that the operation saved for its backward pass."""
-        return getattr(self.edge.user, f"_saved_{name}")
-
-    def has_saved(self, name: str) -> bool:
-        return hasattr(self.edge.user, f"_saved_{name}")
+    def saved(self, name: str, *default: Any) -> Any:
+        """Return a value that the operation saved for its backward pass, or else the default."""
+        return getattr(self.edge.user, f"_saved_{name}", *default)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -61,8 +58,7 @@ class Use(NamedTuple):
 
         Returns:
             The tensor with a new dimension of size B after the first ``lead`` dimensions. Dimension
-            ``dim`` of the output then has only the indices of one sample. Samples with fewer
-            indices than others are padded with zeros.
+            ``dim`` of the output then has only the indices of one sample, padded with zeros.
         """
         if self.layout.n_samples == 1:
             return tensor.unsqueeze(lead)
@@ -81,12 +77,10 @@ class Use(NamedTuple):
         return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
 
     def is_along(self, dim: int) -> bool:
-        """Return whether samples lie along dimension ``dim`` of the output, or B = 1."""
         return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
-        """Return delta split by samples, shape (C, B, *shape of one sample's output)."""
-        return self.by_sample(self.gradient, self.dim, 1)
+        return self.by_sample(self.gradient, self.dim, 1)  # (C, B, *shape of a sample's output)
 
 
 def own_indices(owners: Tensor, n_samples: int) -> Tensor:
@@ -110,16 +104,17 @@ def closed_forms(
 ) -> Iterator[Contribution | None]:
     """Yield the contribution of each crossing of an operation, or None if there is no formula.
 
-    ``gradients`` maps the number of each output of the operation to its delta, shape (C, *shape),
-    and ``layouts`` maps it to the output's layout. The formulas hold for real numbers only.
+    ``gradients`` and ``layouts`` map the number of each output of the operation to its delta, shape
+    (C, *shape), and to its layout. The formulas hold for real numbers only.
     """
-    make, user = _FORMS.get(name_of(edges[0].user)), edges[0].user
-    is_known = make is not None and gradients.keys() == {0} and not gradients[0].is_complex()
-    place = locate(shape_of(user, 0), layouts[0]) if is_known else None
+    user, make, place = edges[0].user, _FORMS.get(name_of(edges[0].user)), None
+    if make and gradients.keys() == {0} and not gradients[0].is_complex():
+        place = locate(shape_of(user, 0), layouts[0])
     for edge in edges:
         form = make(Use(edge, gradients[0], *place, layouts[0])) if make and place else None
-        is_ranked = layouts[0].owners is not None if place else False
-        yield replace(form, has_ranks=True) if form is not None and is_ranked else form
+        if form is not None and layouts[0].owners is not None:
+            form = replace(form, has_ranks=True)
+        yield form
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
@@ -134,9 +129,8 @@ def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     repeated += [first + i for i, n in enumerate(shape) if n == 1 != own.shape[first + i]]
     if not repeated:
         return Dense(own.reshape(*own.shape[:2], *shape))
-    terms = None
-    if repeated == [*range(2, first)]:
-        terms = partial(own.reshape, (*own.shape[:2], -1, *shape))
+    has_terms = repeated == [*range(2, first)]
+    terms = partial(own.reshape, (*own.shape[:2], -1, *shape)) if has_terms else None
     return Dense(own.sum(repeated).reshape(*own.shape[:2], *shape), terms)
 
 
@@ -145,13 +139,13 @@ def _times(gradient: Tensor, factor: Any) -> Tensor:
 
 
 def _added(use: Use) -> Contribution | None:
-    factor = use.saved("alpha") if use.edge.index == 1 and use.has_saved("alpha") else 1
+    factor = use.saved("alpha", 1) if use.edge.index == 1 else 1
     sign = -1 if name_of(use.edge.user) == "Sub" and use.edge.index == 1 else 1
     return _summed(use, _times(use.gradient, factor * sign))
 
 
 def _multiplied(use: Use) -> Contribution | None:
-    other = use.saved("self" if use.edge.index else "other") if use.has_saved("self") else None
+    other = use.saved("self" if use.edge.index else "other", None)
     return None if other is None else _summed(use, use.gradient * other)
 
 
@@ -234,15 +228,13 @@ def _weighted_sums(
 ) -> Contribution:
     """Return sum_t delta_t * normed(x_t), a sum over ``dims``, computed for some samples at a time.
 
-    ``gradients`` is delta, shape (C, B, ...). ``normed(part)`` returns the normalized inputs of a
-    slice of the samples.
+    ``gradients`` is delta, shape (C, B, ...). ``normed`` returns the normalized inputs of a slice
+    of the samples.
     """
-    step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
-    if gradients.is_cuda:
-        step = max(1, gradients.shape[1])
+    n_samples = gradients.shape[1]
+    step = n_samples if gradients.is_cuda else max(1, _CACHED // max(1, gradients[0, 0].numel()))
     sums = []
-    for start in range(0, gradients.shape[1], step):
-        part = slice(start, start + step)
+    for part in (slice(start, start + step) for start in range(0, n_samples, step)):
         products = gradients[:, part] * normed(part)
         sums.append(products.sum(dims) if dims else products)
 
@@ -299,7 +291,7 @@ def _batch_normed(use: Use) -> Contribution | None:
         return None
     shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
-    eps = use.saved("eps" if use.has_saved("eps") else "epsilon")  # its name for cuDNN and MIOpen
+    eps = use.saved("eps", use.saved("epsilon", None))  # "epsilon" for cuDNN and MIOpen
     scale = torch.rsqrt(use.saved("running_var") + eps).view(shape)
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 

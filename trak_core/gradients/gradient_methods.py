@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from trak_core.gradients.gradient_terms import Dense
 from trak_core.gradients.graph import UnreadableGraphError
 from trak_core.gradients.model_inputs import Samples, as_batch
 from trak_core.gradients.one_pass import GraphNeededError, by_samples, plan_of
-from trak_core.gradients.sample_owner_rules import MixedSamplesError
 from trak_core.model_outputs.model_output import (
     ModelOutput,
     OfValue,
@@ -30,17 +30,6 @@ from trak_core.runtime.progress import notice
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
 ]
-
-
-class SamplesSharedError(Exception):
-    """The graph doesn't determine which gradient belongs to which sample."""
-
-    def __init__(self) -> None:
-        super().__init__("the graph doesn't show which gradient belongs to which sample")
-
-
-# Errors for a graph that one pass can't read. They are raised before the consumer gets gradients.
-UNREADABLE = (SamplesSharedError, UnreadableGraphError, MixedSamplesError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +48,7 @@ class PerSample:
     outputs: Tensor
     predictions: Tensor
     loss_weights: Tensor
-    curvature: Tensor | None
+    curvature: Tensor | None = None
 
     def columns(self) -> list[Tensor]:
         """Return outputs, predictions, loss weights and, if there is one, curvature."""
@@ -80,12 +69,13 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _other_values(
-    output: ModelOutput, outputs: Any, label: Tensor, value: Tensor
+    output: ModelOutput, outputs_and_value: tuple[Any, Tensor], label: Tensor
 ) -> tuple[Tensor, ...]:
     """Return prediction, loss weight and, if there is one, curvature of one sample.
 
-    ``value`` is f, so that functions of f need not compute it again.
+    The model's outputs come with the value f, so that functions of f need not compute it again.
     """
+    outputs, value = outputs_and_value
     functions = [output.prediction or output.value, output.loss_weight]
     if output.curvature is not None:
         functions.append(output.curvature)
@@ -95,18 +85,6 @@ def _other_values(
         else function(detached(outputs), label)
         for function in functions
     )
-
-
-def _other_columns(
-    output: ModelOutput, outputs: Any, labels: Tensor, values: Tensor
-) -> tuple[Tensor, ...]:
-    """Return ``_other_values`` of all samples, shape (batch,) each."""
-
-    def of_pair(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
-        return _other_values(output, pair[0], label, pair[1])
-
-    with torch.no_grad():
-        return over_samples(of_pair, (detached(outputs), values.detach()), labels)
 
 
 def gradients_at_once(
@@ -126,7 +104,7 @@ def gradients_at_once(
     mode.
 
     If the graph can't be read, the batch is differentiated by ``gradients_one_by_one``, and a
-    notice is printed. With ``must``, one of the errors in ``UNREADABLE`` is raised instead.
+    notice is printed. With ``must``, an ``UnreadableGraphError`` is raised instead.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -139,13 +117,13 @@ def gradients_at_once(
         with differentiating(model, parameters.values()):
             outputs = output.read(batch.given_to(model))
             values = over_samples(output.value, outputs, batch.labels)
-            others = _other_columns(output, outputs, batch.labels, values)
-        del outputs
+            with torch.no_grad():
+                given = detached((outputs, values))
+                others = over_samples(partial(_other_values, output), given, batch.labels)
+        del outputs, given
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
             plan = plan_of(values, list(parameters.values()), 0)
-            if plan is None:
-                raise SamplesSharedError
             part = consumer.empty()
             by_samples(part, values, plan, 0, keep_graph=keep_graph)
             part.finish()
@@ -156,12 +134,11 @@ def gradients_at_once(
         return one_pass(keep_graph=False)
     except GraphNeededError:
         pass  # run again below, after the error has released the first pass's tensors
-    except UNREADABLE as error:
+    except UnreadableGraphError as error:  # raised before the consumer gets gradients
         if must:
             raise
-        reason = str(error) or type(error).__name__
         notice(
-            f"one backward pass cannot differentiate a batch ({reason}). Autograd computes the "
+            f"one backward pass cannot differentiate a batch ({error}). Autograd computes the "
             "gradients of this batch and of similar batches, one sample at a time."
         )
         return gradients_one_by_one(model, parameters, output, batch, consumer)
@@ -174,6 +151,8 @@ def gradients_in_turn(
     output: ModelOutput,
     samples: Samples,
     consumer: SampleConsumer,
+    *,
+    must: bool = False,
 ) -> list[Tensor]:
     """Return the result of ``gradients_at_once``, computed with one backward pass for each sample.
 
@@ -181,12 +160,10 @@ def gradients_in_turn(
     has nothing to mix. The consumer still gets the gradients as factors.
     """
     batch = as_batch(samples, output)
-    columns = [
-        gradients_at_once(
-            model, parameters, output, batch.rows(slice(i, i + 1)), consumer.of(slice(i, i + 1))
-        )
-        for i in range(len(batch))
-    ]
+    columns: list[list[Tensor]] = []
+    for row in (slice(i, i + 1) for i in range(len(batch))):
+        given = model, parameters, output, batch.rows(row), consumer.of(row)
+        columns.append(gradients_at_once(*given, must=must))
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
@@ -240,15 +217,13 @@ def gradients_one_by_one(
                             taker.take(parameter, [Dense(gradient.to_dense()[None, None])])
                     del gradients
         taker.finish()
-        rows.append((f.detach(), *_other_values(output, outputs, sample.labels[0], f)))
+        rows.append((f.detach(), *_other_values(output, (outputs, f), sample.labels[0])))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 # The methods, by the names that are stored with a run.
-METHODS: dict[str, GradientMethod] = {
-    method.__name__: method
-    for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one)
-}
+_METHODS = gradients_at_once, gradients_in_turn, gradients_one_by_one
+METHODS: dict[str, GradientMethod] = {method.__name__: method for method in _METHODS}
 
 
 def formed_gradients(
@@ -276,7 +251,4 @@ def formed_gradients(
     """
     batch = as_batch(samples, output)
     formed = Formed.zeros(parameters, len(batch))
-    outputs, predictions, loss_weights, *curvature = method(
-        model, parameters, output, batch, formed
-    )
-    return PerSample(formed.rows, outputs, predictions, loss_weights, *curvature or [None])
+    return PerSample(formed.rows, *method(model, parameters, output, batch, formed))

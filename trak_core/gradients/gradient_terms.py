@@ -11,8 +11,8 @@ For a linear layer y_t = W x_t and delta_t = df_i/dy_t, sample i's gradient is
 
 which ``Outer`` stores as the pair (delta, x). For T tokens and a weight with p x q entries, the
 pair has T (p + q) numbers instead of p q. Opacus and BackPACK form dW_i for all i by an einsum,
-which takes B p q numbers. Here at most ``piece_on`` entries are formed at a time. The ghost norms of
-Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
+which takes B p q numbers. Here at most ``piece_on`` entries are formed at a time. The ghost norms
+of Opacus are |dW_i|^2. Here all <dW_i, dW_j>, the Gramian, are computed from the same factors.
 """
 
 import math
@@ -44,19 +44,15 @@ class Contribution(ABC):
     """The gradients with respect to one use of a tensor.
 
     The tensor is read as a matrix: all dimensions except the first are flattened into one.
-
-    Attributes:
-        gradients: Gradients with respect to the operation's output, shape (C, B, ...).
-        has_ranks: Whether index t counts only the sample's tokens that reach this operation, such
-            as an expert of a mixture. Otherwise, t is the position in the text.
     """
 
-    gradients: Tensor
+    gradients: Tensor  # with respect to the operation's output, shape (C, B, ...)
+    # Whether index t counts only the sample's tokens that reach this operation, such as an expert
+    # of a mixture. Otherwise, t is the position in the text.
     has_ranks: bool = field(default=False, kw_only=True)
 
     @property
     def n_rows(self) -> int:
-        """Number of rows, C x B."""
         return self.gradients.shape[0] * self.gradients.shape[1]
 
     @property
@@ -92,35 +88,30 @@ def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     if len({use.matrix for use in uses}) > 1:  # the tensor was reshaped between its uses
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
-    step = max(1, piece_on(uses[0].gradients.device) // max(1, width * uses[0].n_rows))
-    for first in range(0, n, step):
-        total = uses[0].part(first, min(first + step, n))
+    for rows in pieces(n, width * uses[0].n_rows, uses[0].gradients.device):
+        total = uses[0].part(rows.start, rows.stop)
         for use in uses[1:]:
-            total = total + use.part(first, min(first + step, n))
-        yield first * width, total
+            total = total + use.part(rows.start, rows.stop)
+        yield rows.start * width, total
 
 
 def add_product(gramian: Tensor, rows: Tensor) -> None:
-    """Add the product of rows and their transpose to a Gramian, in place."""
     rows = rows.to(gramian.dtype)
     gramian.addmm_(rows, rows.T)
 
 
 def pieces(size: int, entries_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut ``size`` items of ``entries_each`` entries into slices of at most ``piece_on`` entries."""
+    """Cut ``size`` items into slices that have at most ``piece_on`` entries, or one item."""
     step = max(1, piece_on(device) // max(1, entries_each))
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Formed gradients of a small tensor, shape (C, B, *shape).
+    """Formed gradients of a small tensor, shape (C, B, *shape)."""
 
-    Attributes:
-        terms: A function that returns the terms of the T tokens, shape (C, B, T, *shape), whose
-            sum over the tokens is ``gradients``. None if the terms are not known.
-    """
-
+    # Returns the terms of the T tokens, shape (C, B, T, *shape), whose sum over the tokens is
+    # ``gradients``. None if the terms are not known.
     terms: Callable[[], Tensor] | None = None
 
     @property
@@ -141,20 +132,16 @@ class Dense(Contribution):
 class Outer(Contribution):
     """Sums of outer products of inputs x and gradients delta, as for a linear layer's weight.
 
-    Row (c, b) is sum_t x_bt delta_cbt^T. Inner products of rows are
+    Row (c, b) is sum_t x_bt delta_cbt^T, and ``gradients`` is delta, shape (C, B, T, q). Inner
+    products of rows are
 
         <G_cb, G_c'b'> = sum_{t, t'} <x_bt, x_b't'> <delta_cbt, delta_c'b't'>,
 
     so rows need not be formed. ``add_to`` uses this formula or forms rows, whichever is cheaper.
-
-    Attributes:
-        gradients: delta, shape (C, B, T, q).
-        inputs: x, shape (B, T, p).
-        is_transposed: Whether the tensor has shape (q, p) instead of (p, q).
     """
 
-    inputs: Tensor
-    is_transposed: bool
+    inputs: Tensor  # x, shape (B, T, p)
+    is_transposed: bool  # whether the tensor has shape (q, p) instead of (p, q)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -201,9 +188,9 @@ class Outer(Contribution):
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
     """Return whether inner products of factors cost less than forming gradients.
 
-    The cost is the number of multiplications, plus 8 for each number that is written. The factors
-    are n_rows x n_places pairs of vectors with p and q entries. The gradients are n_rows matrices
-    with p x q entries.
+    The cost is the number of multiplications, plus 8 for each number that is written. There are
+    n_rows x n_places pairs of vectors with p and q entries, and n_rows gradients with p x q
+    entries.
     """
     by_products = (n_rows * n_places) ** 2 * (p + q + 8)
     by_gradients = n_rows * (n_places + n_rows) * p * q + 8 * n_rows * p * q
@@ -214,12 +201,11 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 class Lookup(Contribution):
     """Gradients of an embedding table: row v is the sum of delta_t over all t with index v.
 
-    ``gradients`` is delta, shape (C, B, T, q). ``indices`` has shape (B, T). The table has
-    ``n_entries`` rows.
+    ``gradients`` is delta, shape (C, B, T, q).
     """
 
-    indices: Tensor
-    n_entries: int
+    indices: Tensor  # shape (B, T)
+    n_entries: int  # number of rows of the table
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -257,15 +243,10 @@ def transposed(contribution: Contribution, shape: tuple[int, ...]) -> Contributi
 
 
 class Consumer(Protocol):
-    """An object that processes the gradients of one parameter after another, in any order.
+    """An object that processes the gradients of one parameter after another, in any order."""
 
-    Attributes:
-        in_order: Whether the order of a parameter's entries matters. It doesn't for a Gramian.
-        reads_terms: Whether the consumer reads ``Dense.terms``, which keep tensors in memory.
-    """
-
-    in_order: ClassVar[bool]
-    reads_terms: ClassVar[bool]
+    in_order: ClassVar[bool]  # whether the order of a parameter's entries matters
+    reads_terms: ClassVar[bool]  # whether it reads ``Dense.terms``, which keep tensors in memory
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Process the gradients with respect to a parameter, which are the sum over its uses.
@@ -273,12 +254,7 @@ class Consumer(Protocol):
         This method is called at most once for each parameter. If ``in_order`` is False, it may be
         called several times, with gradients of disjoint sets of the parameter's entries.
         """
-        ...
 
-    def empty(self) -> Self:
-        """Return an empty consumer of the same kind."""
-        ...
+    def empty(self) -> Self: ...
 
-    def add(self, other: Self) -> None:
-        """Add the results of another consumer of the same kind."""
-        ...
+    def add(self, other: Self) -> None: ...

@@ -33,7 +33,7 @@ Node = Any
 
 
 class UnreadableGraphError(Exception):
-    """The graph can't be read. The message completes a sentence that begins with "the model"."""
+    """One pass can't read the graph. The message completes a sentence that begins "the model"."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, because that triples the time to create one
@@ -48,18 +48,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The part of autograd's graph that leads from outputs to chosen parameters.
+    """The part of autograd's graph that leads from outputs to chosen parameters."""
 
-    Attributes:
-        order: The nodes that lead to a chosen parameter, in topological order: every node precedes
-            the nodes that compute its inputs.
-        edges: For each node, its edges to other nodes of ``order``, sorted by input index.
-        parameters: Maps the nodes of chosen parameters to the parameters' indices.
-    """
-
-    order: list[Node]
-    edges: dict[Node, list[Edge]]
-    parameters: dict[Node, int]
+    order: list[Node]  # every node precedes the nodes that compute its inputs
+    edges: dict[Node, list[Edge]]  # edges to other nodes of ``order``, sorted by input index
+    parameters: dict[Node, int]  # maps the nodes of chosen parameters to the parameters' indices
 
 
 def name_of(node: Node) -> str:
@@ -143,9 +136,9 @@ def _settings_of(kind: type) -> tuple[str, ...]:
 def signature(root: Node, parameters: Sequence[Tensor]) -> tuple[list[Node], Hashable]:
     """Return a graph's nodes, and a key that determines its layouts, except for saved values.
 
-    If two graphs have equal keys, nodes with equal numbers correspond. For each node, the key
-    contains its name, its settings, the shapes of its outputs and the nodes it uses. For a leaf, it
-    also contains the index of the parameter and whether the parameter has hooks.
+    If two graphs have equal keys, nodes with equal numbers correspond. The key has each node's
+    name, settings, output shapes and used nodes. For a leaf, it has the index of the parameter and
+    whether the parameter has hooks.
     """
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
     nodes, parts = [root], list[Hashable]()
@@ -208,17 +201,11 @@ _MOST_BLOCKS = 2**24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The assignment of a tensor's entries to samples (see the module's docstring).
+    """The assignment of a tensor's entries to samples (see the module's docstring)."""
 
-    Attributes:
-        stride: s, the number of consecutive entries of one sample.
-        n_samples: B.
-        owners: Sample numbers, shape (n,), on the CPU. If None, the layout is *cyclic*: the owners
-            are 0, ..., B - 1.
-    """
-
-    stride: int
-    n_samples: int
+    stride: int  # s, the number of consecutive entries of one sample
+    n_samples: int  # B
+    # Sample numbers, shape (n,), on the CPU. None means 0, ..., B - 1, a *cyclic* layout.
     owners: Tensor | None = None
 
     @property
@@ -228,7 +215,6 @@ class Layout:
 
     @property
     def in_turn(self) -> Tensor:
-        """The owners of one period, shape (period,)."""
         return torch.arange(self.n_samples) if self.owners is None else self.owners
 
     def of_blocks(self, stride: int, n_blocks: int) -> Tensor:
@@ -344,10 +330,9 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     This is used for operations without a rule. Samples are numbered in binary. For each bit, the
     operation is differentiated twice: with random positive gradients for the samples whose number
     has the bit, and for all other samples. If an entry depends on sample b alone, its gradient is
-    nonzero in exactly the trials that include b, which determine the bits of b. If the gradient is
-    nonzero in both trials of a bit, several samples share the input, and its layout is None.
-    Therefore an operation that mixes samples is always detected. The cost is 2 ceil(log2 B)
-    derivatives. ``layouts`` maps the numbers of the used outputs to their layouts.
+    nonzero in exactly the trials that include b, which determine the bits of b. If it is nonzero in
+    both trials of a bit, several samples share the input, whose layout is None. Therefore an
+    operation that mixes samples is always detected. The cost is 2 ceil(log2 B) derivatives.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples
@@ -388,7 +373,6 @@ def _nonzero(
     for index, like in inputs.items():
         answer = answers[index]
         if answer is None:
-            masks[index] = torch.zeros_like(like, dtype=torch.bool)
-        else:
-            masks[index] = (answer.sum_to_size(like.shape) != 0).cpu()
+            answer = torch.zeros_like(like)
+        masks[index] = (answer.sum_to_size(like.shape) != 0).cpu()
     return masks

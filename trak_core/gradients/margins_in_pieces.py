@@ -16,39 +16,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trak_core.gradients.gradient_terms import (
-    Contribution,
-    Dense,
-    Outer,
-    add_product,
-    piece_on,
-    pieces,
-)
+from trak_core.gradients.gradient_terms import Contribution, Dense, Outer, add_product, pieces
 from trak_core.model_outputs.model_output import at_least_float32
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A model's last layer: a linear layer, followed by elementwise functions such as a softcap.
+    """A model's last layer: a linear layer, followed by elementwise functions such as a softcap."""
 
-    The weight has shape (V, d), the bias, if any, (V,).
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # shape (V, d)
+    bias: Tensor | None  # shape (V,)
     functions: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, shape (..., V)."""
         return self.then(linear(hidden, self.weight, self.bias))
 
     def then(self, x: Tensor) -> Tensor:
-        """Apply the functions."""
         for function in self.functions:
             x = function(x)
         return x
 
-    def slopes(self, rows: "Rows", part: slice, first: int = 0, last: int | None = None) -> Tensor:
+    def slopes(
+        self, rows: "Rows", part: slice | Tensor, first: int = 0, last: int | None = None
+    ) -> Tensor:
         """Return the derivatives of margins with respect to W h + b, shape (tokens, last - first).
 
         ``part`` selects tokens of ``rows``. The classes are first, ..., last - 1.
@@ -73,17 +63,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens of all texts, one text after another.
+    """The tokens of all texts, one text after another."""
 
-    Attributes:
-        hidden: The layer's inputs h, shape (tokens, d).
-        labels: Classes, shape (tokens,).
-        others: logsumexp of the logits of all classes except the label, shape (tokens,).
-    """
-
-    hidden: Tensor
-    labels: Tensor
-    others: Tensor
+    hidden: Tensor  # the layer's inputs h, shape (tokens, d)
+    labels: Tensor  # classes, shape (tokens,)
+    others: Tensor  # logsumexp of the logits of all classes except the label, shape (tokens,)
 
 
 def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -104,11 +88,6 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
     return margins, is_right
 
 
-def _step(head: Head, n_rows: int = 1) -> int:
-    """Return how many tokens of each text a piece has if it has tokens of ``n_rows`` texts."""
-    return max(1, piece_on(head.weight.device) // max(1, n_rows * len(head.weight)))
-
-
 class MarginsInPieces(torch.autograd.Function):
     """Margins as a function of the layer's inputs, with the layer's parameters as constants."""
 
@@ -122,7 +101,7 @@ class MarginsInPieces(torch.autograd.Function):
         like = head.logits(flat[:0])
         margins = at_least_float32(like).new_empty(len(flat))
         others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
-        for part in _slices(len(flat), _step(head)):
+        for part in pieces(len(flat), len(head.weight), flat.device):
             logits = head.logits(flat[part])
             classes = own_class[part, None]
             torch.eq(logits.argmax(-1), own_class[part], out=is_right[part])
@@ -142,7 +121,7 @@ class MarginsInPieces(torch.autograd.Function):
         rows = Rows(*ctx.saved_tensors)
         factors = gradients.reshape(-1, 1)
         result = torch.empty_like(rows.hidden)
-        for part in _slices(len(result), _step(ctx.head)):
+        for part in pieces(len(result), len(ctx.head.weight), result.device):
             slopes = ctx.head.slopes(rows, part)
             slopes *= factors[part].to(slopes.dtype)
             torch.mm(slopes, ctx.head.weight, out=result[part])
@@ -184,18 +163,12 @@ def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
     return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
 
 
-def _slices(size: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
-
-
 @dataclass(frozen=True, slots=True)
 class MarginFactors(Contribution):
     """Gradients of the layer's weight, dW_i = sum_t delta_t slopes_t h_t^T, computed on demand.
 
-    Attributes:
-        gradients: delta, the gradients of margins, shape (C, B, tokens).
-        rows: The tokens of all texts.
-        head: The layer.
+    ``gradients`` is delta, the gradients of margins, shape (C, B, tokens). ``rows`` are the tokens
+    of all texts.
     """
 
     rows: Rows
@@ -203,12 +176,10 @@ class MarginFactors(Contribution):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        n_classes, width = self.head.weight.shape
-        return n_classes, width
+        return len(self.head.weight), self.head.weight.shape[1]
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens of each text."""
         return self.gradients.shape[2]
 
     def add_to(self, gramian: Tensor) -> None:
@@ -219,10 +190,9 @@ class MarginFactors(Contribution):
     def part(self, first: int, last: int) -> Tensor:
         (n_each, n_samples, _), width = self.gradients.shape, self.matrix[1]
         total = self.rows.others.new_zeros(n_each, n_samples, last - first, width)
-        step = max(1, piece_on(total.device) // (last - first))
         for sample in range(n_samples):
             start = sample * self.n_tokens
-            for part in _slices(self.n_tokens, step):
+            for part in pieces(self.n_tokens, last - first, total.device):
                 tokens = slice(start + part.start, start + part.stop)
                 slopes = self.head.slopes(self.rows, tokens, first, last)
                 hidden = self.rows.hidden[tokens]
@@ -237,9 +207,9 @@ class MarginFactors(Contribution):
         n_samples = self.gradients.shape[1]
         hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
         numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
-        for part in _slices(self.n_tokens, _step(self.head, n_samples)):
+        for part in pieces(self.n_tokens, n_samples * len(self.head.weight), hidden.device):
             own = numbers[:, part]
-            slopes = self.head.slopes(_taken(self.rows, own.flatten()), slice(None))
+            slopes = self.head.slopes(self.rows, own.flatten())
             slopes = slopes.view(*own.shape, -1)
             gradients = slopes * self.gradients[:, :, part, None].to(slopes.dtype)
             yield Outer(gradients, hidden[:, part], is_transposed=True)
@@ -261,7 +231,3 @@ class BiasFactors(Dense):
         for outer in self.of_weight.outers():
             ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
             yield Outer(outer.gradients, ones, is_transposed=True)
-
-
-def _taken(rows: Rows, numbers: Tensor) -> Rows:
-    return Rows(rows.hidden[numbers], rows.labels[numbers], rows.others[numbers])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, listed
@@ -45,11 +46,9 @@ class Batch:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply ``function``, which must not change the number of tokens, to every tensor."""
-        kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
+        inputs = {name: function(tensor) for name, tensor in self.tensors()}
         lengths = None if self.lengths is None else function(self.lengths)
-        args = tuple(map(function, self.args))
-        labels = function(self.labels)
-        return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
+        return self.with_inputs(inputs, function(self.labels), lengths)
 
     def rows(self, rows: slice | Tensor) -> "Batch":
         """Return some of the samples, padded to the longest of them."""
@@ -61,10 +60,8 @@ class Batch:
     def cut(self, length: int) -> "Batch":
         """Return the batch, which must have ``lengths``, with texts cut to ``length`` tokens."""
         assert self.lengths is not None
-        inputs = {
-            name: tensor[:, :length] if name in self.along else tensor
-            for name, tensor in self.tensors()
-        }
+        inputs = dict(self.tensors())
+        inputs |= {name: inputs[name][:, :length] for name in self.along}
         lengths = self.lengths.clamp(max=length)
         return self.with_inputs(inputs, self.labels[:, :length], lengths)
 
@@ -217,28 +214,20 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
     """Concatenate tensors (samples, ...), padded to ``longest`` in dimension 1 if it is given."""
-    if longest is None:
-        return torch.cat(list(tensors))
-    padded = []
-    for tensor in tensors:
-        missing = len(tensor), longest - tensor.shape[1], *tensor.shape[2:]
-        padded.append(torch.cat([tensor, tensor.new_full(missing, filling)], dim=1))
-    return torch.cat(padded)
+    if longest is not None:
+        margins = [(0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]) for x in tensors]
+        tensors = [pad(x, at, value=filling) for x, at in zip(tensors, margins, strict=True)]
+    return torch.cat(list(tensors))
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Properties of the shapes of several samples.
+    """Properties of the shapes of several samples."""
 
-    Attributes:
-        lengths: Number of tokens of each text. Empty if samples are not texts.
-        along: Names of the inputs that have one row for each label.
-        source: The largest length, by name, of inputs whose length is independent of the number of
-            labels, such as the inputs of an encoder.
-    """
-
-    lengths: list[int]
-    along: frozenset[str]
+    lengths: list[int]  # number of tokens of each text; empty if samples are not texts
+    along: frozenset[str]  # names of the inputs that have one row for each label
+    # The largest length, by name, of inputs whose length is independent of the number of labels,
+    # such as the inputs of an encoder.
     source: Mapping[str, int]
 
     @property
@@ -250,10 +239,9 @@ class Shapes:
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return the common properties of samples' shapes, or raise an error that names two samples.
 
-    Texts have one label for each token. They may differ in the number of tokens, the first
-    dimension of the labels and of inputs with one row for each token, because padding makes it
-    equal. If the model also gets the labels, its named inputs may differ in length from the labels.
-    All other shapes must be equal.
+    Texts have one label for each token. They may differ in the first dimension of the labels and of
+    inputs with one row for each token, because padding makes it equal. If the model also gets the
+    labels, its named inputs may differ in length from the labels. All other shapes must be equal.
 
     ``samples`` are pairs of an id and a batch of one sample.
     """
@@ -330,8 +318,8 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def call(model: nn.Module, batch: Batch) -> object:
     """Return the result of the model for a batch.
 
-    If the call fails, an ``InputError`` names the inputs' shapes and dtypes, and the line of the
-    user's code that failed.
+    If the call fails, an ``InputError`` names the inputs, and the line of the user's code that
+    failed.
     """
     try:
         return batch.given_to(model)
@@ -342,14 +330,13 @@ def call(model: nn.Module, batch: Batch) -> object:
             for name, tensor in batch.tensors()
         )
         own = ", ".join(sorted({_short(p.dtype) for p in model.parameters()})) or "none"
-        remedy = CHANGE_SAMPLES
-        if "does not require grad" in str(error):
-            remedy = _DIFFERENTIATES
+        has_no_graph = "does not require grad" in str(error)
         raise InputError(
             "The model must accept its samples. It was called with "
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}, and its "
             f"parameters have the dtype {own}. Found {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n{remedy}",
+            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
+            f"{_DIFFERENTIATES if has_no_graph else CHANGE_SAMPLES}",
             code="gradients.model_call",
         ) from error
 
@@ -385,20 +372,13 @@ def _last_line(error: BaseException) -> str:
 _TF32 = 2.0**-10
 
 
-def rounding(model: nn.Module, batch: Batch) -> float:
-    """Return a bound for the relative difference of two correct computations of one result.
-
-    It is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the tensors
-    that layers return. (Autocast may lower the precision.) Rounding errors are far smaller than
-    this bound, and errors of a wrong computation are far larger. The model is called once, in its
-    current mode.
-    """
-    with torch.no_grad():
-        return call_with_rounding(model, batch)[1]
-
-
 def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
-    """Return the result of the model for a batch, and its ``rounding``."""
+    """Return the result of the model for a batch, and a bound for its relative rounding error.
+
+    The bound is sqrt(eps), where eps is the largest machine epsilon of the parameters and of the
+    tensors that layers return. (Autocast may lower the precision.) Rounding errors are far smaller
+    than this bound, and errors of a wrong computation are far larger.
+    """
     epsilons: list[float] = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
@@ -412,7 +392,7 @@ def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
 
 
 def least_rounding(model: nn.Module) -> float:
-    """Return a lower bound of ``rounding`` from the dtypes of the model's parameters."""
+    """Return a lower bound of ``call_with_rounding``'s bound, from the parameters' dtypes."""
     parameters = list(model.parameters())
     epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):

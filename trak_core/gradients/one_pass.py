@@ -11,6 +11,7 @@ a linear layer, the result is the pair (delta, x) (see ``gradient_formulas``). A
 parameter's gradients as soon as they are computed, and memory is freed during the pass.
 """
 
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
@@ -233,22 +234,25 @@ _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 16
 
 
-def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
+_UNREADABLE = "has a graph that doesn't show which gradient belongs to which sample"
+
+
+def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan:
     """Return the plan of a backward pass for samples along dimension ``dim`` of ``output``.
 
-    The plans of recent graphs are kept, and reused for graphs with an equal signature. The result
-    is None if there is no sample, if samples can't be told apart, if no parameter is reached, or if
-    a single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
-    Backward hooks of parameters and modules raise an ``UnreadableGraphError``, because autograd
-    would call them with the sum of the samples' gradients.
+    The plans of recent graphs are kept, and reused for graphs with an equal signature.
+
+    Raises:
+        MixedSamplesError: If an operation computes statistics over samples.
+        UnreadableGraphError: If there is no sample, if samples can't be told apart, if no parameter
+            is reached, or if a single sample has several entries. Also if parameters or modules
+            have backward hooks, which autograd would call with the sum of the samples' gradients.
     """
     n_samples = output.shape[dim]
-    if n_samples == 0 or n_samples == 1 < output.numel():
-        return None
+    stride = stride_at(output.shape, dim, 1, max(1, n_samples))
+    if stride is None or n_samples == 1 < output.numel():
+        raise UnreadableGraphError(_UNREADABLE)
     edge = get_gradient_edge(output)
-    stride = stride_at(output.shape, dim, 1, n_samples)
-    if stride is None:
-        return None
     nodes, signed = signature(edge.node, parameters)
     key = signed, edge.output_nr, stride, n_samples
     plan = _PLANS.get(key)
@@ -261,12 +265,14 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
             )
         layout = Layout(stride, n_samples)
         plan = make_plan(graph, (edge.node, edge.output_nr), layout, parameters)
+        if not plan.crossings:
+            raise UnreadableGraphError(_UNREADABLE)
         if not plan.is_fixed:
-            return plan if plan.crossings else None
+            return plan
         plan = _PLANS[key] = plan.of({node: i for i, node in enumerate(nodes)}, ())
         if len(_PLANS) > _MOST_PLANS:
             del _PLANS[next(iter(_PLANS))]
-    return plan.of(nodes, parameters) if plan.crossings else None
+    return plan.of(nodes, parameters)
 
 
 def by_samples(
@@ -368,8 +374,8 @@ class _Pass:
     def finish(self) -> None:
         """Differentiate operations without a closed form, then propagate through the regions.
 
-        Call this method after the backward pass. During that pass, an operation computes only the
-        gradients that the pass needs, and differentiating it again would call the pass's hooks.
+        Call this method after the backward pass. During that pass, differentiating an operation
+        again would compute only the gradients that the pass needs, and call the pass's hooks.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -424,21 +430,16 @@ def _by_operation(
 ) -> dict[int, Tensor]:
     """Return gradients (C, B, *shape) by input index, from one derivative for each sample."""
     n_samples = next(iter(layouts.values())).n_samples
-    n_each = len(next(iter(gradients.values())))
+    like = next(iter(gradients.values()))
+    n_each = len(like)
     rows_of: dict[int, list[Tensor]] = {index: [] for index in indices}
-    for i in range(n_each):
-        for sample in range(n_samples):
-            masked = {
-                number: _masked(rows[i], layouts[number], sample)
-                for number, rows in gradients.items()
-            }
-            answers = differentiate(node, masked)
-            for index, rows in rows_of.items():
-                answer = answers[index]
-                shape = shape_of(*node.next_functions[index])
-                like = next(iter(masked.values()))
-                # As autograd does, sum over dimensions along which the input was broadcast.
-                rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
+    for i, sample in itertools.product(range(n_each), range(n_samples)):
+        masked = {n: _masked(rows[i], layouts[n], sample) for n, rows in gradients.items()}
+        answers = differentiate(node, masked)
+        for index, rows in rows_of.items():
+            answer, shape = answers[index], shape_of(*node.next_functions[index])
+            # As autograd does, sum over dimensions along which the input was broadcast.
+            rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
     return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}
 
 

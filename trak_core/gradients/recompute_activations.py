@@ -38,27 +38,23 @@ _ROUNDING = 8
 
 
 class Recomputation:
-    """Recomputation of the repeated blocks of a model.
-
-    Attributes:
-        found: The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
-        is_on: Whether the blocks are recomputed.
-    """
+    """Recomputation of the repeated blocks of a model."""
 
     def __init__(self, model: nn.Module):
-        """Find the blocks, without changing them."""
         self._model = model
+        # The blocks: members of ``nn.ModuleList`` or ``nn.Sequential`` that share a class.
         self.found = _repeated(model)
-        self.is_on = False
+        self.is_on = False  # whether the blocks are recomputed
         # Configs of transformers' models whose caches would be filled twice.
         self._configs: list[Any] = []
         # The call whose saved tensors are in memory.
         self.last: Callable[[], _Call | None] = lambda: None
-        # For ``sample_memory``: bytes of kept storages by address, the largest number of bytes that
-        # a call frees, and classes of blocks that are not recomputed.
+        # For ``sample_memory``: bytes of kept storages by address, and the largest number of bytes
+        # that a call frees.
         self._kept: dict[int, int] = {}
         self._largest = 0
-        self._whole: set[str] = set()
+        # Classes of blocks that can't be called again and therefore keep their saved tensors.
+        self.whole: set[str] = set()
 
     def start(self) -> None:
         """Recompute every block from now on, until ``stop`` is called."""
@@ -71,7 +67,6 @@ class Recomputation:
             config.use_cache = False
 
     def stop(self) -> None:
-        """Restore the blocks."""
         if not self.is_on:
             return
         for block in self.found:
@@ -84,29 +79,21 @@ class Recomputation:
         self.is_on, self._configs = False, []
 
     def told(self) -> str:
-        """Return a notice for the user."""
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
-        text = (
+        whole = ", ".join(sorted(self.whole))
+        whole = whole and (
+            " Blocks that write into their arguments, or get objects other than tensors, plain "
+            f"values, lists, tuples and dicts, keep all activations: {whole}."
+        )
+        return (
             "the activations of one sample don't fit into memory. The model's repeated blocks "
             f"({names}) keep only their inputs and are recomputed in the backward pass, which "
-            "gives the same numbers but takes longer."
+            f"gives the same numbers but takes longer.{whole}"
         )
-        if self._whole:
-            text += (
-                " Blocks that write into their arguments, or get objects other than tensors, plain "
-                f"values, lists, tuples and dicts, keep all activations: "
-                f"{', '.join(sorted(self._whole))}."
-            )
-        return text
 
     def begin_count(self) -> None:
-        """Reset the counts of ``n_bytes``."""
         self._kept, self._largest = {}, 0
-
-    def note_whole(self, block: nn.Module) -> None:
-        """Record that a block can't be called again and therefore keeps its saved tensors."""
-        self._whole.add(type(block).__name__)
 
     def note(self, kept: dict[int, int], dropped_bytes: int) -> None:
         """Count the storages that a call keeps (bytes by address), and the bytes that it frees."""
@@ -114,17 +101,13 @@ class Recomputation:
         self._largest = max(self._largest, dropped_bytes)
 
     def n_bytes(self, besides: set[int]) -> int:
-        """Return the peak memory of all calls, without storages at the addresses ``besides``.
-
-        The peak is the sum of the bytes that all calls keep, plus the bytes that the largest call
-        restores.
-        """
+        """Return the peak memory of all calls, without storages at the addresses ``besides``."""
         kept = sum(n for address, n in self._kept.items() if address not in besides)
         return kept + self._largest
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the members of outermost module lists in which at least two members share a class."""
+    """Return the members of outermost module lists in which two members share a class."""
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # outer before inner
@@ -147,7 +130,7 @@ class _Forward:
         if self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves((args, kwargs))):
-            self.owner.note_whole(self.block)
+            self.owner.whole.add(type(self.block).__name__)
             return self.forward(*args, **kwargs)
         return _Call(self, args, kwargs).first(args, kwargs)
 
@@ -175,8 +158,11 @@ class _Call:
         self.of = of
         # The arguments without their graph. They share memory and version counters with the
         # original arguments.
-        self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
-        self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
+        self.given = pytree.tree_map_only(
+            Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (tuple(args), kwargs)
+        )
+        leaves = pytree.tree_leaves(self.given)
+        self.inputs = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
         parameters = list(of.block.parameters())
         self.trained = [p for p in parameters if p.requires_grad]
         self.own = {p.untyped_storage().data_ptr() for p in parameters}
@@ -184,11 +170,8 @@ class _Call:
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.fingerprints: list[int | Tensor | None] = []
         device = parameters[0].device
-        self.autocast = torch.autocast(
-            device.type,
-            torch.get_autocast_dtype(device.type),
-            torch.is_autocast_enabled(device.type),
-        )
+        dtype, is_on = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self.autocast = torch.autocast(device.type, dtype, is_on)
         self.gpus = [device] if device.type == "cuda" else []
         self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
@@ -201,7 +184,7 @@ class _Call:
                 return tensor.detach()
             saved = _Saved(self, tensor.detach())
             alive.append((saved, tensor))
-            self.kinds.append(_kind(tensor))
+            self.kinds.append((tensor.shape, tensor.dtype))
             self.fingerprints.append(_fingerprint(tensor))
             return saved
 
@@ -215,7 +198,7 @@ class _Call:
         kept = _sizes(tensor for tensor, _ in self.inputs)
         if self._wrote():  # The block has modified its inputs.
             self.of.owner.note(kept | sizes, 0)
-            self.of.owner.note_whole(self.of.block)
+            self.of.owner.whole.add(type(self.of.block).__name__)
             return returned
         self.of.owner.note(kept, sum(n for place, n in sizes.items() if place not in kept))
         for saved, _ in alive:
@@ -254,7 +237,7 @@ class _Call:
                 torch.cuda.set_rng_state(state, gpu)
             stack.enter_context(saved_tensors_hooks(pack, _never))
             self.of.forward(*args, **kwargs)
-        if [_kind(tensor) for tensor in tensors] != self.kinds:
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != self.kinds:
             raise self._refusal("it saved other tensors")
         pairs = zip(fingerprints, self.fingerprints, self.kinds, strict=True)
         if not all(_agree(new, old, dtype) for new, old, (_, dtype) in pairs):
@@ -277,18 +260,6 @@ class _Call:
             "compute.memory_mb, or shorten the sample.",
             code="gradients.second_call",
         )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:

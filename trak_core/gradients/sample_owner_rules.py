@@ -18,6 +18,7 @@ from trak_core.gradients.graph import (
     Edge,
     Layout,
     Node,
+    UnreadableGraphError,
     guessed,
     is_function,
     joined,
@@ -31,7 +32,7 @@ from trak_core.gradients.graph import (
 )
 
 
-class MixedSamplesError(Exception):
+class MixedSamplesError(UnreadableGraphError):
     """An operation computes statistics over samples that should be independent."""
 
 
@@ -52,10 +53,7 @@ class RuleInput:
     width: int
 
     def along(self, dim: int) -> Layout | None:
-        """Return the layout of an input with samples along ``dim``.
-
-        Return None if this dimension and the output's dimension ``self.dim`` differ in size.
-        """
+        """Return the layout of an input with samples along ``dim``, or None if its size differs."""
         if not (0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]):
             return None
         stride = stride_at(self.input, dim, self.width, self.layout.period)
@@ -138,17 +136,13 @@ def _selected(given: RuleInput) -> Layout | None:
 
 def _joined(given: RuleInput) -> Layout | None:
     (dim,) = given.saved_dims(len(given.output))
-    if given.dim == dim:
-        return None
-    return given.along(
-        given.dim - (given.dim > dim) if len(given.input) < len(given.output) else given.dim
-    )
+    is_new = len(given.input) < len(given.output)  # as in ``stack``
+    return None if given.dim == dim else given.along(given.dim - (is_new and given.dim > dim))
 
 
 def _transposed(given: RuleInput) -> Layout | None:
-    a, b = (
-        _signed(d) % len(given.output) for d in (given.node._saved_dim0, given.node._saved_dim1)
-    )
+    n, dims = len(given.output), (given.node._saved_dim0, given.node._saved_dim1)
+    a, b = (_signed(dim) % n for dim in dims)
     return given.along({a: b, b: a}.get(given.dim, given.dim))
 
 
@@ -191,10 +185,10 @@ def _owned(given: RuleInput, n_dims: int, picked: Tensor, own: Tensor) -> Layout
 
 
 def _rows(shape: tuple[int, ...], indices: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return the number of indexed dimensions, ``numbers`` and ``index``.
+    """Return the number of indexed dimensions, and ``numbers`` and ``index`` on the CPU.
 
     ``numbers`` are the row numbers in the shape of the indexed dimensions. The operation selects
-    the rows ``numbers[index]``. All tensors are on the CPU.
+    the rows ``numbers[index]``.
     """
     index = tuple(slice(None) if i is None else i.cpu() for i in indices)
     n_dims = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in index)
@@ -244,7 +238,7 @@ def _batch_normed(given: RuleInput) -> Layout | None:
     if given.dim == 1:  # samples are channels, as in InstanceNorm
         return given.along(1 if given.index == 0 else 0)
     if given.node._saved_training:
-        raise MixedSamplesError
+        raise MixedSamplesError("has batch normalization over samples")
     return given.along(given.dim) if given.index == 0 else None
 
 
@@ -344,8 +338,8 @@ def input_layouts(
     """Return the layouts of an operation's inputs, given the layouts of its outputs, for B >= 2.
 
     The first result has a layout for each of the operation's edges, or None if the input is shared.
-    The second is True if the graph's ``signature`` determines the layouts, and False if saved
-    values do. Statistics over samples raise a ``MixedSamplesError``.
+    The second is False if saved values determine the layouts, and True if the graph's ``signature``
+    does. Statistics over samples raise a ``MixedSamplesError``.
     """
     if not edges:
         return [], True
@@ -361,7 +355,6 @@ def input_layouts(
 
 
 def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
-    """Return the layout of an input, by the rule of its operation for each output."""
     rule = _RULES.get(name_of(edge.user))
     if rule is None:
         return None

@@ -1,7 +1,4 @@
-"""Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J.
-
-``Engine`` reads the graph of a given output.
-"""
+"""Compute the Gramian K = J J^T of a Jacobian J (n, p) without forming J."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,65 +82,32 @@ class Engine:
             RuntimeError: If an operation can't be differentiated, for example because an earlier
                 backward pass has freed its saved tensors.
         """
-        parameters = [
-            parameter
-            for module in self._modules
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        ]
-        return parameter_gramian(output, parameters, self._batch_dim)
-
-
-def parameter_gramian(
-    output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
-) -> Tensor:
-    """Return the result of ``Engine.compute_gramian``. A repeated parameter counts once."""
-    if not (isinstance(output, Tensor) and output.requires_grad):
-        kind = "a tensor without it" if isinstance(output, Tensor) else type(output).__name__
-        raise InputError(
-            f"The output must be a tensor with requires_grad=True. Found {kind}. "
-            "Call the modules outside torch.no_grad(), and don't detach the output.",
-            code="gramian.no_graph",
-        )
-    n = output.numel()
-    order = list(range(output.ndim))
-    gramian = output.detach().new_zeros(n, n)
-    products = _Products(gramian)
-    with torch.no_grad():
-        dim = None if batch_dim is None else _checked_dim(output, batch_dim)
-        plan = None
-        try:
-            plan = None if dim is None else plan_of(output, parameters, dim)
-        except UnreadableGraphError:
-            pass  # There are hooks, which are called for each row below.
-        except MixedSamplesError:
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            kind = "a tensor without it" if isinstance(output, Tensor) else type(output).__name__
             raise InputError(
-                "Samples must be independent. Found batch normalization over samples, in training "
-                "mode or without running statistics. Set the model to evaluation mode before the "
-                "forward pass, or use GroupNorm. Or create the Engine without batch_dim.",
-                code="gramian.mixed_samples",
-            ) from None
-        if dim is None or plan is None:
-            by_rows(products, output, parameters)
-        else:
-            try:
-                by_samples(products, output, plan, dim, keep_graph=True)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                # Probably, an operation can't be vmapped. If the cause is different, ``by_rows``
-                # raises the error again.
-                gramian.zero_()
-                by_rows(_Products(gramian), output, parameters)
-            else:
+                f"The output must be a tensor with requires_grad=True. Found {kind}. "
+                "Call the modules outside torch.no_grad(), and don't detach the output.",
+                code="gramian.no_graph",
+            )
+        parameters = [p for m in self._modules for p in m.parameters() if p.requires_grad]
+        order, dim, gramian = list(range(output.ndim)), self._batch_dim, None
+        with torch.no_grad():
+            if dim is not None and (gramian := _by_samples(output, parameters, dim)) is not None:
                 order.append(order.pop(dim))
-    shape = [output.shape[dim] for dim in order]
-    back = [order.index(dim) for dim in range(output.ndim)]
-    ahead = [output.ndim + dim for dim in reversed(back)]
-    return gramian.view(shape + shape).permute(back + ahead)
+            if gramian is None:
+                gramian = output.new_zeros(output.numel(), output.numel())
+                by_rows(_Products(gramian), output, parameters)
+        shape = [output.shape[dim] for dim in order]
+        back = [order.index(dim) for dim in range(output.ndim)]
+        ahead = [output.ndim + dim for dim in reversed(back)]
+        return gramian.view(shape + shape).permute(back + ahead)
 
 
-def _checked_dim(output: Tensor, batch_dim: int) -> int:
+def _by_samples(output: Tensor, parameters: Sequence[Tensor], batch_dim: int) -> Tensor | None:
+    """Return J J^T from one pass for all samples, or None if the graph doesn't allow such a pass.
+
+    Rows are ordered by the indices along the other dimensions, then along ``batch_dim``.
+    """
     if not -output.ndim <= batch_dim < output.ndim:
         raise InputError(
             f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
@@ -151,7 +115,26 @@ def _checked_dim(output: Tensor, batch_dim: int) -> int:
             'reduction="none", or leave batch_dim out.',
             code="gramian.batch_dim",
         )
-    return batch_dim % output.ndim
+    dim = batch_dim % output.ndim
+    products = _Products(output.new_zeros(output.numel(), output.numel()))
+    try:
+        plan = plan_of(output, parameters, dim)
+        by_samples(products, output, plan, dim, keep_graph=True)
+    except MixedSamplesError:
+        raise InputError(
+            "Samples must be independent. Found batch normalization over samples, in training mode "
+            "or without running statistics. Set the model to evaluation mode before the forward "
+            "pass, or use GroupNorm. Or create the Engine without batch_dim.",
+            code="gramian.mixed_samples",
+        ) from None
+    except UnreadableGraphError:
+        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        # Probably, an operation can't be vmapped. Otherwise, ``by_rows`` raises the error again.
+        return None
+    return products.gramian
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trak_core.errors import InputError, listed
-from trak_core.projection.cpu import project_cpu
+from trak_core.projection.cpu.project import project_cpu
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
 from trak_core.projection.tensor_sketch import add_rows, hashes_on
 from trak_core.settings import ProjectionKind, ProjectionSpec
@@ -30,29 +30,22 @@ def _described(value: object) -> str:
 
 def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
     blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
-    if not blocks:
+    are_matrices = all(
+        isinstance(block, np.ndarray | Tensor) and block.ndim == 2 and block.dtype in _DTYPES
+        for block in blocks
+    )
+    kinds = {
+        (type(block), len(block), block.dtype, getattr(block, "device", None))
+        for block in (blocks if are_matrices else ())
+    }
+    if len(kinds) != 1:
         raise InputError(
-            "`gradients` must contain at least one matrix. Found an empty sequence.",
-            code="projection.no_block",
+            "`gradients` must be a matrix with a row for each sample, or a sequence of such "
+            "matrices of the same type, number of rows, dtype and device. The dtype must be "
+            "float32, float16 or (torch) bfloat16. Found "
+            f"{listed(map(_described, blocks)) or 'an empty sequence'}.",
+            code="projection.gradients",
         )
-    first = blocks[0]
-    for block in blocks:
-        is_matrix = isinstance(block, np.ndarray | Tensor) and block.ndim == 2
-        if not is_matrix or block.dtype not in _DTYPES:
-            raise InputError(
-                "`gradients` must be a matrix with a row for each sample, or a sequence of such "
-                "matrices, with dtype float32, float16 or (torch) bfloat16. Found "
-                f"{_described(block)}.",
-                code="projection.gradients",
-            )
-        agrees = type(block) is type(first) and block.dtype == first.dtype
-        agrees = agrees and len(block) == len(first)
-        if not agrees or (isinstance(block, Tensor) and block.device != first.device):
-            raise InputError(
-                "The matrices in `gradients` must have the same type, number of rows, dtype and "
-                f"device. Found {_described(first)} and {_described(block)}.",
-                code="projection.blocks",
-            )
     return blocks
 
 
@@ -63,13 +56,13 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
         if isinstance(like, Tensor):
             return torch.zeros(shape, dtype=torch.float32, device=like.device)
         return np.zeros(shape, np.float32)
-    is_usable = isinstance(out, Tensor) == isinstance(like, Tensor) and tuple(out.shape) == shape
     if isinstance(out, Tensor) and isinstance(like, Tensor):
-        is_usable = is_usable and out.dtype is torch.float32 and out.device == like.device
-        is_usable = is_usable and not out.requires_grad
+        has_type = out.dtype is torch.float32 and out.device == like.device
+        has_type &= not out.requires_grad
     else:
-        is_usable = is_usable and out.dtype == np.float32
-    if not is_usable:
+        is_array = isinstance(out, np.ndarray) and isinstance(like, np.ndarray)
+        has_type = is_array and out.dtype == np.float32
+    if not has_type or tuple(out.shape) != shape:
         raise InputError(
             f"`out` must have dtype float32 and shape {shape}, be an array of the same library and "
             "on the same device as `gradients`, and not require gradients. Found "
@@ -112,23 +105,24 @@ def add_projection(
     The first column of the first block is multiplied by row ``offset`` of R. On CUDA, this function
     only queues work. It does not check values, because a check would wait for the GPU.
     """
+    device = out.device.type if isinstance(out, Tensor) else "cpu"
+    result: Any = out
     if spec.kind is ProjectionKind.IDENTITY:
-        columns: Any = out
         for block in blocks:
-            columns[:, offset : offset + block.shape[1]] += block
+            result[:, offset : offset + block.shape[1]] += block
             offset += block.shape[1]
-    elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
+    elif device == "cuda" and spec.kind.about.of_matrices:
         starts = itertools.accumulate((block.shape[1] for block in blocks), initial=offset)
         parts = [(i, x) for i, x in zip(starts, blocks, strict=False) if isinstance(x, Tensor)]
-        add_rows(out, parts, spec)
-    elif isinstance(out, Tensor) and out.device.type == "cuda":
+        add_rows(result, parts, spec)
+    elif device == "cuda":
         # This is imported here because machines without a GPU need not have numba-cuda.
         from trak_core.projection.cuda import project_cuda
 
-        project_cuda(blocks, spec, offset, out)
-    elif isinstance(out, Tensor) and out.device.type != "cpu":
+        project_cuda(blocks, spec, offset, result)
+    elif device != "cpu":
         raise InputError(
-            f"`gradients` must be on a CPU or CUDA device. Found {out.device}.",
+            f"`gradients` must be on a CPU or CUDA device. Found {device}.",
             code="projection.device",
         )
     else:
@@ -158,11 +152,10 @@ def project(
     The work is done on the device of the gradients. A CUDA kernel is tested at its first use. If a
     kernel fails, an error is raised. There is no silent fallback.
 
-    To choose ``proj_dim``, consider that the error of the projected inner product of x and y has a
-    standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
-    parallel vectors. With the workflow's default of 1,024 columns, this is 3 % of ``|x| |y|``. Four
-    times as many columns halve the error and take four times the time and memory. With more columns
-    than training samples, the features' normal matrix is singular, and damping dominates scores.
+    The error of the projected inner product of x and y has a standard deviation of about
+    ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for parallel vectors. With the
+    workflow's default of 1,024 columns, this is 3 % of ``|x| |y|``. With more columns than training
+    samples, the features' normal matrix is singular, and damping dominates scores.
 
     Args:
         gradients: Shape (n_samples, n), where n is spec.n_params, or less for a chunk. A NumPy
@@ -222,10 +215,6 @@ def project(
             "Starting at row `offset`, the columns of `gradients` must fit into the projection "
             f"matrix, which has {spec.n_params} rows. Found rows {offset} to {offset + n_columns}.",
             code="projection.columns",
-        )
-    if threads < 1:
-        raise InputError(
-            f"`threads` must be at least 1. Found {threads}.", code="projection.threads"
         )
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
     add_projection(blocks, spec, offset, out, threads)

@@ -160,8 +160,3 @@ def projection_matrix(
             return _tensor_sketch(spec, g)
         case ProjectionKind.IDENTITY:
             return (g == j).astype(np.float64)
-
-
-def project_reference(gradients: np.ndarray, spec: ProjectionSpec) -> np.ndarray:
-    """Return ``gradients @ R``, unscaled, in float64: shape (n_samples, spec.proj_dim)."""
-    return gradients.astype(np.float64) @ projection_matrix(spec)

@@ -33,8 +33,8 @@ from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, h
 from trak_core.settings import ProjectionSpec
 
 # The largest number of complex numbers that are transformed in one call. On a CPU, they take 1 MiB,
-# which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is more,
-# because a call takes 0.2 ms to start.
+# which fits into a core's cache. On a GPU, they take 64 MiB, or 1/256 of its memory if that is
+# more, because a call takes 0.2 ms to start.
 _PIECE, _PIECE_OF_GPU, _SHARE_OF_GPU = 2**17, 2**23, 256
 # Costs on one core of an AMD EPYC in nanoseconds, measured with torch 2.13 for k = 1,024 and 4,096
 # and layers of size 256 to 3,072. They decide which of two methods is used. ``_CALL_NS`` and
@@ -126,16 +126,10 @@ def _fill_counts(
 ) -> None:
     """Write the count sketches x and y of pairs of rows a and b to ``counts``, float32.
 
-    On a CPU, the two rows of a pair are first scaled to equal norms if ``dim`` is 3.
-
-    Args:
-        spec: The projection.
-        number: Index of the parameter.
-        left: Rows a, shape (b, tokens, n0).
-        right: Rows b, shape (b, tokens, n1).
-        counts: Contiguous, shape (tokens, b, k, 2) or (tokens, b, 2, k).
-        dim: The dimension of ``counts`` along which x and y are stored: 3 for complex numbers
-            x + i y, else 2.
+    Rows a are ``left``, shape (b, tokens, n0), and rows b are ``right``, shape (b, tokens, n1).
+    ``counts`` is contiguous. Its shape is (tokens, b, k, 2) for complex numbers x + i y if ``dim``
+    is 3, and (tokens, b, 2, k) if ``dim`` is 2. If ``dim`` is 3, a CPU first scales the two rows of
+    a pair to equal norms.
     """
     if _has_kernels(left.device):
         assert spec.shapes is not None
@@ -366,12 +360,10 @@ class Contractions:
     ) -> Tensor:
         """Return <left[b, t] right[b, t]^T, R v> for pairs of b and v, shape (pairs, tokens).
 
-        Args:
-            number: Index of the parameter.
-            left: Shape (b, tokens, n0).
-            right: Shape (b, tokens, n1).
-            groups: For each sample b, in ascending order, (b, the slice of its pairs).
-            directions: For each pair, the index of its vector v in ``vectors``, shape (pairs,).
+        ``left`` and ``right`` are factors of the gradient of parameter ``number``, of shapes (b,
+        tokens, n0) and (b, tokens, n1). ``groups`` contains, for each sample b in ascending order,
+        the pair of b and the slice of its pairs. ``directions`` contains the index in ``vectors``
+        of each pair's v.
         """
         products = self.vectors.new_empty(len(directions), left.shape[1])
         if len(groups) < len(left):

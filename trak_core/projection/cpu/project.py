@@ -34,16 +34,15 @@ _TWO_TILES = 2 * LANES  # samples that a kernel may process together
 # The process that imported this module. None if multiprocessing forked this process, because OpenMP
 # may have been used before the fork.
 _IMPORTER = os.getpid() if parent_process() is None else None
-_PAUSE_SOFT = 1  # omp_pause_soft keeps the user's settings of OpenMP
 
 
 def pause_openmp() -> None:
     """Stop OpenMP's threads until there is work for them again.
 
     An idle thread of OpenMP waits actively for some milliseconds and occupies a core that another
-    thread could use. Restarting the threads takes less than 0.1 ms. This function does nothing if
-    no OpenMP 5.0 is loaded. It also does nothing in a forked process, where GNU's OpenMP would wait
-    forever for the parent's threads. An ``os.fork`` before this module's import is not detected.
+    thread could use. Restarting the threads takes less than 0.1 ms. Nothing is done if no OpenMP
+    5.0 is loaded, or in a forked process, where GNU's OpenMP would wait forever for the parent's
+    threads. An ``os.fork`` before this module's import is not detected.
 
     Source: OpenMP 5.0, ``omp_pause_resource_all``.
     """
@@ -51,7 +50,7 @@ def pause_openmp() -> None:
         return
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:
-        pause(_PAUSE_SOFT)
+        pause(1)  # omp_pause_soft keeps the user's settings
 
 
 def load_compiler() -> None:
@@ -64,20 +63,14 @@ def load_compiler() -> None:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel of a kind, with the sizes of slices of coordinates and of shares of samples.
+    """The kernel of a kind, with the sizes of slices of coordinates and of shares of samples."""
 
-    Attributes:
-        call: A function of rows, a range of columns, the first coordinate, the key and the result.
-        length: Number of coordinates in a slice. A slice is enough work for a thread.
-        share: Smallest number of samples in a share. Each share computes R again, so small shares
-            are inefficient.
-        most: Largest number of samples in a share, whose rows and sums still fit into the caches.
-    """
-
+    # A function of rows, a range of columns, the first coordinate, the key and the result.
     call: Callable[..., None]
-    length: int
+    length: int  # number of coordinates in a slice, which is enough work for a thread
+    # Smallest number of samples in a share. Each share computes R again, so small shares are slow.
     share: int
-    most: int
+    most: int  # largest number of samples in a share, whose rows and sums still fit into the caches
 
 
 # Slice lengths for kinds whose work is proportional to proj_dim, and for the other kinds.
@@ -97,18 +90,16 @@ def slice_length(spec: ProjectionSpec) -> int:
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:
-    """Convert rows of float32, float16, or the bits of bfloat16 (uint16) to float32."""
-    if rows.dtype == np.uint16:
+    if rows.dtype == np.uint16:  # the bits of bfloat16
         return (rows.astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)
 
 
 def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
-    """Return a matrix that contains the columns ``start`` to ``stop`` of the blocks, and where.
+    """Return a matrix with the columns ``start`` to ``stop`` of the blocks, and their range in it.
 
-    The last two values are the range of these columns in the matrix. The matrix is C-contiguous and
-    float32, because Numba would compile another kernel for any other layout. A block that has this
-    layout and contains all columns is not copied.
+    The matrix is C-contiguous and float32, because Numba would compile another kernel for any other
+    layout. A block that has this layout and contains all columns is not copied.
     """
     parts = []
     first = 0
@@ -187,8 +178,8 @@ def project_cpu(
             or uint16 with the bits of bfloat16.
         spec: The projection, of any kind except ``identity``.
         offset: Coordinate of the first column.
-        threads: Number of threads. Each thread processes slices, or shares of the samples of a
-            slice. Results are bitwise equal for any number of threads.
+        threads: Number of threads, which process slices, or shares of the samples of a slice.
+            Results are bitwise equal for any number of threads.
         out: Shape (n_samples, proj_dim), float32.
     """
     stop = offset + sum(block.shape[1] for block in blocks)

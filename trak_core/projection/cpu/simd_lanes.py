@@ -161,9 +161,8 @@ class LaneArrays:
 def holds_two_tiles() -> bool:
     """Return whether this processor can add the rows of two tiles as fast as those of one tile.
 
-    This requires vectors of 512 bits. On an Intel Xeon with AVX-512, processing two tiles together
-    took 0.58 times as long as processing them in sequence. On AMD's Zen 3, whose vectors have 256
-    bits, it took longer.
+    This requires vectors of 512 bits. On an Intel Xeon with AVX-512, two tiles together took 0.58
+    times as long as in sequence. On AMD's Zen 3, whose vectors have 256 bits, they took longer.
     """
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
     return is_native and bool(binding.get_host_cpu_features().get("avx512f"))
@@ -171,7 +170,6 @@ def holds_two_tiles() -> bool:
 
 @compiled
 def tiles_of(n_samples):
-    """Return the number of tiles for ``n_samples`` samples."""
     return (n_samples + LANES - 1) // LANES
 
 

@@ -150,19 +150,13 @@ class Hashes(NamedTuple):
     """Buckets and signs of the rows and columns of all parameters, concatenated.
 
     Each parameter's rows come first, then its columns, then the next parameter's rows.
-
-    Attributes:
-        starts: Coordinate of each parameter's first entry, and at the end n_params, int64.
-        positions: Index of each parameter's first row and first column in ``buckets`` and
-            ``signs``, shape (n_parameters, 2).
-        buckets: Bucket of each row and column, uint32.
-        signs: Sign of each row and column, +1 or -1, float32.
     """
 
-    starts: np.ndarray
+    starts: np.ndarray  # coordinate of each parameter's first entry, then n_params, int64
+    # Index of each parameter's first row and first column in ``buckets``, shape (n_parameters, 2).
     positions: np.ndarray
-    buckets: np.ndarray
-    signs: np.ndarray
+    buckets: np.ndarray  # bucket of each row and column, uint32
+    signs: np.ndarray  # sign of each row and column, +1 or -1, float32
 
     def of(self, number: int, axis: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return buckets and signs of a parameter's ``size`` rows (axis 0) or columns (axis 1)."""

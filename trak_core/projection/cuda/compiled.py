@@ -30,7 +30,9 @@ import torch
 from numba import config
 from torch import Tensor
 
+from trak_core.errors import InputError
 from trak_core.projection.cuda.variants import Kernel
+from trak_core.runtime.files import atomic_write
 
 _MOST_ARGUMENTS = 64  # the largest number of arguments of a kernel, counted as above
 _COMPILERS = (
@@ -49,35 +51,21 @@ def launch(
 ) -> None:
     """Launch a kernel on PyTorch's current stream, without copying tensors.
 
-    Args:
-        kernel: The kernel. It is compiled if its machine code is not cached.
-        types: Types of the arguments, such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple of 8
-            numbers, or ``float32[:]`` for a contiguous one-dimensional tensor.
-        grid: Number of thread blocks in up to three dimensions.
-        n_threads: Number of threads in a block.
-        arguments: Tensors, integers, and tuples of integers.
+    A kernel whose machine code is not cached is compiled. The arguments are tensors, integers, and
+    tuples of integers. Their ``types`` are such as ``int64``, ``uint32``, ``int64 x 8`` for a tuple
+    of 8 numbers, or ``float32[:]`` for a contiguous one-dimensional tensor. ``grid`` is the number
+    of thread blocks in up to three dimensions, and ``n_threads`` is the number of threads in a
+    block.
     """
     if is_simulated():
         definition(kernel)[tuple(grid), n_threads](*map(_simulated, types, arguments))
         return
     stream = torch.cuda.current_stream()
     function = _function(kernel, tuple(types), stream.device_index)
-    x, y, z = (*grid, 1, 1)[:3]
+    blocks_and_threads = *(*grid, 1, 1)[:3], n_threads, 1, 1
     address = _SLOTS.fill(words_of(arguments))
-    launched = _driver().cuLaunchKernel(*(
-        function,
-        x,
-        y,
-        z,
-        n_threads,
-        1,
-        1,
-        0,
-        stream.cuda_stream,
-        address,
-        0,
-    ))
-    _check(launched, "cuLaunchKernel")
+    queue = 0, stream.cuda_stream, address, 0  # after the bytes of dynamic shared memory
+    _check(_driver().cuLaunchKernel(function, *blocks_and_threads, *queue), "cuLaunchKernel")
 
 
 def _simulated(type_name: str, argument: Any) -> Any:
@@ -91,7 +79,6 @@ def _simulated(type_name: str, argument: Any) -> Any:
 
 
 def definition(kernel: Kernel) -> Any:
-    """Return the kernel's Python function, decorated by numba."""
     module, _, name = kernel.factory.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*kernel.arguments)
 
@@ -118,12 +105,11 @@ class _Slots(threading.local):
         first = ctypes.addressof(self.words)
         addresses = range(first, first + 8 * _MOST_ARGUMENTS, 8)
         self.addresses = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
-        self.address = ctypes.addressof(self.addresses)
 
     def fill(self, words: Sequence[int]) -> int:
         """Write the arguments and return the address of the array of their addresses."""
         struct.pack_into(f"{len(words)}q", self.words, 0, *words)
-        return self.address
+        return ctypes.addressof(self.addresses)
 
 
 _SLOTS = _Slots()
@@ -144,7 +130,6 @@ def _check(result: tuple[Any, ...], name: str) -> Any:
 
 @cache
 def _function(kernel: Kernel, types: tuple[str, ...], device: int) -> Any:
-    """Load a kernel on a device and return it."""
     code = machine_code(kernel, types, torch.cuda.get_device_capability(device))
     driver = _driver()
     # The kernel is the only function in its module.
@@ -179,10 +164,9 @@ def kept_path(suffix: str, *key: Any) -> Path:
     """Return the path of a cached file, which depends on the key and on this folder's source."""
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
-        try:
+        base = os.devnull  # Nothing is cached if the user has no home folder.
+        with suppress(RuntimeError):
             base = Path.home() / ".cache"
-        except RuntimeError:  # The user has no home folder, so nothing is cached.
-            base = os.devnull
     text = "\n".join(map(repr, key)).encode()
     return Path(base, "trak_core", hashlib.sha256(_source() + text).hexdigest()[:32] + suffix)
 
@@ -198,14 +182,8 @@ def kept(path: Path) -> bytes | None:
 
 def keep(path: Path, content: bytes) -> None:
     """Write the content after its SHA-256. If this fails, the next process compiles again."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(hashlib.sha256(content).digest() + content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with suppress(OSError, InputError), atomic_write(path) as partial:
+        partial.write_bytes(hashlib.sha256(content).digest() + content)
 
 
 @cache

@@ -5,7 +5,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,7 @@ def require_numba_cuda() -> None:
 
     Without numba-cuda, numba would use its own unmaintained CUDA target, which is not tested.
     """
-    if is_simulated():
-        return
-    if importlib.util.find_spec("numba_cuda") is None:
+    if not is_simulated() and importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
             "The package numba-cuda must be installed to project on a GPU. It was not found. "
             f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
@@ -41,12 +38,6 @@ def require_numba_cuda() -> None:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, or of the simulator, which has no tensor cores."""
     if is_simulated():
-        if device.type == "cuda":
-            raise InputError(
-                "Projecting on a GPU needs compiled kernels. Found that numba's CUDA simulator is "
-                "enabled. Unset NUMBA_ENABLE_CUDASIM.",
-                code="projection.simulated",
-            )
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
@@ -60,7 +51,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a device, for error messages."""
     return "numba's simulator" if is_simulated() else torch.cuda.get_device_name(device)
 
 
@@ -94,13 +84,11 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
                 f"The projection's kind must have a kernel for GPUs. Found {kind}. {INSTEAD}",
                 code="projection.gpu_kind",
             )
-    bfloat16 = dtype is torch.bfloat16 or n_planes == 2
+    if n_planes == 2:
+        dtype = torch.bfloat16
+    variant = partial(variant, spec, dtype is torch.bfloat16)
     return project_slices.Method(
-        name=name,
-        variant=partial(variant, spec, bfloat16),
-        dtype=torch.bfloat16 if n_planes == 2 else dtype,
-        n_planes=n_planes,
-        alignment=alignment,
+        name=name, variant=variant, dtype=dtype, n_planes=n_planes, alignment=alignment
     )
 
 
@@ -122,27 +110,27 @@ def require_right_matrix(
     """At a kernel's first use on a device, compare the entries of R with the definition.
 
     Projected unit vectors are rows of R. The tested rows have coordinates beyond 2^32, on both
-    sides of the boundary between two slices and at all positions in a block of 128. ``method`` is
-    a result of ``choose``. ``n_samples``, the number of gradients, determines the variant of the
+    sides of the boundary between two slices and at all positions in a block of 128. ``method`` is a
+    result of ``choose``. ``n_samples``, the number of gradients, determines the variant of the
     kernel. An ``InputError`` is raised if the kernel does not compile or run, or if an entry is
     wrong.
     """
     kernel = method.variant(method.n_planes * n_samples).kernel
     if (device, kernel, dtype) in _passed:
         return
-    marker = None if is_simulated() else _marker(kernel, dtype, device)
+    marker = None  # the file that records a passed test of the kernel on this GPU model
+    if not is_simulated():
+        key = kernel, str(dtype), name_of(device), compiled.driver_version()
+        marker = compiled.kept_path(".right", *key)
     if marker is not None and compiled.kept(marker) is not None:
         _passed.add((device, kernel, dtype))
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
     n_rows = min(n_samples, ROWS, max(1, _ENTRIES // proj_dim))
     offset = 2**33 + 5 * project_slices.SLICE - STEP * n_rows // 2
+    stop = offset + STEP * n_rows
     small = replace(
-        spec,
-        proj_dim=proj_dim,
-        n_params=offset + STEP * n_rows,
-        seed=0x243F6A8885A308D3,
-        stream=0x13198A2E,
+        spec, proj_dim=proj_dim, n_params=stop, seed=0x243F6A8885A308D3, stream=0x13198A2E
     )
     picks = STEP * np.arange(n_rows) + STEP // 2
     gradients = torch.zeros((n_rows, STEP * n_rows), dtype=dtype)
@@ -179,14 +167,6 @@ def require_right_matrix(
     _passed.add((device, kernel, dtype))
     if marker is not None:
         compiled.keep(marker, b"")
-
-
-def _marker(kernel: variants.Kernel, dtype: torch.dtype, device: torch.device) -> Path:
-    """Return the path of the file that records a passed test of a kernel on this GPU model."""
-    properties = torch.cuda.get_device_properties(device)
-    return compiled.kept_path(
-        ".right", kernel, str(dtype), properties.name, compiled.driver_version()
-    )
 
 
 @contextmanager

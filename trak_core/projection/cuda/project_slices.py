@@ -44,19 +44,13 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to Philox's keys after each round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method to project gradients of a dtype on a device.
-
-    Attributes:
-        variant: A function that returns the kernel for a number of rows.
-        n_planes: 2 if float32 gradients are split into high and low parts in bfloat16, else 1.
-        alignment: A kernel can read a block in place if the block's first coordinate and row stride
-            are multiples of this number.
-    """
+    """A method to project gradients of a dtype on a device."""
 
     name: str
-    variant: Callable[[int], Variant]
+    variant: Callable[[int], Variant]  # returns the kernel for a number of rows
     dtype: torch.dtype
-    n_planes: int
+    n_planes: int  # 2 if float32 gradients are split into high and low parts in bfloat16, else 1
+    # A kernel can read a block in place if first coordinate and row stride are multiples of this.
     alignment: int
 
 
@@ -108,17 +102,12 @@ def runs(
     most_in_place: int,
     most_gathered: int,
 ) -> Iterator[Run]:
-    """Split the coordinates of consecutive blocks into runs that cover each slice once, in order.
+    """Yield runs that cover each slice of consecutive blocks once, in order.
 
-    Args:
-        bounds: The coordinates (start, stop) of each block. No block is empty.
-        in_place: Whether the kernel can read each block in place.
-        least: Smallest number of slices in a block for which reading in place is faster.
-        most_in_place: Largest number of slices in a run that is read in place.
-        most_gathered: Largest number of slices in a run that is copied.
-
-    Yields:
-        The runs.
+    ``bounds`` are the coordinates (start, stop) of each block, none of which is empty, and
+    ``in_place`` says whether the kernel can read the block in place. Reading in place is faster
+    from ``least`` slices in a block on. The last two arguments limit the number of slices in a run
+    that is read in place and in a run that is copied.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)
@@ -182,24 +171,13 @@ def project_slices(
 
     ``project_cuda`` describes the arguments other than the method.
     """
-    n_samples, proj_dim = out.shape
-    row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
-    n_rows = max(1, BUDGET_BYTES // 2 // row_bytes)
-    for row in range(0, n_samples, n_rows):
-        rows = slice(row, row + n_rows)
-        part = [block[rows] for block in blocks]
-        _project_rows(part, spec, offset, out[rows], method)
-
-
-def _project_rows(
-    blocks: Sequence[torch.Tensor],
-    spec: ProjectionSpec,
-    offset: int,
-    out: torch.Tensor,
-    method: Method,
-) -> None:
-    """Compute ``project_slices`` for rows that fit into memory together."""
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
+    row_bytes = n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
+    fitting = max(1, BUDGET_BYTES // 2 // row_bytes)
+    if n_samples > fitting:
+        for rows in (slice(row, row + fitting) for row in range(0, n_samples, fitting)):
+            project_slices([block[rows] for block in blocks], spec, offset, out[rows], method)
+        return
     n_rows = n_planes * n_samples
     variant = method.variant(n_rows)
     keys = round_keys(spec.seed)

@@ -10,23 +10,18 @@ from trak_core.settings import ProjectionSpec
 
 
 class Kernel(NamedTuple):
-    """A kernel, identified by the function that returns it.
+    """A kernel, identified by the function that returns it."""
 
-    Attributes:
-        factory: The module in this folder and the function, such as ``dense.portable_kernel``.
-        arguments: The arguments with which the function is called.
-    """
-
-    factory: str
-    arguments: tuple[Any, ...] = ()
+    factory: str  # the module in this folder and the function, such as ``dense.portable_kernel``
+    arguments: tuple[Any, ...] = ()  # the function's arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its launch sizes. ``grid`` is the number of blocks per slice in x and in z."""
+    """A kernel with its launch sizes."""
 
     kernel: Kernel
-    grid: tuple[int, int]
+    grid: tuple[int, int]  # number of blocks per slice in x and in z
     n_threads: int
 
 
@@ -48,28 +43,20 @@ FLUSH = 4096  # coordinates that tensor cores sum before their sums are added to
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The size of a thread block's result in the tensor-core kernel.
+    """The size of a thread block's result in the tensor-core kernel."""
 
-    Attributes:
-        sample_tiles: Number of tiles, each of 8 rows.
-        column_tiles: Number of tiles of 16 columns for each warp. It is even.
-        n_warps: Number of warps, which process different columns.
-        n_blocks: Number of blocks that should fit on a multiprocessor.
-    """
-
-    sample_tiles: int
-    column_tiles: int
-    n_warps: int
-    n_blocks: int
+    sample_tiles: int  # tiles of 8 rows
+    column_tiles: int  # tiles of 16 columns for each warp, an even number
+    n_warps: int  # warps, which process different columns
+    n_blocks: int  # number of blocks that should fit on a multiprocessor
 
     @property
     def n_columns(self) -> int:
-        """The number of columns that a block of threads computes."""
         return 16 * self.column_tiles * self.n_warps
 
 
-# The first tile that is large enough for all rows is used, or the last tile if there is none. Blocks
-# of 4 warps were the fastest on an H200: a barrier in larger blocks stops more warps at a time.
+# The first tile that is large enough for all rows is used, or the last tile if there is none. On an
+# H200, blocks of 4 warps were the fastest: a barrier in larger blocks stops more warps at a time.
 TILES = (Tile(1, 4, 4, 6), Tile(2, 4, 4, 4), Tile(4, 4, 4, 2))
 
 
