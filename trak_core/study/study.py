@@ -20,15 +20,15 @@ named arguments with the label as `labels`. Image-text pairs have no label. All 
 same shapes, except that texts for a language model may have different numbers of tokens.
 """
 
-import ast
 import importlib.util
 import inspect
 import os
 import re
 import sys
+import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -57,50 +57,25 @@ class _InWords(dict[int, int | None]):
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+@contextmanager
+def _training_refused(path: Path) -> Generator[None, None, None]:
+    """Raise an error if ``backward()`` is called in the context, while ``path`` is imported."""
 
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        line = next(f.lineno for f in traceback.extract_stack() if f.filename == str(path))
+        raise InputError(
+            f"{path}: the file must not train when it is imported, because every job imports it. "
+            f"Found that line {line} leads to a call of backward(). Put the training under "
+            '`if __name__ == "__main__":`.',
+            code="study.trains",
+        )
 
-def _trains_when_run(path: Path) -> str | None:
-    """Return a text about the first call that an import runs and that leads to ``backward()``.
-
-    Calls are followed through the file's functions, but not through methods. Code under a condition
-    on ``__name__`` is skipped. Return None if there is no such call, or if the file has a syntax
-    error, which importing it reports.
-    """
+    backward = torch.autograd.backward
+    torch.autograd.backward = refuse
     try:
-        body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError):
-        return None
-    functions = [node for node in body if isinstance(node, _Function)]
-    training = {"backward"}
-    for _ in functions:
-        training |= {f.name for f in functions if _first_call(ast.walk(f), training)}
-    for node in body:
-        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
-            continue
-        if call := _first_call(_run_at_import(node), training):
-            return f"{_called_name(call)}() called in line {call.lineno}"
-    return None
-
-
-def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement, except those in functions, lambdas and classes."""
-    if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
-        yield node
-        for part in ast.iter_child_nodes(node):
-            yield from _run_at_import(part)
-
-
-def _called_name(call: ast.Call) -> str:
-    """Return the name of the called function, "backward" for a method of that name, else ""."""
-    if isinstance(call.func, ast.Name):
-        return call.func.id
-    return "backward" if getattr(call.func, "attr", "") == "backward" else ""
-
-
-def _first_call(nodes: Iterable[ast.AST], names: Collection[str]) -> ast.Call | None:
-    calls = (node for node in nodes if isinstance(node, ast.Call))
-    return next((call for call in calls if _called_name(call) in names), None)
+        yield
+    finally:
+        torch.autograd.backward = backward
 
 
 def beginning_and_end(text: str) -> str:
@@ -123,13 +98,6 @@ class Study:
                 f"{path}: the study's Python file must exist. Found nothing there.",
                 code="study.no_file",
             )
-        training = _trains_when_run(path)
-        if training is not None:
-            raise InputError(
-                f"{path}: the file must not train when it is imported, because every job imports "
-                f'it. Found {training}. Put the training under `if __name__ == "__main__":`.',
-                code="study.trains",
-            )
         # The study can import modules in its folder, as a script can.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -138,7 +106,7 @@ class Study:
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         before = Path.cwd()
-        with users_code(f"{path}: the study's file"):
+        with users_code(f"{path}: the study's file"), _training_refused(path):
             spec.loader.exec_module(module)
         after = Path.cwd()
         if after != before:
