@@ -64,7 +64,7 @@ def test_data_sets_of_another_kind_are_refused():
         streams = {name: data.to_iterable_dataset() for name in ("train", "test")}
         split_of_data(datasets.IterableDatasetDict(streams), None)
     texts = datasets.Dataset.from_dict({"text": ["a"], "labels": [0]})
-    with refused("study.sample_numbers", "str for text"):
+    with refused("study.sample_shapes", "str for text"):
         split_of_data(texts, None)
 
 

@@ -63,7 +63,7 @@ def test_dicts_stay_dicts(kind):
     [
         ([{"ids": [1, 2]}, {"ids": [1]}], "sample_shapes", [REASON, "list for ids"]),
         ([(torch.zeros(3), 0), (torch.zeros(4), 0)], "sample_shapes", [REASON, "(3,), (4,)"]),
-        ([("a text", 0), ("another", 1)], "sample_numbers", ["str for entry 0"]),
+        ([("a text", 0), ("another", 1)], "sample_shapes", [REASON, "str for entry 0"]),
         ([(None, 0)], "sample_shapes", [REASON, "NoneType for entry 0"]),
         ([torch.zeros(3)], "sample_type", ["Tensor"]),
         ([{"x": 0, "labels": 1}, {"x": 0}], "sample_entries", ["x, labels in sample 0", 1]),

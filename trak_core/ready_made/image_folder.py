@@ -100,23 +100,7 @@ def image_folder(
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
-        if not isinstance(pixels, Tensor):
-            raise InputError(
-                "study_arguments: transform must return a tensor. Found "
-                f"{type(pixels).__name__}. torch.from_numpy converts a NumPy array to a tensor.",
-                code="studies.transform",
-            )
         return pixels, torch.tensor(numbers[name])
-
-    def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        try:
-            return sample(row)
-        except OSError as error:  # The file is missing, or PIL cannot read it.
-            raise InputError(
-                f"The image of a line must be a file that PIL can read. Reading {row['path']} from "
-                f"{Path.cwd()} failed: {error}.",
-                code="studies.asked_image",
-            ) from error
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         pixels, number = sample[0], int(sample[1])
@@ -137,7 +121,7 @@ def image_folder(
         target_data=lambda: Rows(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(
-            asked, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
+            sample, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
         ),
         describe=lambda sample: names[int(sample[1])],
         as_read=as_read,

@@ -107,6 +107,9 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
         if len(dtypes) > 1:
             raise TypeError(f"the dtypes differ: {', '.join(sorted(dtypes))}")
         stacked = default_collate(tensors)
+        if not isinstance(stacked, Tensor):
+            raise TypeError("these values are not numbers")
+        return stacked
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
         raise InputError(
@@ -115,13 +118,6 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
             f"{', '.join(sorted(shapes)[:4])} for {name}: {(str(error).splitlines() or [''])[0]}",
             code="study.sample_shapes",
         ) from error
-    if not isinstance(stacked, Tensor):
-        raise InputError(
-            "Samples must be tuples or dicts of tensors or numbers. Found "
-            f"{type(parts[0]).__name__} for {name}.",
-            code="study.sample_numbers",
-        )
-    return stacked
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    StackDataset,
     default_collate,
 )
 
@@ -22,21 +23,6 @@ from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
 _READ_TWICE = 32  # This number of samples are read twice, and the results are compared.
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Samples that are stored as tensors, by name or by number, with a row for each sample."""
-
-    columns: Mapping[Any, Any]
-    is_named: bool
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, index: int) -> Any:
-        sample = {name: tensor[index] for name, tensor in self.columns.items()}
-        return sample if self.is_named else tuple(sample.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +51,7 @@ class _Collated:
         return sample if isinstance(batch, Mapping) else tuple(sample.values())
 
 
-def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
+def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
     given = dict(data if isinstance(data, Mapping) else enumerate(data))
     with warnings.catch_warnings():
         # Arrays of pandas are read-only.
@@ -80,7 +66,7 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
             "read as a sample.",
             code="study.given_tensors",
         )
-    return _Columns(columns, isinstance(data, Mapping))
+    return StackDataset(**columns) if isinstance(data, Mapping) else StackDataset(*columns.values())
 
 
 def _has_rows_of_numbers(values: Any) -> bool:

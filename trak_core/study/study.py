@@ -57,6 +57,7 @@ class _InWords(dict[int, int | None]):
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
+
 @contextmanager
 def _training_refused(path: Path) -> Generator[None, None, None]:
     """Raise an error if ``backward()`` is called in the context, while ``path`` is imported."""

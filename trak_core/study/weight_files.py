@@ -204,12 +204,6 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
             f"{checkpoint}: a checkpoint must exist. Found nothing there.", code="study.no_weights"
         )
     if not checkpoint.is_dir():
-        if checkpoint.name in ADAPTER_WEIGHTS:
-            raise InputError(
-                f"{checkpoint}: an adapter's weights cannot be loaded without {ADAPTER_CONFIG}. "
-                "Found the path of a file of weights. Use the path of the folder with both files.",
-                code="study.adapter_folder",
-            )
         return [checkpoint], None
     whole, adapter, config = (
         next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
@@ -220,7 +214,6 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
     if adapter and config and not whole:
         return [adapter], config
-    _refuse_pieces(checkpoint)
     contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
     if adapter or config:
         raise InputError(
@@ -232,31 +225,10 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     raise InputError(
         f"{checkpoint}: a checkpoint folder must contain one of {', '.join(_FOLDER_FILES)}, or one "
         f"of {', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> with "
-        f"such files, as a Trainer saves them. Found {contents}.",
+        f"such files, as a Trainer saves them. Found {contents}. If each process saved a part of "
+        "the weights, join the parts: with `python -m torch.distributed.checkpoint.format_utils "
+        "dcp_to_torch` for FSDP, or DeepSpeed's `zero_to_fp32.py`.",
         code="study.no_weights",
-    )
-
-
-def _refuse_pieces(folder: Path) -> None:
-    """Raise an error if each training process saved only a part of the weights in the folder."""
-    pieces = next(folder.rglob("*.distcp"), None)
-    script = folder / "zero_to_fp32.py"
-    patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
-    of_zero = next((part for pattern in patterns for part in folder.rglob(pattern)), None)
-    if pieces is not None:
-        module = "torch.distributed.checkpoint.format_utils"
-        kind, remedy = "FSDP", f"`python -m {module} dcp_to_torch {pieces.parent} weights.pt`"
-    elif script.is_file():
-        kind, remedy = "DeepSpeed", f"`python {script} {folder} whole-weights`"
-    elif of_zero is not None:
-        function = "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint"
-        kind, remedy = f"DeepSpeed in {of_zero.parent.name}", f"`{function}` and torch.save"
-    else:
-        return
-    raise InputError(
-        f"{folder}: a checkpoint must contain whole weights. Found weights from {kind}, of which "
-        f"each process saved a part. Join the parts with {remedy}, and use the resulting file.",
-        code="study.checkpoint_pieces",
     )
 
 
