@@ -14,10 +14,9 @@ import torch
 from PIL import Image
 from refused import refused
 
-from trak_core.data.rows import read_rows
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import Rows, field, needed
+from trak_core.ready_made.ready_study import field, needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
@@ -149,30 +148,6 @@ def test_empty_answers_are_counted(weights, tmp_path, capsys):
         assert told.count(said) == told.count("Notice: ") == 1
         language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()
         assert "Notice" not in capsys.readouterr().err
-
-
-def test_a_missing_field_is_named_with_its_first_row_or_all(weights, tmp_path):
-    """The longest row is read first, whichever it is."""
-    rows = [
-        {"a": "sky"},
-        {"b": "sky"},
-        {"a": None},
-        {"b": "the sky is blue"},
-        {"a": "the sun is red"},
-    ]
-    file, folder = write(tmp_path / "rows.jsonl", rows), str(weights)
-    for template, line, known in (
-        ("{typo}", 1, re.compile(r"values in a\..* No row of this file has typo\.$")),
-        ("{a}{typo}", 1, re.compile(r" No row of this file has typo\.$")),
-    ):
-        with refused("studies.template", f"{file}, line {line}:", known):
-            language_model(file, folder, text=template).train_data()
-    for name, line, row in (("a", 2, 3), ("b", 1, 2)):
-        rows = language_model(file, folder, text=f"{{{name}}}", max_tokens=9).train_data()
-        with refused("studies.template", f"{file}, line {line}:", re.compile(r"answer\}'\.$")):
-            rows[row]
-    with refused("studies.field", f"{file}, line 2:", re.compile(r"fields b\.$")):
-        Rows(read_rows(file), lambda row: field(row, "a"))[3]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
@@ -313,16 +288,16 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "images/cat/1.png")
     images = image_folder("images", "nets.py:net")
     example = '{"path": "new/17.png", "label": "cat"}'
-    with refused("studies.line", "path and label", example, '{"text": "images/cat/1.png"}'):
+    with refused("studies.line", "path, label", example, '{"text": "images/cat/1.png"}'):
         images.encode(text="images/cat/1.png")
-    with refused("studies.line", "path and label", example):
+    with refused("studies.line", "no label", example):
         images.encode(path="images/cat/1.png")
     with refused("studies.label", "wolf", "cat"):
         images.encode(path="images/cat/1.png", label="wolf")
     assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
     (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,0\n")
     table = tabular("rows.csv", "kind", "nets.py:net")
-    with refused("studies.line", "a and b and kind", '{"a": "1", "b": "2", "kind": "0"}'):
+    with refused("studies.line", "b, kind", '{"a": "1", "b": "2", "kind": "0"}'):
         table.encode(a=1)
     columns = [f"x{i:02}" for i in range(23)]
     wide = ",".join([*columns, "kind"]) + "\n" + "1," * 23
@@ -330,21 +305,20 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     table = tabular("rows.csv", "kind", "nets.py:net", classes=["paid", "due"])
     row = dict.fromkeys(columns, 1)
     unknown = "If the label of a row to explain is unknown, write the class to explain"
-    with refused("studies.line", re.compile(r"Found no kind in this row"), unknown) as caught:
+    with refused("studies.line", "Found no kind in", unknown):
         table.encode(**row)
-    assert not re.search(r"x[0-9]|JSON", str(caught.value))
     del row["x07"]
-    with refused("studies.line", re.compile(r"Found no x07 in this row")) as caught:
+    with refused("studies.line", "Found no x07 in") as caught:
         table.encode(**row, kind="paid")
-    assert not re.search(r"kind|unknown|x0[^7]|JSON", str(caught.value))
+    assert "unknown" not in str(caught.value)
     for cell in ("Paid", "paid ", "", "0"):
         with refused("studies.numbers", f'{{"kind": "{cell}"}}', "paid, due") as caught:
             table.encode(**dict.fromkeys(columns, 1), kind=cell)
-        assert not re.search(r"x[0-9]|number|decimal", str(caught.value))
+        assert not re.search(r"x[0-9]", str(caught.value))
         assert (unknown in str(caught.value)) == (cell == "")
-    with refused("studies.numbers", "x07, an input of the model,", '{"x07": "1,5"}') as caught:
+    with refused("studies.numbers", '{"x07": "1,5"}') as caught:
         table.encode(**{**row, "x07": "1,5"}, kind="paid")
-    assert not re.search(r"kind|class|x0[^7]", str(caught.value))
+    assert not re.search(r"kind|x0[^7]", str(caught.value))
     rows = write(tmp_path / "train.jsonl", [{"question": "the", "answer": "sky", "label": 1}])
     texts = language_model(rows, str(weights), text="{answer}", prompt="{question} ")
     with refused("studies.line", '{"answer": "sky", "question": "the"}', '{"text": "sky"}'):
