@@ -9,11 +9,12 @@ import pytest
 import torch
 from refused import refused
 from safetensors.torch import load_file, save_file
+from stored_weights import read_state_dict
 
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
 from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.study.load_checkpoint import load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import load_checkpoint
 
 peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test` has it")
 lora = pytest.importorskip("lora_models")
@@ -190,7 +191,7 @@ def test_settings_that_decide_numbers_must_be_those_of_the_training(saved, setti
 
 def test_another_kind_of_adapter(saved):
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    with refused("study.adapter_kind", "adapter_config.json", "LORA instead of IA3"):
+    with refused("study.adapter_config", "adapter_config.json", "LORA", "IA3"):
         load_checkpoint(lora.adapted(lora.llama(), config), saved)
 
 

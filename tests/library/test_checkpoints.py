@@ -11,10 +11,11 @@ import pytest
 import torch
 from refused import refused
 from safetensors.torch import save_file
+from stored_weights import read_state_dict
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint
 
 
 def net():

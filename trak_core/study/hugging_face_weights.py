@@ -190,13 +190,15 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an adapter's saved settings, first without and then with peft's defaults."""
     from peft import PeftConfig
 
-    kind = None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        kind = stored["peft_type"]
-        if kind == own.peft_type.value:
-            with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
-                return stored, PeftConfig.from_peft_type(**stored).to_dict()
+        if stored["peft_type"] != own.peft_type.value:
+            raise ValueError(
+                f"it is of the kind {stored['peft_type']}, but make_model() builds one of the kind "
+                f"{own.peft_type.value}"
+            )
+        with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
+            return stored, PeftConfig.from_peft_type(**stored).to_dict()
     except (OSError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise InputError(
             f"{path}: an adapter's config must be JSON that peft can read, as "
@@ -204,12 +206,6 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{error}. Save the adapter again, or install the version of peft that saved it.",
             code="study.adapter_config",
         ) from error
-    raise InputError(
-        f"{path}: an adapter must be of the kind that make_model() builds. Found peft_type {kind} "
-        f"instead of {own.peft_type.value}. Build the model with the config that was used for "
-        "training: `PeftConfig.from_pretrained(folder)`.",
-        code="study.adapter_kind",
-    )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
