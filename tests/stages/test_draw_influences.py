@@ -167,7 +167,7 @@ def test_there_must_be_a_text_for_each_token(tmp_path, given):
         study.token_texts(7, None, 2)
 
 
-@pytest.mark.parametrize(("names", "value"), [(["cat", 3], "int"), (["cat", "cat"], "'cat' 2")])
+@pytest.mark.parametrize(("names", "value"), [(["cat", 3], "3"), (["cat", "cat"], "'cat', 2")])
 def test_names_of_classes_are_different_texts(tmp_path, names, value):
     (tmp_path / "named.py").write_text(f"def class_names():\n    return {names}\n")
     with refused("study.class_names", tmp_path / "named.py", value):

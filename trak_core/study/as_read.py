@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import shown_tokens
 from trak_core.study.study import Study, beginning_and_end
 
@@ -50,7 +50,7 @@ def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
         return {}
     first, n = next(iter(rows)), _n_common([*rows])
     i = rows[first] * last // (_READ - 1)
-    sample: Any = train.samples[i]
+    sample = train.sample(i)
     kept = _kept(sample)
     texts = shown_tokens(study, train.ids[i], sample, len(kept))
     texts = [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
@@ -71,8 +71,7 @@ def _n_common(sequences: Sequence[Sequence[int]]) -> int:
 
 def _input_ids(split: Split, row: int) -> list[int]:
     """Return a sample's token ids without padding, or an empty list for a sample without tokens."""
-    with users_code(f"reading sample {split.ids[row]}"):
-        sample: Any = split.samples[row]
+    sample = split.sample(row)
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         return []
     numbers = torch.as_tensor(sample["input_ids"]).flatten().tolist()

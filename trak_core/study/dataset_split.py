@@ -63,16 +63,18 @@ class Split:
         rows = [position[i] for i in ids]
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
+    def sample(self, row: int) -> Any:
+        """Return the sample in a row. Errors in the user's code are ``InputError``."""
+        with users_code(f"reading sample {self.ids[row]}"):
+            return self.samples[row]
+
     def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
         """Stack samples ``start`` to ``stop - 1`` into tensors.
 
         Returns:
             A tuple if samples are tuples, or a dict if they are dicts.
         """
-        samples = []
-        for i in range(start, stop):
-            with users_code(f"reading sample {self.ids[i]}"):
-                samples.append(self.samples[i])
+        samples = [self.sample(row) for row in range(start, stop)]
         parts = [_entries(sample) for sample in samples]
         for sample_id, part in zip(self.ids[start:stop], parts, strict=True):
             if part.keys() != parts[0].keys():

@@ -71,7 +71,7 @@ def _default_part(saved: Any, path: Path) -> Weights:
 
 
 def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) -> Weights:
-    """Read the weights of a checkpoint as memory maps on the CPU.
+    """Return the weights of a checkpoint as memory maps on the CPU.
 
     Args:
         checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging

@@ -56,11 +56,7 @@ class Words(str):
 
 def are_drawn(study: Study, train: Split) -> bool:
     """Return whether the study has ``draw``, or the first training sample is an image."""
-    if study.has("draw"):
-        return True
-    with users_code(f"reading sample {train.ids[0]}"):
-        sample = train.samples[0]
-    return _image(sample) is not None
+    return study.has("draw") or _image(train.sample(0)) is not None
 
 
 def show_sample(

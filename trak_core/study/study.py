@@ -38,7 +38,7 @@ from unicodedata import category, normalize
 import torch
 from torch import nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
 
@@ -202,9 +202,7 @@ class Study:
         """Return ``as_read`` of the first sample, or "" if the study has no ``as_read``."""
         if not self.has("as_read"):
             return ""
-        with users_code(f"reading sample {split.ids[0]}"):
-            sample = split.samples[0]
-        return beginning_and_end(self.describe(split.ids[0], sample, "as_read"))
+        return beginning_and_end(self.describe(split.ids[0], split.sample(0), "as_read"))
 
     def words(self, split: Split) -> Iterator[list[str]]:
         """Yield the words in the ``describe`` text of each sample, in lower case.
@@ -212,10 +210,8 @@ class Study:
         A word is a sequence of letters, combining marks, digits and ``_``, in normal form NFKC.
         """
         for row, sample_id in enumerate(split.ids):
-            with users_code(f"reading sample {sample_id}"):
-                sample = split.samples[row]
             # casefold() can leave the normal form, so the text is normalized again afterwards.
-            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()
+            text = normalize("NFKC", self.describe(sample_id, split.sample(row))).casefold()
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
@@ -239,13 +235,11 @@ class Study:
             return []
         with users_code(f"{self.path}: class_names()"):
             names = list(self.function("class_names")())
-        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        problems = [type(name).__name__ for name in names if not isinstance(name, str)]
-        problems += [f"{name!r} {names.count(name)} times" for name in repeated]
-        if problems:
+        wrong = [name for name in names if not isinstance(name, str) or names.count(name) > 1]
+        if wrong:
             raise InputError(
                 f"{self.path}: class_names() must return a different str for each class. Found "
-                f"{problems[0]}.",
+                f"{wrong[0]!r}, {names.count(wrong[0])} times.",
                 code="study.class_names",
             )
         return names
@@ -259,26 +253,29 @@ class Study:
         function = self.function(f"{pool}_data")
         with users_code(f"{self.path}: {pool}_data()"):
             samples = function()
-        if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
-            raise InputError(
-                f"{self.path}: {pool}_data() must return samples with len() and [i], such as a "
-                f"torch Dataset. Found {type(samples).__name__}.",
-                code="study.no_samples",
-            )
-        with users_code(f"{self.path}: len() of {pool}_data()"):
-            size = len(samples)
+            can_be_read = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
+            size = len(samples) if can_be_read else 0
         if size == 0:
+            kind = type(samples).__name__
             raise InputError(
-                f"{self.path}: {pool}_data() must return at least one sample. Found none.",
+                f"{self.path}: {pool}_data() must return at least one sample, with len() and [i], "
+                f"such as a torch Dataset. Found {f'an empty {kind}' if can_be_read else kind}.",
                 code="study.no_samples",
             )
-        ids = list(range(size))
-        if self.has(f"{pool}_ids"):
-            function = self.function(f"{pool}_ids")
-            with users_code(f"{self.path}: {pool}_ids(), which returns an id for each sample,"):
-                ids = list(function())
-        split = Split(samples, checked_ids(ids, size, f"{self.path}: {pool}_ids()"))
+        split = Split(samples, self.ids(pool, size))
         return split if targets is None else split.take(targets)
+
+    def ids(self, pool: str, n_samples: int | None = None) -> list[int] | list[str]:
+        """Return the ids from ``train_ids`` or ``target_ids``, for the ``pool`` train or target.
+
+        If ``n_samples`` is given, there must be as many ids, and the default ids are 0, 1, ...
+        """
+        if n_samples is not None and not self.has(f"{pool}_ids"):
+            return list(range(n_samples))
+        with users_code(f"{self.path}: {pool}_ids(), which returns an id for each sample,"):
+            ids = list(self.function(f"{pool}_ids")())
+        n_ids = len(ids) if n_samples is None else n_samples
+        return checked_ids(ids, n_ids, f"{self.path}: {pool}_ids()")
 
 
 def trained_model(
@@ -319,11 +316,9 @@ def models_along(
                 return
             if at > remaining[0]:
                 break
-    if len(passed) > 12:
-        passed[6:-3] = ["..."]
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"no model at {remaining[0]!r}. It yielded models at {', '.join(passed) or 'no time'}.",
+        f"no model at {remaining[0]!r}. It yielded models at {listed(passed) or 'no time'}.",
         code="study.train",
     )
 
