@@ -95,7 +95,13 @@ def chat_texts(
             code="studies.chat_roles",
         )
     messages = [*prompt, *answer]
-    _check_contents(messages)
+    for message in messages:  # Templates write nothing or "None" for a message without text.
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InputError(
+                "A message must have its text in `content`, or have `tool_calls`. Found a message "
+                f"with the role {message['role']!r} and the fields {', '.join(message)}.",
+                code="studies.messages",
+            )
     given = _row_arguments(row)
     arguments = {**given, **given.pop("chat_template_kwargs", {}), "tokenize": False}
     arguments["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), date)
@@ -130,18 +136,6 @@ def chat_texts(
                 f"{message['role']!r}: {text.strip()[:40]!r}."
             )
     return before, whole
-
-
-def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error for a message without text, for which templates write nothing or "None"."""
-    for message in messages:
-        has_calls = bool(message.get("tool_calls"))
-        if message.get("content") is None and not has_calls:
-            raise InputError(
-                "A message must have its text in `content`, or have `tool_calls`. Found a message "
-                f"with the role {message['role']!r} and the fields {', '.join(message)}.",
-                code="studies.messages",
-            )
 
 
 def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:

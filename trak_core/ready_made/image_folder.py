@@ -214,11 +214,11 @@ def _rows(images: Path) -> RowFile:
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
         shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-        linked = [p for p in shown if len(p.parts) == 1 and _is_linked_folder(images / p)]
+        linked = [p for p in shown if (images / p).is_symlink() and (images / p).is_dir()]
         if linked:
             raise InputError(
                 f"study_arguments: {images} must contain folders, not links to folders. Found the "
-                f"link {linked[0].parts[0]}. Changes to linked files would not be noticed. Set "
+                f"link {linked[0]}. Changes to linked files would not be noticed. Set "
                 "`images` to the folder to which the link leads, or replace the link by a copy.",
                 code="studies.linked_images",
             )
@@ -246,10 +246,6 @@ def _rows(images: Path) -> RowFile:
     rows = read_rows(images)
     entries = Rows(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
     return replace(rows, rows=[*entries])
-
-
-def _is_linked_folder(path: Path) -> bool:
-    return path.is_symlink() and path.is_dir()
 
 
 def _as_is(image: Any) -> Tensor:

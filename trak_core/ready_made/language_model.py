@@ -33,6 +33,7 @@ from trak_core.study.weight_files import refuse_quantized
 # A field whose name is at least this similar to "prompt" is treated as a misspelling of "prompt".
 # "promt" and "prompts" are more similar than this, "prompt_id" is less similar.
 _NEAR = 0.83
+_TEXT, _COMPLETION, _PROMPT = "{text}", "{completion}", "{prompt}"  # The default templates.
 
 
 def language_model(
@@ -76,7 +77,8 @@ def language_model(
             code="studies.slow_tokenizer",
         )
     rows = read_rows(texts)
-    template = text or _default_text(rows)
+    fields = {name for row in rows for name in row}
+    template = text or (_COMPLETION if "completion" in fields and "text" not in fields else _TEXT)
     used = used_by(prompt, template) | {"messages", *ROW_ARGUMENTS}
     used |= {"prompt"} if prompt is None else set()
     notified: set[str] = set()
@@ -114,8 +116,8 @@ def language_model(
             )
         if prompt is None and "prompt" not in row:
             _refuse_near_prompt([name for name in row if name not in used])
-        own = "" if row.get("prompt") is None else "{prompt}"  # ruff: ignore[missing-f-string-syntax]
-        own = own if prompt is None else prompt
+        usual = "" if row.get("prompt") is None else _PROMPT
+        own = usual if prompt is None else prompt
         answer, asked = (messages_in(row.get(_only_field(part))) for part in (template, own))
         if answer and not own:  # The field contains a whole conversation.
             asked, answer = answer[:-1], answer[-1:]
@@ -242,12 +244,6 @@ def language_model(
         target_columns=lambda: columns_from(target_rows(), used),
         fields_read=used,
     )
-
-
-def _default_text(rows: RowFile) -> str:
-    """Return the default template of texts: ``"{text}"``, or TRL's ``"{completion}"``."""
-    fields = {name for row in rows for name in row}
-    return "{completion}" if "completion" in fields and "text" not in fields else "{text}"
 
 
 def _only_field(template: str) -> str:

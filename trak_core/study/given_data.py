@@ -62,8 +62,8 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
             "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
             "with `labels`. Each must be a tensor or an array of numbers, with a row for each "
             f"sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
-            "objects of pandas with `.to_numpy()`, and texts to numbers. In a list, each entry is "
-            "read as a sample.",
+            "objects of pandas with `.to_numpy()`, and texts to numbers. Pass one split of a "
+            "DatasetDict. In a list, each entry is read as a sample.",
             code="study.given_tensors",
         )
     return StackDataset(**columns) if isinstance(data, Mapping) else StackDataset(*columns.values())
@@ -112,12 +112,6 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
         ids = data.with_format(None)["id"] if ids is None else ids
         data = data.remove_columns("id")
-    if isinstance(data, Mapping) and any(hasattr(v, "column_names") for v in data.values()):
-        raise InputError(
-            "Data must be a single Dataset. Found a DatasetDict. Pass one of its splits: "
-            f"{', '.join(map(str, data))}.",
-            code="study.given_splits",
-        )
     if isinstance(data, Split):
         return data
     if isinstance(data, DataLoader):

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
 
 
@@ -157,7 +157,7 @@ class Adapter:
         if lost:
             raise InputError(
                 "After peft has loaded an adapter, the model must contain its weights. Found other "
-                f"values in {', '.join(lost[:8])}. Save the whole model's state_dict() instead.",
+                f"values in {listed(lost)}. Save the whole model's state_dict() instead.",
                 code="study.adapter_model",
             )
 
@@ -170,19 +170,18 @@ class Adapter:
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
         saved, mine = _plain(config), _plain(own.to_dict())
-        differing = {
-            key: f"{key} {saved[key]!r} for {mine[key]!r}"
-            for key in sorted(saved)
-            if key not in _TRAINING_SETTINGS and saved[key] != mine[key]
-        }
+        of_outputs, of_layers = list[str](), list[str]()
+        for key in sorted(saved.keys() - _TRAINING_SETTINGS):
+            if saved[key] != mine[key]:
+                texts = of_layers if key in _LAYER_SETTINGS else of_outputs
+                texts.append(f"{key} {saved[key]!r} for {mine[key]!r}")
+        known = mine.keys() | _TRAINING_SETTINGS | _LAYER_SETTINGS
         # A setting that only a newer peft knows has no effect if it is false or empty.
-        unknown = {
-            key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
+        of_outputs += [
+            f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
             for key, value in stored.items()
-            if value and key not in mine and key not in _TRAINING_SETTINGS
-        }
-        of_layers = [text for key, text in differing.items() if key in _LAYER_SETTINGS]
-        of_outputs = [t for key, t in (differing | unknown).items() if key not in _LAYER_SETTINGS]
+            if value and key not in known
+        ]
         return of_outputs, of_layers
 
 
