@@ -296,8 +296,8 @@ def test_models_that_an_adapter_is_not_for(saved):
 
 
 def test_without_peft_it_is_named(saved, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with refused("study.adapter_peft", saved, "peft"):
+    monkeypatch.delitem(sys.modules, "peft")
+    with refused("study.adapter_model", saved, "peft"):
         load_checkpoint(torch.nn.Linear(1, 1), saved)
 
 

@@ -435,7 +435,7 @@ def test_samples_that_are_refused(projected):
         results.sample("patient-3", "few")
     with refused("queries.no_experiment", "none", "asked, few"):
         results.sample(1, "none")
-    with refused("queries.line", "words", "row"):
+    with refused("study.failed", "unexpected keyword argument 'words'"):
         results.ask({"words": "some words"})
     with refused("queries.line"):
         results.ask('{"row": 3')

@@ -30,7 +30,7 @@ ENDS = r"must end without an error\. Found"
 STUDIES = {
     "no model function": (
         *("def make_model", "def build_model"),
-        r"the study must define a function make_model\(\)\. Found build_model, train_data",
+        r"the study must define a function make_model\(\)\. Found none",
     ),
     "model function returns no model": (
         *("return nn.Sequential(", "return len, (nn.Sequential, "),

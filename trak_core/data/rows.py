@@ -116,26 +116,20 @@ class RowFile(Sequence[dict[str, Any]]):
             ids = [int(value) for value in ids]
         first: dict[Any, int] = {}
         for index, value in enumerate(ids):
-            if value is None or value == "":
+            kind = type(value)
+            if kind not in {int, str} or kind is not type(ids[0]) or value == "":
                 raise InputError(
-                    f"{self.place(index)}: either every row or no row must have an `id`. Found no "
-                    "id in this row.",
-                    code="data.missing_id",
-                )
-            if type(value) is not type(ids[0]) or type(value) not in {int, str}:
-                first_id = f", but the first id is {ids[0]!r}" if index else ""
-                raise InputError(
-                    f"{self.place(index)}: ids must all be integers or all be texts. Found "
-                    f"{value!r}{first_id}.",
+                    f"{self.place(index)}: either no row must have an `id`, or every row an integer, "
+                    f"or every row a text. Found {value!r}. The first id is {ids[0]!r}.",
                     code="data.mixed_ids",
                 )
-            if value in first:
+            before = first.setdefault(value, index)
+            if before != index:
                 raise InputError(
                     f"{self.place(index)}: ids must be unique. Found {value!r}, already used at "
-                    f"{self.place(first[value])}.",
+                    f"{self.place(before)}.",
                     code="data.repeated_id",
                 )
-            first[value] = index
         return ids
 
 

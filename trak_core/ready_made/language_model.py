@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trak_core.data.rows import RowFile, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
-from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -69,7 +68,9 @@ def language_model(
     from transformers import AutoConfig, AutoTokenizer
 
     folder = _config_folder(Path(weights))
-    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, _tokenizer_source(folder))
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        _tokenizer_source(folder), trust_remote_code=False
+    )
     if not tokenizer.is_fast:
         raise InputError(
             "The tokenizer must be a fast tokenizer, which returns the offsets of its tokens. "
@@ -178,25 +179,8 @@ def language_model(
         names = sorted(used_by(prompt, template))
         return encoder(partial(sample, is_asked=True), rows[0], names)(**row)
 
-    def has_empty_text(row: Mapping[str, Any]) -> bool:
-        """Return whether all fields that are explained, or the last message, are empty texts."""
-        is_chat = text is None and row.get("messages") is not None
-        given = [row.get(name) for name in (["messages"] if is_chat else used_by(template))]
-        lasts = [messages[-1] if (messages := messages_in(value)) else value for value in given]
-        parts = [
-            m.get("tool_calls") or m.get("content") if isinstance(m, dict) else m for m in lasts
-        ]
-        return all(isinstance(part, str) and not part.strip() for part in parts)
-
     def train_data() -> Rows:
         samples = Rows(rows, sample)
-        if empty := [i for i, row in enumerate(rows) if has_empty_text(row)]:
-            notify(
-                f"{len(empty)} of {len(rows)} training rows have an empty text, first "
-                f"{rows.place(empty[0])}. Only characters that the template adds are explained "
-                "there. Remove these rows if training had none of them.",
-                about="empty texts",
-            )
         if max_tokens is None:
             # The longest text is checked now, because it is the likeliest to exceed the context.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
@@ -224,7 +208,7 @@ def language_model(
         before, counted = parts(sample, skip_special_tokens=True)
         return f"prompt: {before}\nanswer: {counted.removeprefix(' ')}" if before else counted
 
-    config: Any = from_folder(AutoConfig.from_pretrained, _base(folder) or folder)
+    config: Any = AutoConfig.from_pretrained(_base(folder) or folder, trust_remote_code=False)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=(
@@ -348,13 +332,13 @@ def _model(folder: Path) -> nn.Module:
 
     base = _base(folder)
     if base is None:
-        config = from_folder(AutoConfig.from_pretrained, folder)
-        return from_folder(AutoModelForCausalLM.from_config, folder, config)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     needed("peft", "language")
     from peft import PeftConfig, get_peft_model
 
     refuse_quantized(Path(base))
-    model: Any = from_folder(AutoModelForCausalLM.from_pretrained, base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False)
     config: Any = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = base  # Otherwise peft warns that the name differs.
     config.inference_mode = False  # Otherwise peft freezes the adapter.

@@ -105,16 +105,8 @@ class Adapter:
     @classmethod
     def active(cls, model: nn.Module, folder: Path) -> Self:
         """Return the only active adapter of ``model``. Error messages contain ``folder``."""
-        try:
-            from peft import PeftModel
-        except ImportError as error:
-            raise InputError(
-                f"{folder}: peft must be installed to load an adapter's folder. Importing it "
-                f"failed: {error}. In the environment of the jobs, run `python -m pip install "
-                "peft`.",
-                code="study.adapter_peft",
-            ) from error
-        if not isinstance(model, PeftModel):
+        peft: Any = sys.modules.get("peft")  # If it was not imported, there is no PeftModel.
+        if peft is None or not isinstance(model, peft.PeftModel):
             raise InputError(
                 f"{folder}: for an adapter's folder, make_model() must return a peft.PeftModel. "
                 f"Found {type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, "

@@ -141,15 +141,12 @@ def match_state_dict(
                 misfits[f"not under {prefix}"] = [key for key in state if key not in names]
             if not misfits:
                 removed = {part for key in (*state, *own) for part in wrappers.findall(key)}
-                notices = []
-                if prefix:
-                    notices += [
-                        f"all keys begin with `{prefix}`, which is removed to fit the model."
-                    ]
-                if removed:
-                    parts = ", ".join(sorted(removed))
-                    notices += [f"wrappers added {parts} to the keys, which was ignored."]
-                return Fit(weights, names, notices)
+                parts = ", ".join(sorted(removed))
+                notices = {
+                    f"all keys begin with `{prefix}`, which is removed to fit the model.": prefix,
+                    f"wrappers added {parts} to the keys, which was ignored.": parts,
+                }
+                return Fit(weights, names, [text for text, is_so in notices.items() if is_so])
             attempts.append((prefix, misfits))
         if fitting_parts:
             break

@@ -6,7 +6,6 @@ to samples. The field ``id`` of a row is the sample's id. Without this field, sa
 from 0.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,15 +94,6 @@ def encoded_line(
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
     encode = study.function("encode")
-    signature = inspect.signature(encode)
-    try:
-        signature.bind(**fields)
-    except TypeError as error:
-        raise InputError(
-            f"A line must be a JSON object with the fields that the study's encode{signature} "
-            f"takes. Found {', '.join(fields) or 'none'}: {error}.",
-            code="queries.line",
-        ) from error
     with users_code(f"{study.path}: encode() of {shortened(fields)},"):
         sample = encode(**fields)
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}

@@ -136,14 +136,8 @@ class Study:
         """Return one of the study's functions, or raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
-            own = [
-                n
-                for n, v in vars(self.module).items()
-                if getattr(v, "__module__", None) == self.module.__name__ and callable(v)
-            ]
             raise InputError(
-                f"{self.path}: the study must define a function {name}(). Found "
-                f"{', '.join(own) or 'no functions'}.",
+                f"{self.path}: the study must define a function {name}(). Found none.",
                 code="study.no_function",
             )
         return function
