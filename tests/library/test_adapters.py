@@ -241,10 +241,10 @@ def with_state(change):
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SPOILT = {
-    "no weights": (gone(WEIGHTS), "adapter_folder", f"README.md, {CONFIG}"),
+    "no weights": (gone(WEIGHTS), "no_weights", f"README.md, {CONFIG}"),
     "a whole model beside it": (
         written("model.safetensors", ""),
-        "adapter_folder",
+        "no_weights",
         re.compile(r"README\.md, adapter_config\.json.*, model\.safetensors(?=\. )"),
     ),
     "no JSON": (written(CONFIG, "{"), "adapter_config", re.compile(r"Expecting .*\)")),

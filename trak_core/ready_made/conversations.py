@@ -15,14 +15,10 @@ ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 # transformers defines ``strftime_now`` for templates, and callers cannot replace it.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
-    "study_arguments: date must be given, because the tokenizer's chat template writes today's "
-    "date, and features would then change from day to day. Found no date. Give the date that was "
-    "used in training, or any other date, such as date: '2024-07-26'."
-)
-_NO_FORM = (
-    "A chat template that writes today's date must call strftime_now with a format in quotes. "
-    "Found a call with another argument. In the folder of the weights, replace the call in the "
-    "chat template by a fixed date."
+    "study_arguments: date must be given if the tokenizer's chat template writes today's date, "
+    "because features would then change from day to day. Give the date that was used in training, "
+    "or any other date, such as date: '2024-07-26'. If a date is given, the template calls "
+    "strftime_now without a format in quotes. Replace this call by a fixed date."
 )
 
 
@@ -115,7 +111,7 @@ def chat_texts(
     except (MemoryError, InputError):
         raise
     except Exception as error:  # A template is code, and can raise any error.
-        is_dated = str(error) in {_NO_DATE, _NO_FORM}
+        is_dated = str(error) == _NO_DATE
         fails = "" if is_dated else "The chat template must accept the row's messages. It failed: "
         code = "studies.chat_date" if is_dated else "studies.chat_template"
         raise InputError(f"{fails}{error}", code=code) from error
@@ -182,8 +178,6 @@ def _dated(template: str, date: str | None) -> str:
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
     # Calls that were not replaced above reach this macro, which hides transformers' function.
-    fails = _NO_DATE if day is None else _NO_FORM
-    macro = (
-        f"{{% macro strftime_now(format) %}}{{{{ raise_exception({fails!r}) }}}}{{% endmacro %}}"
-    )
+    fails = f"{{{{ raise_exception({_NO_DATE!r}) }}}}"
+    macro = f"{{% macro strftime_now(format) %}}{fails}{{% endmacro %}}"
     return f"{macro}\n{template}"

@@ -153,10 +153,8 @@ def _network(model: str, n_classes: int) -> nn.Module:
         if name in models.list_models(module=models):
             return models.get_model(name, weights=None, num_classes=n_classes)
         known += models.list_models(module=models)
-    close = get_close_matches(name, dict.fromkeys(known), n=3) or [
-        "timm/resnet18",
-        "torchvision/resnet18",
-    ]
+    examples = ["timm/resnet18", "torchvision/resnet18"]
+    close = get_close_matches(name, dict.fromkeys(known), n=3) or examples
     raise InputError(
         "study_arguments: model must name a network of timm or torchvision, or a function as "
         f"file.py:function. Found {model}. Similar names are {', '.join(close)}.",

@@ -103,17 +103,10 @@ def _parsed_line(line: str | bytes) -> dict[str, Any]:
     """Return the fields of a JSON object. Any other line is returned as the field ``text``."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"A line must be UTF-8. Found {line[:40]!r}: {error.reason}.", code="queries.line"
-        ) from error
-    if not text.startswith("{"):
-        return {"text": text}
-    try:
-        return parsed_json(text)
+        return parsed_json(text) if text.startswith("{") else {"text": text}
     except ValueError as error:
         raise InputError(
-            "A line must be plain text, or a JSON object as in an experiment's `data`. Found "
-            f"{error}.",
+            "A line must be plain text in UTF-8, or a JSON object as in an experiment's `data`. "
+            f"Found {error}.",
             code="queries.line",
         ) from error

@@ -326,7 +326,7 @@ def _steps(
     """Yield the pairs that ``train`` yields, or one pair of time 0 and the returned model."""
     more = {"data": data, "sample_weights": sample_weights}
     train = study.function("train")
-    call = f"{study.path}: train({arguments})"
+    call = f"{study.path}: train({arguments}), which returns a model or yields (time, model),"
     with users_code(call):
         result = train(**arguments, **{k: v for k, v in more.items() if v is not None})
     if not inspect.isgenerator(result):
@@ -336,21 +336,11 @@ def _steps(
         while True:
             with users_code(call):
                 step = next(result, None)
-            if step is None:
-                return
-            yield _time_and_model(study, step)
-
-
-def _time_and_model(study: Study, step: Any) -> tuple[float, nn.Module]:
-    is_pair = isinstance(step, tuple) and len(step) == 2
-    if not is_pair or isinstance(step[0], bool) or not isinstance(step[0], int | float):
-        types = [type(entry).__name__ for entry in (step if is_pair else [step])]
-        raise InputError(
-            f"{study.path}: train() must yield a number, the time in the run, and the model. Found "
-            f"{', '.join(types)}.",
-            code="study.train",
-        )
-    return step[0], step[1]
+                if step is None:
+                    return
+                time, model = step
+                time = float(time)
+            yield time, model
 
 
 def _checked(study: Study, arguments: dict[str, Any], model: Any) -> nn.Module:

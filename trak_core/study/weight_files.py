@@ -215,19 +215,13 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     if adapter and config and not whole:
         return [adapter], config
     contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
-    if adapter or config:
-        raise InputError(
-            f"{checkpoint}: an adapter's folder must contain {ADAPTER_CONFIG} and one of "
-            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
-            "Save the adapter again with PeftModel.save_pretrained, into a new folder.",
-            code="study.adapter_folder",
-        )
     raise InputError(
-        f"{checkpoint}: a checkpoint folder must contain one of {', '.join(_FOLDER_FILES)}, or one "
-        f"of {', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> with "
-        f"such files, as a Trainer saves them. Found {contents}. If each process saved a part of "
-        "the weights, join the parts: with `python -m torch.distributed.checkpoint.format_utils "
-        "dcp_to_torch` for FSDP, or DeepSpeed's `zero_to_fp32.py`.",
+        f"{checkpoint}: a checkpoint folder must contain either a whole model (one of "
+        f"{', '.join(_FOLDER_FILES)}), or an adapter (one of {', '.join(ADAPTER_WEIGHTS)} with "
+        f"{ADAPTER_CONFIG}), or folders checkpoint-<step> of a Trainer. Found {contents}. If each "
+        "process saved a part of the weights, join the parts: with `python -m "
+        "torch.distributed.checkpoint.format_utils dcp_to_torch` for FSDP, or DeepSpeed's "
+        "`zero_to_fp32.py`.",
         code="study.no_weights",
     )
 
