@@ -45,7 +45,7 @@ def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refused("command.no_config", "scores"):
         run("scores", ["mine.yaml"])
-    with refused("command.missing_config", "mine.yaml"):
+    with refused("command.no_config", "mine.yaml"):
         run("mine.yaml", [])
     (tmp_path / "mine.yaml").touch()
     with refused("command.second_config", "mine.yaml", workflow_folder() / "Snakefile"):
@@ -80,7 +80,7 @@ def test_exit_status_and_errors_of_the_command():
         assert ended.value.code == status
     result = subprocess.run([*command, "run", "no.yaml"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("Error: The config must exist. Found nothing at no.yaml")
+    assert result.stderr.startswith("Error: The first argument of `trak run` must be a config")
 
 
 def test_init_ends_quietly_if_its_reader_has_closed_the_pipe(tmp_path):

@@ -33,7 +33,6 @@ Each answer starts with the sample and its model output. For a text, the output 
 log(p / (1 - p)) of the joint probability p of all scored tokens, so it is far below 0 for most
 texts. The number of scored tokens follows, and how many of them the model predicts correctly.
 """
-_PROMPT = "> "
 _MOST_TOKENS = 3
 # The largest number of lines from a file that are scored together.
 _AT_ONCE = 100
@@ -74,8 +73,7 @@ def ask(words: Sequence[str]) -> None:
             )
     # is_file() is False for a pipe, which is allowed: `--file <(...)`.
     if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
-        kind = "a folder" if asked.file.is_dir() else "nothing"
-        message = f"--file must be a file of lines. Found {kind} at {asked.file}."
+        message = f"--file must be a file of lines. Found a folder or nothing at {asked.file}."
         raise InputError(message, code="command.no_file")
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
@@ -251,7 +249,6 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _open_run(config_file: str) -> "OpenRun":
-    """Return the run of a config."""
     import torch
 
     from trak_core.config.read_config import given_by_command, read_config
@@ -280,20 +277,18 @@ def _next(answers: "Iterator[tuple[Asked, Answer | InputError]]") -> Any:
 
 
 def _typed() -> Iterator[str]:
-    """Yield typed lines until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # ruff: ignore[unused-import] -- `input` uses it for editing and history
     with contextlib.suppress(EOFError):
         try:
             while True:
-                yield input(_PROMPT)
+                yield input("> ")
         except (EOFError, KeyboardInterrupt):
             print(file=sys.stderr)  # End the line, because the user typed no line break.
             raise
 
 
 def _in_words(answer: "Answer") -> str:
-    """Return an answer as text for a terminal."""
     from trak_core.report.template_filters import label
     from trak_core.study.show_samples import in_a_line
 

@@ -95,8 +95,6 @@ def init(words: Sequence[str]) -> None:
     names = (f"{usual}-{i}" if i > 1 else usual for i in count(1))
     results = next(name for name in names if not Path(name).exists())
     config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
-    if results != usual:
-        report.append(f"chose: {results} for the results, because {usual} exists")
     print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {quote(str(config))}"]))
 
 
@@ -261,7 +259,6 @@ def _of_project(
 
 
 def _n_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 

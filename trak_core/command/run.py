@@ -97,15 +97,12 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
 
 def check_config_file(word: str, config: str) -> None:
     """Raise an error if the argument of a subcommand is not an existing config file."""
-    if not config.endswith((".yaml", ".yml", ".json")):
+    if not config.endswith((".yaml", ".yml", ".json")) or not Path(config).is_file():
         raise InputError(
-            f"The first argument of `trak {word}` must be a config. Found {config}. Write "
-            f"`trak {word} study.yaml ...`.",
+            f"The first argument of `trak {word}` must be a config, an existing file that ends in "
+            f".yaml, .yml or .json. Found {config} (from {Path.cwd()}).",
             code="command.no_config",
         )
-    if not Path(config).is_file():
-        message = f"The config must exist. Found nothing at {config} (from {Path.cwd()})."
-        raise InputError(message, code="command.missing_config")
 
 
 def _is_elsewhere(arguments: Sequence[str]) -> bool:

@@ -64,7 +64,6 @@ class RowFile(Sequence[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the fields of a row."""
         return self.rows[index]
 
     def place(self, index: int) -> str:

@@ -86,17 +86,15 @@ def image_folder(
         with Image.open(row["path"]) as image:
             if image.mode.startswith(("I", "F")):
                 raise InputError(
-                    f"An image must have 8 bits per channel, because PIL clips larger values to "
-                    f"255. Found the mode {image.mode} in {row['path']}. Save the image with 8 "
-                    "bits per channel, as in training.",
+                    "An image must have 8 bits per channel, because PIL clips larger values to "
+                    f"255. Found the mode {image.mode} in {row['path']}. Convert the image.",
                     code="studies.image_depth",
                 )
             n_frames = getattr(image, "n_frames", 1)
             if n_frames > 1:
                 raise InputError(
-                    f"An image file must have one frame, because only the first is read. Found "
-                    f"{n_frames} frames in {row['path']}. Save the frame that was used in training "
-                    "as a file.",
+                    "An image file must have one frame, because only the first is read. Found "
+                    f"{n_frames} in {row['path']}. Save the frame that was used in training.",
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))

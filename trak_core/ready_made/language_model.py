@@ -94,7 +94,7 @@ def language_model(
         notify_of_chat = partial(notify, about="the chat template")
         return *chat_texts(tokenizer, prompt, answer, row, date, notify_of_chat), True
 
-    def texts_of(row: Mapping[str, Any], *, is_asked: bool) -> tuple[str, str, bool]:
+    def texts_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
         """Return the prompt, the prompt with its text, and whether a chat template wrote them."""
         if text is None and row.get("messages") is not None:
             messages = messages_in(row["messages"])
@@ -136,12 +136,12 @@ def language_model(
             notify(
                 f"a prompt and its text are joined without a space, into {joined[:80]!r}. "
                 "If training had a space between them, the text must begin with this space.",
-                about=f"spaces, {is_asked}",
+                about="spaces",
             )
         return before, before + after, False
 
-    def sample(row: Mapping[str, Any], *, is_asked: bool = False) -> dict[str, Tensor]:
-        before, whole, is_chat = texts_of(row, is_asked=is_asked)
+    def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+        before, whole, is_chat = texts_of(row)
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
@@ -176,8 +176,7 @@ def language_model(
     def encode(**row: Any) -> dict[str, Tensor]:
         if text is None and row.get("messages") is not None:
             return sample(row)
-        names = sorted(used_by(prompt, template))
-        return encoder(partial(sample, is_asked=True), rows[0], names)(**row)
+        return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
     def train_data() -> Rows:
         samples = Rows(rows, sample)

@@ -48,9 +48,8 @@ def tabular(
     """
     if scale not in {None, "standard"}:
         raise InputError(
-            "study_arguments: scale must be standard, or omitted if the table contains the numbers "
-            "on which the model was trained. "
-            f"Found {scale!r}. Apply any other scaling to the table.",
+            "study_arguments: scale must be standard, or omitted for other scalings, which the "
+            f"table must contain already. Found {scale!r}.",
             code="studies.scale",
         )
     rows = read_rows(table)

@@ -63,9 +63,8 @@ def text_classification(
     tokenizer: Any = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
     if tokenizer.pad_token is None:
         raise InputError(
-            "The tokenizer must have a pad token for short texts. Found none in "
-            f"{weights}. Set the pad token that was used in training, and save the tokenizer: "
-            "`tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
+            f"The tokenizer must have a pad token. Found none in {weights}. Set the one that was "
+            "used in training: `tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
             code="studies.pad_token",
         )
     config: Any = AutoConfig.from_pretrained(weights, trust_remote_code=False)
@@ -116,8 +115,7 @@ def text_classification(
         written = filled_in(text, row)
         if not written.strip():
             raise InputError(
-                f"A text must not be empty. Found {shortened(row)}. Add the text, or remove the "
-                "row.",
+                f"A text must not be empty. Found {shortened(row)}. Add it, or remove the row.",
                 code="studies.empty_text",
             )
         tokens = tokenizer(

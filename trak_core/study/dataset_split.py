@@ -45,19 +45,14 @@ class Split:
     def take(self, ids: Sequence[int | str]) -> "Split":
         """Return the samples with these ids, in the order of ``ids``, which must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
+        counts = Counter(ids)
         # True equals 1, and would select the sample with the id 1.
-        unknown = [i for i in ids if i not in position or isinstance(i, bool)]
-        if unknown:
+        wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
+        if wrong:
             raise InputError(
-                "Targets must be ids of the study's target_data(), or of the experiment's `data`. "
-                f"Found {listed(unknown)}. The data have {len(position)} ids, such as "
-                f"{self.ids[0]!r} and {self.ids[-1]!r}.",
-                code="study.no_target",
-            )
-        twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
-        if twice:
-            raise InputError(
-                f"Each target must be listed only once. Found repeated ids: {listed(twice)}.",
+                "Targets must be ids of the study's target_data(), or of the experiment's `data`, "
+                f"and each must be listed only once. Found {listed(wrong)}. The data have "
+                f"{len(position)} ids, such as {self.ids[0]!r} and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
         rows = [position[i] for i in ids]

@@ -56,7 +56,7 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
     with warnings.catch_warnings():
         # Arrays of pandas are read-only.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        columns = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
+        columns: Any = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         raise InputError(
             "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
@@ -70,9 +70,8 @@ def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
 
 
 def _has_rows_of_numbers(values: Any) -> bool:
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-        return False
-    return isinstance(values, Tensor | np.ndarray) and values.ndim > 0
+    is_array = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
+    return (is_array or isinstance(values, Tensor)) and values.ndim > 0
 
 
 def _kind_of(values: Any) -> str:

@@ -103,7 +103,7 @@ class Adapter:
     name: str
 
     @classmethod
-    def active(cls, model: nn.Module, folder: Path) -> Self:
+    def active(cls, model: Any, folder: Path) -> Self:
         """Return the only active adapter of ``model``. Error messages contain ``folder``."""
         peft: Any = sys.modules.get("peft")  # If it was not imported, there is no PeftModel.
         if peft is None or not isinstance(model, peft.PeftModel):

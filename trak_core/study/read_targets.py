@@ -16,8 +16,6 @@ from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids, users_code
 from trak_core.study.study import Study
 
-_PYTHON = ".py"
-
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
@@ -52,7 +50,7 @@ def split_of(
     """
     if question is None:
         return study.split(name, targets)
-    if question.suffix == _PYTHON:
+    if question.suffix == ".py":
         split = Study.load(question).split("target", None)
     else:
         ids, rows = read_questions(question)

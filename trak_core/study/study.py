@@ -94,11 +94,6 @@ class Study:
     @classmethod
     def load(cls, path: Path) -> "Study":
         """Import a study's Python file, unless that would train a model."""
-        if not path.is_file():
-            raise InputError(
-                f"{path}: the study's Python file must exist. Found nothing there.",
-                code="study.no_file",
-            )
         # The study can import modules in its folder, as a script can.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -335,7 +330,7 @@ def _steps(
     with closing(result):
         while True:
             with users_code(call):
-                step = next(result, None)
+                step: Any = next(result, None)
                 if step is None:
                     return
                 time, model = step

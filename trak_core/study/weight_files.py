@@ -171,10 +171,8 @@ def _shards(index: Path) -> list[Path]:
     """Return the files that an index lists, which must be in its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside or not names:
-            other = f"{outside[0]!r} is not" if outside else "it does not name"
-            raise ValueError(f"{other} a file of this folder")
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"it must list files of its folder, but lists {listed(names)}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{index}: the index of a checkpoint must be JSON with a mapping `weight_map` of "
