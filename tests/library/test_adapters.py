@@ -9,11 +9,12 @@ import pytest
 import torch
 from refused import refused
 from safetensors.torch import load_file, save_file
+from stored_weights import read_state_dict
 
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
 from trak_core.model_outputs.about_outputs import TABLE
-from trak_core.study.load_checkpoint import load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import load_checkpoint
 
 peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test` has it")
 lora = pytest.importorskip("lora_models")
@@ -190,7 +191,7 @@ def test_settings_that_decide_numbers_must_be_those_of_the_training(saved, setti
 
 def test_another_kind_of_adapter(saved):
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
-    with refused("study.adapter_kind", "adapter_config.json", "LORA instead of IA3"):
+    with refused("study.adapter_config", "adapter_config.json", "LORA", "IA3"):
         load_checkpoint(lora.adapted(lora.llama(), config), saved)
 
 
@@ -240,10 +241,10 @@ def with_state(change):
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SPOILT = {
-    "no weights": (gone(WEIGHTS), "adapter_folder", f"README.md, {CONFIG}"),
+    "no weights": (gone(WEIGHTS), "no_weights", f"README.md, {CONFIG}"),
     "a whole model beside it": (
         written("model.safetensors", ""),
-        "adapter_folder",
+        "no_weights",
         re.compile(r"README\.md, adapter_config\.json.*, model\.safetensors(?=\. )"),
     ),
     "no JSON": (written(CONFIG, "{"), "adapter_config", re.compile(r"Expecting .*\)")),
@@ -280,7 +281,7 @@ def test_a_spoilt_folder_is_refused(folder, name):
 
 
 def test_weights_without_their_folder_are_refused(saved):
-    with refused("study.adapter_folder", "adapter_model.safetensors"):
+    with refused("study.checkpoint_keys", "adapter_model.safetensors"):
         load_checkpoint(lora.adapted(lora.llama()), saved / "adapter_model.safetensors")
 
 
@@ -295,8 +296,8 @@ def test_models_that_an_adapter_is_not_for(saved):
 
 
 def test_without_peft_it_is_named(saved, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with refused("study.adapter_peft", saved, "peft"):
+    monkeypatch.delitem(sys.modules, "peft")
+    with refused("study.adapter_model", saved, "peft"):
         load_checkpoint(torch.nn.Linear(1, 1), saved)
 
 

@@ -2,8 +2,6 @@ import argparse
 import hashlib
 import json
 import re
-import runpy
-import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -11,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from refused import refused
 from safetensors.torch import save_file
+from stored_weights import read_state_dict
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint
 
 
 def net():
@@ -304,44 +302,16 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
     assert n_found > 100
 
 
-def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(
-    tmp_path, monkeypatch
-):
-    """FSDP's format, as torch.distributed writes it from one process."""
-    model = nn.Linear(3, 2)
-    with warnings.catch_warnings(action="ignore"):  # torch warns of a single process
-        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c0/shards")
-    with refused("study.checkpoint_pieces", tmp_path / "c0", "FSDP") as error:
-        read_state_dict(tmp_path / "c0")
-    command = re.search(r"`python (.*?)`", str(error.value))[1].split()
-    assert command.pop(0) == "-m"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", command)
-    with warnings.catch_warnings(action="ignore"):  # and Python of a module imported before
-        runpy.run_module(command[0], run_name="__main__")
-    state, _ = read_state_dict(tmp_path / "weights.pt")
-    assert state.keys() == model.state_dict().keys()
-    assert torch.equal(state["weight"], model.weight)
-
-
-def test_folders_of_deepspeed_and_quantized_weights(tmp_path):
-    for name in ("zero_to_fp32.py", "global_step4/x.pt", "q/model.safetensors", "q/config.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+def test_quantized_weights_are_refused(tmp_path):
+    for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_text('{"quantization_config": {"load_in_8bit": true}}')
-    with refused("study.checkpoint_pieces", "DeepSpeed", tmp_path / "zero_to_fp32.py"):
+    with refused("study.checkpoint_quantized", tmp_path):
         read_state_dict(tmp_path)
-    (tmp_path / "zero_to_fp32.py").unlink()
-    (tmp_path / "global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    function = "get_fp32_state_dict_from_zero_checkpoint"
-    with refused("study.checkpoint_pieces", "DeepSpeed", "global_step4", function):
-        read_state_dict(tmp_path)
-    with refused("study.checkpoint_quantized", tmp_path / "q"):
-        read_state_dict(tmp_path / "q")
     for name in ("quantize_config.json", "quant_config.json"):  # AutoGPTQ's and AutoAWQ's
-        (tmp_path / "q/config.json").rename(tmp_path / "q" / name)
-        with refused("study.checkpoint_quantized", tmp_path / "q", name):
-            read_state_dict(tmp_path / "q")
-        (tmp_path / "q" / name).rename(tmp_path / "q/config.json")
+        (tmp_path / "config.json").rename(tmp_path / name)
+        with refused("study.checkpoint_quantized", tmp_path, name):
+            read_state_dict(tmp_path)
+        (tmp_path / name).rename(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])

@@ -52,7 +52,7 @@ def made(study, folder):
 )
 def test_a_model_that_needs_code_of_its_own_is_refused_unasked(study, changes, folder):
     (folder / "config.json").write_text(json.dumps(changes))
-    with refused("studies.custom_code", folder):
+    with pytest.raises(ValueError, match="trust_remote_code"):
         made(study, folder)
 
 

@@ -100,7 +100,7 @@ def test_one_of_several_state_dicts_is_named_or_chosen(kind, prefix, tmp_path, c
             load_checkpoint(net(), path)
         assert all(f"`state_dict: {name}`" in str(error.value) for name in names)
         return
-    notice = check_checkpoint(net(), path).notice
+    _, notice = check_checkpoint(net(), path)
     assert is_loaded(states[taken], path)
     assert f"Notice: {path}: {notice}\n" in capsys.readouterr().out
     assert all(f"`{name}`" in notice for name in names)

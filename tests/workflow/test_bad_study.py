@@ -30,7 +30,7 @@ ENDS = r"must end without an error\. Found"
 STUDIES = {
     "no model function": (
         *("def make_model", "def build_model"),
-        r"the study must define a function make_model\(\)\. Found build_model, train_data",
+        r"the study must define a function make_model\(\)\. Found none",
     ),
     "model function returns no model": (
         *("return nn.Sequential(", "return len, (nn.Sequential, "),
@@ -38,7 +38,7 @@ STUDIES = {
     ),
     "two classes of one name": (
         *("def make_model", "def class_names():\n    return ['a', 'b', 'a']\n\n\ndef make_model"),
-        r"class_names\(\) must return a different str for each class\. Found 'a' 2 times",
+        r"class_names\(\) must return a different str for each class\. Found 'a', 2 times",
     ),
     "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must return at least one"),
     "data fails": (

@@ -373,7 +373,7 @@ def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
             with_ready_study({**given, "study_arguments": wrong})
     with refused("provenance.study_file", "gone.py: the study's Python file must exist"):
         with_ready_study({**given, "study": "gone.py"})
-    with refused("study.no_file", "gone.py: the study's Python file must exist"):
+    with refused("study.failed", "gone.py: the study's file must end without an error"):
         Study.load(Path("gone.py"))
 
 

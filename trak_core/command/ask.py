@@ -7,7 +7,6 @@ import gc
 import itertools
 import json
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -34,7 +33,6 @@ Each answer starts with the sample and its model output. For a text, the output 
 log(p / (1 - p)) of the joint probability p of all scored tokens, so it is far below 0 for most
 texts. The number of scored tokens follows, and how many of them the model predicts correctly.
 """
-_PROMPT = "> "
 _MOST_TOKENS = 3
 # The largest number of lines from a file that are scored together.
 _AT_ONCE = 100
@@ -63,37 +61,19 @@ def ask(words: Sequence[str]) -> None:
     parser.add_argument("--tokens", action="store_true", help="show scores by token, in colours")
     parser.add_argument("--csv", type=Path, help="write a table of all answers")
     parser.add_argument("--html", type=Path, help="write a page of all answers")
-    asked, others = parser.parse_known_args(words)
-    if any(word.startswith("-") for word in others):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if others:
-        line = " ".join(others)
-        raise InputError(
-            f"`trak ask` reads lines from standard input or --file. Found {line!r} in the call. "
-            f"Pipe it: echo {shlex.quote(line)} | trak ask {asked.config}",
-            code="command.line_in_call",
-        )
+    asked = parser.parse_args(words)
     if asked.label is not None and not asked.target:
         parser.error("--label needs --target; a line contains its label")
     check_config_file("ask", asked.config)
-    read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
         if not path.parent.is_dir() or path.is_dir():
             raise InputError(
                 f"--csv and --html must be files in existing folders. Found {path}.",
                 code="command.no_output_folder",
             )
-        read.append(path)
-        if sum(_is_same(path, other) for other in read) > 1:
-            raise InputError(
-                "--csv, --html, --file and the config must be different files. Found "
-                f"{path} twice.",
-                code="command.output_again",
-            )
     # is_file() is False for a pipe, which is allowed: `--file <(...)`.
     if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
-        kind = "a folder" if asked.file.is_dir() else "nothing"
-        message = f"--file must be a file of lines. Found {kind} at {asked.file}."
+        message = f"--file must be a file of lines. Found a folder or nothing at {asked.file}."
         raise InputError(message, code="command.no_file")
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
@@ -103,21 +83,17 @@ def ask(words: Sequence[str]) -> None:
     # Without freeze(), the garbage collection at exit takes a second.
     atexit.register(gc.freeze)
     try:
-        _answer(_Session(asked))
+        session = _Session(asked)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                session.answer_all()
+        except BrokenPipeError:
+            # The reader has closed the pipe. Python flushes stdout at exit, which would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        finally:
+            session.write()
     except KeyboardInterrupt:  # Ctrl-C was pressed before the first line, or twice.
         sys.exit(128 + signal.SIGINT)
-
-
-def _answer(session: "_Session") -> None:
-    """Answer all lines, and write the requested files, even after an interruption."""
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            session.answer_all()
-    except BrokenPipeError:
-        # The reader has closed the pipe. Python flushes stdout at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    finally:
-        session.write()
     if session.has_failed and not session.is_typed:
         sys.exit(1)
 
@@ -138,7 +114,7 @@ class _Session:
             print("Loading the run ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             self._run = _open_run(asked.config)
-            _check_outputs(self._run.run, self._outputs)
+            _check_outputs(self._run.run, asked, self._outputs)
             self._run.load()
         # The page written with --html shows tokens if the run's pages show them.
         shows_tokens = asked.html is not None and self._run.run.specs.config["answers"]["tokens"]
@@ -153,7 +129,8 @@ class _Session:
         is_given = self._asked.file is not None or self._asked.target
         while group := list(itertools.islice(samples, _AT_ONCE if is_given else 1)):
             answers = self._run.answers(group, self._asked.top, tokens=self._has_tokens)
-            for asked, answer in _silently(answers):
+            while pair := _next(answers):
+                asked, answer = pair
                 if isinstance(answer, InputError):
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
@@ -245,20 +222,22 @@ class _Session:
                 yield number, line
 
 
-def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
-    """Raise an error if an output file would replace a file that a run has read or written."""
+def _check_outputs(run: "FinishedRun", asked: argparse.Namespace, outputs: list[Path]) -> None:
+    """Raise an error if an output would replace the other one, or a file that a run needs."""
     from trak_core.runtime.files import matches
 
-    inputs = [run.checkpoint(name) for name in run.specs.checkpoints]
+    used_files = [Path(asked.config), *filter(None, (asked.file,)), run.results]
+    used_files += [run.checkpoint(name) for name in run.specs.checkpoints]
     # A new file that matches an entry of `data_files` would become data.
-    inputs += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
-    for path in outputs:
-        for used in (run.results, *inputs):
+    used_files += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
+    for i, path in enumerate(outputs):
+        for used in (*used_files, *outputs[:i]):
             is_inside = used.is_dir() and used.resolve() in path.resolve().parents
             if is_inside or _is_same(path, used) or matches(path, str(used)):
                 raise InputError(
-                    "--csv and --html must be outside the results folder, and must not replace "
-                    f"files of the study, its data or its checkpoints. Found {path}.",
+                    "--csv and --html must be different files outside of the results folder, and "
+                    "must not replace the config, --file, or files of the study, its data or its "
+                    f"checkpoints. Found {path}.",
                     code="command.output_of_run",
                 )
 
@@ -270,7 +249,6 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _open_run(config_file: str) -> "OpenRun":
-    """Return the run of a config."""
     import torch
 
     from trak_core.config.read_config import given_by_command, read_config
@@ -290,35 +268,27 @@ def _open_run(config_file: str) -> "OpenRun":
     return OpenRun(run.results, run)
 
 
-def _silently(
-    answers: "Iterator[tuple[Asked, Answer | InputError]]",
-) -> "Iterator[tuple[Asked, Answer | InputError]]":
-    """Yield answers, with notices on standard error and without progress messages."""
+def _next(answers: "Iterator[tuple[Asked, Answer | InputError]]") -> Any:
+    """Return the next answer, with notices on standard error and without progress messages."""
     from trak_core.runtime.progress import reported_to
 
-    while True:
-        with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):
-            pair = next(answers, None)
-        if pair is None:
-            return
-        yield pair
+    with contextlib.redirect_stdout(sys.stderr), reported_to(lambda n_rows: None):
+        return next(answers, None)
 
 
 def _typed() -> Iterator[str]:
-    """Yield typed lines until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # ruff: ignore[unused-import] -- `input` uses it for editing and history
     with contextlib.suppress(EOFError):
         try:
             while True:
-                yield input(_PROMPT)
+                yield input("> ")
         except (EOFError, KeyboardInterrupt):
             print(file=sys.stderr)  # End the line, because the user typed no line break.
             raise
 
 
 def _in_words(answer: "Answer") -> str:
-    """Return an answer as text for a terminal."""
     from trak_core.report.template_filters import label
     from trak_core.study.show_samples import in_a_line
 

@@ -7,27 +7,29 @@ also printed.
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from os.path import commonpath
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trak_core.command.choose_weights import ENDING, loadable, of_one_network
-from trak_core.config.checkpoint_list import folder_names, of_trainer, times_of
+from trak_core.config.checkpoint_list import folder_names, grouped, of_trainer, times_of
 from trak_core.config.read_config import ALL_TARGETS
 from trak_core.data.rows import LINES, SUFFIXES, TABLES, as_number, is_saved_dataset, read_rows
 from trak_core.errors import InputError, listed
+from trak_core.settings import ADAPTER_CONFIG
+from trak_core.study.load_checkpoint import read_weights
+from trak_core.study.match_state_dict import shared_prefixes
 
+_STATE_DICT = re.compile(r"\.(?:pt|pth|ckpt|bin|safetensors)(?:\.tar)?$", re.I)
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
-_ADAPTER, _MODEL = "adapter_config.json", "config.json"
+_MODEL = "config.json"
 _EXPLAINED = re.compile(
     r"asked|dev|eval(uation)?|h[eo]ld(out)?|new|questions|targets|test|unseen|val(id\w*)?"
 )
+_CODE = re.compile(r"0[0-9]+")  # Ids and codes can be numbers with leading zeros.
 _LABELS = ("label", "labels", "target", "class", "outcome", "y")
-# Ids and codes can be numbers with leading zeros.
-_ZEROS = re.compile(r"0[0-9]+")
 # Names of the column in which pandas writes row numbers.
 _NUMBERED = ("", "Unnamed: 0")
 # Pairs of fields for a prompt and its completion, in rows without the field `text`.
@@ -93,8 +95,6 @@ def init(words: Sequence[str]) -> None:
     names = (f"{usual}-{i}" if i > 1 else usual for i in count(1))
     results = next(name for name in names if not Path(name).exists())
     config.write_text(f"{text}results: {json.dumps(results)}\n", encoding="utf-8")
-    if results != usual:
-        report.append(f"chose: {results} for the results, because {usual} exists")
     print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {quote(str(config))}"]))
 
 
@@ -132,23 +132,49 @@ def _config_of(folder: Path, inside: Sequence[Path], report: list[str]) -> str |
     files = sorted({p for place in (folder, *plain) for p in place.iterdir() if p.is_file()})
     rows = [path for path in files if path.suffix in SUFFIXES]
     rows += filter(is_saved_dataset, inside)
-    states = [path for path in files if ENDING.search(path.name) and path.parent in plain]
+    states = [path for path in files if _STATE_DICT.search(path.name) and path.parent in plain]
     kinds = {"weights": weights, "folders of images": images, "rows": rows, "checkpoints": states}
     report += [f"found: {k}: {', '.join(map(str, paths))}" for k, paths in kinds.items() if paths]
     if weights and rows:
         bare = [path for path in weights if not [*path.glob("checkpoint-*")]]
-        loads = loadable(bare, report)
+        loads = _loadable(bare, report)
         weights = [path for path in weights if path in loads or path not in bare]
         return _of_texts(weights, rows, report) if weights else None
-    loads = loadable(states, report) if images or rows else {}
+    loads = _loadable(states, report) if images or rows else {}
     if not loads:
         return None
-    checkpoints = of_one_network(loads, report)
+    # Checkpoints of one network have the same names and shapes. The most frequent network is used.
+    networks = grouped(loads, loads.__getitem__)
+    checkpoints = sorted(max(networks, key=len))
+    for network in networks:
+        if network[0] not in checkpoints:
+            reason = f"of another network than {checkpoints[0]}, which has more files or is first"
+            report.append(f"left out: {listed(network)}: {reason}")
     others = [path for path in loads if path not in checkpoints]
     images, rows = (_of_project(data, checkpoints, others, report) for data in (images, rows))
     if images:
         return _of_images(images, checkpoints, timm, report)
     return _of_table(rows, checkpoints, report)
+
+
+def _loadable(checkpoints: Iterable[Path], report: list[str]) -> dict[Path, frozenset[Any]]:
+    """Return the names and shapes of the tensors in each checkpoint that can be loaded.
+
+    Names lack their common prefix. For each other file, the reason is added to ``report``.
+    """
+    loaded = {}
+    for path in checkpoints:
+        try:
+            weights = read_weights(path)
+        except InputError as error:
+            report.append(f"left out: {error}")
+            continue
+        if weights.notice:
+            report.append(f"found: {path}: {weights.notice}")
+        prefix = shared_prefixes(weights.state)[-1]
+        pairs = ((key.removeprefix(prefix), t.shape) for key, t in weights.state.items())
+        loaded[path] = frozenset(pairs)
+    return loaded
 
 
 def _may_hold(path: Path) -> bool:
@@ -167,7 +193,7 @@ def _is_of_images(folder: Path) -> bool:
 def _weights_config(folder: Path) -> Path | None:
     """Return the config file of the weights in a folder or in a Trainer's checkpoints, or None."""
     places = (folder, *sorted(folder.glob("checkpoint-*")))
-    files = (place / name for place in places for name in (_ADAPTER, _MODEL))
+    files = (place / name for place in places for name in (ADAPTER_CONFIG, _MODEL))
     return next((file for file in files if file.is_file()), None)
 
 
@@ -233,7 +259,6 @@ def _of_project(
 
 
 def _n_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
@@ -241,7 +266,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> str:
     """Return the config of a language model or a text classifier."""
     files = {path: file for path in weights if (file := _weights_config(path)) is not None}
     # The base model of an adapter is often in the same folder.
-    adapters = [path for path, file in files.items() if file.name == _ADAPTER]
+    adapters = [path for path, file in files.items() if file.name == ADAPTER_CONFIG]
     configs = {path: _json(files[path]) for path in adapters or weights}
     first, about = next(iter(configs.items()))
     kind = str(about.get("task_type") if adapters else (about.get("architectures") or [None])[0])
@@ -306,11 +331,8 @@ def _label_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return the field that contains the label, or the last field with a comment to check it."""
     names = [name for name in row if name not in {"id", *_NUMBERED}] or [*row]
     named = [name for label in _LABELS for name in names if name.strip().lower() == label]
-    return (
-        (named[0], "")
-        if named
-        else (names[-1], "give the field of the label; this is the last field")
-    )
+    note = "" if named else "give the field of the label; this is the last field"
+    return (*named, names[-1])[0], note
 
 
 def _of_images(
@@ -351,14 +373,12 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     arguments += [] if target is None else [("targets", str(target), "")]
     arguments.append(("label", label, note))
     inputs = [name for name in cells if name not in {label, *texts}]
-    codes = [name for name in inputs if any(_ZEROS.fullmatch(str(v)) for v in cells[name])]
+    codes = [name for name in inputs if any(_CODE.fullmatch(str(cell)) for cell in cells[name])]
     inputs = [name for name in inputs if name not in codes]
     if len(inputs) + 1 < len({*trained[0]} - {"id"}):
         order = "the model's inputs, in the model's order"
-        for name in codes:
-            is_id = "looks like an id, so rename it to id in the tables"
-            is_id = is_id if len({*cells[name]}) == len(trained) else "looks like a code"
-            order += f"; {name} is left out, because it has leading zeros and {is_id}"
+        if codes:
+            order += f"; left out, because numbers with leading zeros are codes: {listed(codes)}"
         arguments.append(("columns", inputs, order))
     if label in texts:
         classes = sorted({str(value) for value in cells[label] if value})
@@ -367,14 +387,6 @@ def _of_table(rows: list[Path], checkpoints: list[Path], report: list[str]) -> s
     asked = _targets(read_rows(str(target or train)).ids(), is_class)
     top = [("study", "tabular", ""), ("model_output", output, _OUTPUT)]
     return _text(top, arguments, checkpoints, asked, report)
-
-
-def _saved_by_trainer(path: Path) -> str:
-    """Return a note on the checkpoints that a Trainer saved in a folder, or "" without any."""
-    steps = [step for step, _ in of_trainer(path)]
-    if len(steps) < 2:
-        return f"the checkpoint of step {steps[0]}" if steps else ""
-    return f"{len(steps)} checkpoints of one run, steps {steps[0]} to {steps[-1]}"
 
 
 def _targets(ids: Sequence[Any], of_classes: bool) -> Line:
@@ -391,17 +403,21 @@ def _text(
     top: list[Line], arguments: list[Line], checkpoints: list[Path], asked: Line, report: list[str]
 ) -> str:
     """Return the text of a config with values in JSON. Add lines on what to check to ``report``."""
-    stems = [re.sub(r"[^A-Za-z0-9_]+", "_", ENDING.sub("", p.name) or "run") for p in checkpoints]
+    stems = [
+        re.sub(r"[^A-Za-z0-9_]+", "_", _STATE_DICT.sub("", p.name) or "run") for p in checkpoints
+    ]
     folders = folder_names(path.parent for path in checkpoints)
     longer = [f"{folders.get(p.parent)}_{s}" for p, s in zip(checkpoints, stems, strict=True)]
     numbered = [f"{stem}_{i}" for i, stem in enumerate(stems)]
     ids = next(ids for ids in (stems, longer, numbered) if len({*ids}) == len(ids))
     times = times_of(checkpoints)
     values = [{"path": str(p), **times[p]} if p in times else str(p) for p in checkpoints]
-    saved = [_saved_by_trainer(path) for path in checkpoints]
-    report += [
-        f"found: {path}: {note}" for path, note in zip(checkpoints, saved, strict=True) if note
+    steps = [[step for step, _ in of_trainer(path)] for path in checkpoints]
+    saved = [
+        f"checkpoints of one run, of the steps {listed(some)}" if some else "" for some in steps
     ]
+    notes = zip(checkpoints, saved, strict=True)
+    report += [f"found: {path}: {note}" for path, note in notes if note]
     runs: list[Line] = [*zip(ids, values, saved, strict=True)]
     report += [f"check: {key}: {note}" for key, _, note in [*top, *arguments] if note]
     report += [f"check: checkpoints: {_RUNS}"] * (len(checkpoints) > 1)

@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -45,8 +44,6 @@ start()
 _CALL, _CALL_WITH_BRIEF_LOG = "main()", 'main(["--logger=trak", *sys.argv[1:]])'
 # Options that run jobs on other machines.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-# Snakemake writes less than this into the folder of temporary files before the first job.
-_TEMPORARY_BYTES = 64_000
 # The modules that are imported by all jobs, by optimizers, and by studies of texts.
 _STAGES = "trak_core.runtime.job:import_stages()"
 _OPTIMIZERS = "torch._dynamo"
@@ -100,56 +97,11 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
 
 def check_config_file(word: str, config: str) -> None:
     """Raise an error if the argument of a subcommand is not an existing config file."""
-    if not config.endswith((".yaml", ".yml", ".json")):
+    if not config.endswith((".yaml", ".yml", ".json")) or not Path(config).is_file():
         raise InputError(
-            f"The first argument of `trak {word}` must be a config. Found {config}. Write "
-            f"`trak {word} study.yaml ...`.",
+            f"The first argument of `trak {word}` must be a config, an existing file that ends in "
+            f".yaml, .yml or .json. Found {config} (from {Path.cwd()}).",
             code="command.no_config",
-        )
-    if not Path(config).is_file():
-        message = f"The config must exist. Found nothing at {config} (from {Path.cwd()})."
-        raise InputError(message, code="command.missing_config")
-
-
-def _check_writing(folder: Path, role: str, remedy: str, *, code: str) -> None:
-    """Raise an error if no file can be written to a folder, or to its first existing parent."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
-            written = file.write(bytes(_TEMPORARY_BYTES))
-        reason = None if written == _TEMPORARY_BYTES else "No space left on device"
-    except OSError as error:
-        reason = error.strerror
-    if reason:
-        raise InputError(f"{folder}: {role} must be writable. Found: {reason}. {remedy}", code=code)
-
-
-def check_folders(arguments: Sequence[str]) -> None:
-    """Raise an error if Snakemake cannot write to its folders, where it would print a traceback."""
-    if not any(argument.startswith(("-d", "--directory")) for argument in arguments):
-        _check_writing(
-            Path.cwd(),
-            "the current folder",
-            "Free some space, or call `trak run` in another folder and adapt the config's paths.",
-            code="command.working_folder",
-        )
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    _check_writing(
-        caches.absolute(),
-        "the cache folder of Snakemake",
-        "Choose another one: `XDG_CACHE_HOME=$PWD/.cache trak run ...`.",
-        code="command.cache_folder",
-    )
-    # The scheduler's library reads these variables. If their folder is not writable, the library
-    # uses the current folder, which is checked above.
-    names = [os.environ[name] for name in ("TMP", "TMPDIR") if name in os.environ]
-    temporary = Path(names[0] if names else "/tmp")  # ruff: ignore[hardcoded-temp-file]
-    if temporary.is_dir() and os.access(temporary, os.W_OK):
-        _check_writing(
-            temporary.absolute(),
-            "the folder of temporary files",
-            "Free some space, or choose another one: `TMPDIR=$PWD trak run ...`.",
-            code="command.temporary_folder",
         )
 
 
@@ -240,7 +192,6 @@ def run(config: str, arguments: Sequence[str]) -> None:
     forks = ["--executor=forks", "--forks-late", f"--forks-preload={','.join(preload)}"]
     command = snakemake_command(config, [*arguments, *(forks if preload else [])])
     print(shlex.join(command), file=sys.stderr, flush=True)
-    check_folders(arguments)
     is_early = preload and _is_new(Path(config), content)
     first = _START_FORKS.format(preload=preload) if is_early else ""
     export_library_path()

@@ -23,7 +23,6 @@ _SPLITS = "dataset_dict.json"  # A file in the folder of a saved DatasetDict.
 # The separators of cells in tables, by the ending of the file.
 TABLES = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (LINES, *TABLES, PARQUET)
-_OTHER_SEPARATORS = (";", "\t", "|", ",")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _TRUTHS = {"true": 1, "false": 0}
@@ -37,6 +36,8 @@ class _Written(float):
 
     def __new__(cls, text: str) -> "_Written":
         number = super().__new__(cls, text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text} is not a finite number")
         number._text = text
         return number
 
@@ -63,7 +64,6 @@ class RowFile(Sequence[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the fields of a row."""
         return self.rows[index]
 
     def place(self, index: int) -> str:
@@ -115,26 +115,20 @@ class RowFile(Sequence[dict[str, Any]]):
             ids = [int(value) for value in ids]
         first: dict[Any, int] = {}
         for index, value in enumerate(ids):
-            if value is None or value == "":
+            kind = type(value)
+            if kind not in {int, str} or kind is not type(ids[0]) or value == "":
                 raise InputError(
-                    f"{self.place(index)}: either every row or no row must have an `id`. Found no "
-                    "id in this row.",
-                    code="data.missing_id",
-                )
-            if type(value) is not type(ids[0]) or type(value) not in {int, str}:
-                first_id = f", but the first id is {ids[0]!r}" if index else ""
-                raise InputError(
-                    f"{self.place(index)}: ids must all be integers or all be texts. Found "
-                    f"{value!r}{first_id}.",
+                    f"{self.place(index)}: ids must be integers in every row, texts in every row, "
+                    f"or in no row. Found {value!r}. The first id is {ids[0]!r}.",
                     code="data.mixed_ids",
                 )
-            if value in first:
+            before = first.setdefault(value, index)
+            if before != index:
                 raise InputError(
                     f"{self.place(index)}: ids must be unique. Found {value!r}, already used at "
-                    f"{self.place(first[value])}.",
+                    f"{self.place(before)}.",
                     code="data.repeated_id",
                 )
-            first[value] = index
         return ids
 
 
@@ -235,7 +229,7 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
         number = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"line {number} is not in UTF-8. Save the file as UTF-8") from error
     if file.suffix in TABLES:
-        yield from _rows_of_table(text, TABLES[file.suffix], file.suffix)
+        yield from _rows_of_table(text, TABLES[file.suffix])
         return
     # splitlines() would also split at other line separators, which texts in JSON can contain.
     for number, line in enumerate(text.split("\n"), 1):
@@ -246,23 +240,26 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"line {number}: {error}") from error
 
 
-def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int, dict[str, str]]]:
+def _rows_of_table(text: str, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the number of the line in which a row of a table begins, and the row's fields.
 
     A ``ValueError`` is raised for a row that has wrong quotes or not as many cells as the header,
-    and for a name that occurs twice in the header.
+    and for a name in the header that occurs twice, or that begins or ends with a space.
     """
     csv.field_size_limit(sys.maxsize)  # The default of 131,072 characters is too small for texts.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     header, number = list[str](), 1
     try:
         for cells in reader:
+            # Spreadsheets and some other programs append empty cells to rows.
+            while len(cells) > len(header) and not cells[-1]:
+                cells.pop()
             if cells and not header:
-                header = _checked_header(cells, separator, suffix)
+                header = list(_unique([(cell, None) for cell in cells]))
+                spaced = [name for name in header if name != name.strip()]
+                if spaced:
+                    raise ValueError(f"the field name {spaced[0]!r} begins or ends with a space")
             elif cells:
-                # Spreadsheets and some other programs append empty cells to rows.
-                while len(cells) > len(header) and not cells[-1]:
-                    cells.pop()
                 if len(cells) != len(header):
                     n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
                     raise ValueError(f"line {number} has {n}, but the header has {len(header)}")
@@ -273,35 +270,12 @@ def _rows_of_table(text: str, separator: str, suffix: str) -> Iterator[tuple[int
         raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error
 
 
-def _checked_header(cells: list[str], separator: str, suffix: str) -> list[str]:
-    while cells and not cells[-1]:
-        cells.pop()
-    _unique([(cell, None) for cell in cells])
-    spaced = [cell for cell in cells if cell != cell.strip()]
-    if spaced:
-        raise ValueError(f"the field name {spaced[0]!r} begins or ends with a space")
-    others = [mark for mark in _OTHER_SEPARATORS if mark != separator and mark in "".join(cells)]
-    if len(cells) == 1 and others:
-        raise ValueError(
-            f"the header has only one cell, {cells[0][:80]!r}. Cells of {suffix} must be separated "
-            f"by {separator!r}, but these seem to be separated by {others[0]!r}"
-        )
-    return cells
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the field {twice!r} occurs twice")
     return fields
-
-
-def _finite(text: str) -> float:
-    number = _Written(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number
 
 
 def parsed_json(line: str) -> Any:
@@ -313,7 +287,7 @@ def parsed_json(line: str) -> Any:
     """
     try:
         value = json.loads(
-            line, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite
+            line, object_pairs_hook=_unique, parse_constant=_Written, parse_float=_Written
         )
         if "\\u" in line:
             json.dumps(value, ensure_ascii=False).encode()

@@ -15,14 +15,10 @@ ROW_ARGUMENTS = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 # transformers defines ``strftime_now`` for templates, and callers cannot replace it.
 _TODAY = re.compile(r"""strftime_now\s*\(\s*(['"])([^'"]*)\1\s*\)""")
 _NO_DATE = (
-    "study_arguments: date must be given, because the tokenizer's chat template writes today's "
-    "date, and features would then change from day to day. Found no date. Give the date that was "
-    "used in training, or any other date, such as date: '2024-07-26'."
-)
-_NO_FORM = (
-    "A chat template that writes today's date must call strftime_now with a format in quotes. "
-    "Found a call with another argument. In the folder of the weights, replace the call in the "
-    "chat template by a fixed date."
+    "study_arguments: date must be given if the tokenizer's chat template writes today's date, "
+    "because features would then change from day to day. Give the date that was used in training, "
+    "or any other date, such as date: '2024-07-26'. If a date is given, the template calls "
+    "strftime_now without a format in quotes. Replace this call by a fixed date."
 )
 
 
@@ -95,7 +91,13 @@ def chat_texts(
             code="studies.chat_roles",
         )
     messages = [*prompt, *answer]
-    _check_contents(messages)
+    for message in messages:  # Templates write nothing or "None" for a message without text.
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InputError(
+                "A message must have its text in `content`, or have `tool_calls`. Found a message "
+                f"with the role {message['role']!r} and the fields {', '.join(message)}.",
+                code="studies.messages",
+            )
     given = _row_arguments(row)
     arguments = {**given, **given.pop("chat_template_kwargs", {}), "tokenize": False}
     arguments["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), date)
@@ -109,7 +111,7 @@ def chat_texts(
     except (MemoryError, InputError):
         raise
     except Exception as error:  # A template is code, and can raise any error.
-        is_dated = str(error) in {_NO_DATE, _NO_FORM}
+        is_dated = str(error) == _NO_DATE
         fails = "" if is_dated else "The chat template must accept the row's messages. It failed: "
         code = "studies.chat_date" if is_dated else "studies.chat_template"
         raise InputError(f"{fails}{error}", code=code) from error
@@ -130,18 +132,6 @@ def chat_texts(
                 f"{message['role']!r}: {text.strip()[:40]!r}."
             )
     return before, whole
-
-
-def _check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error for a message without text, for which templates write nothing or "None"."""
-    for message in messages:
-        has_calls = bool(message.get("tool_calls"))
-        if message.get("content") is None and not has_calls:
-            raise InputError(
-                "A message must have its text in `content`, or have `tool_calls`. Found a message "
-                f"with the role {message['role']!r} and the fields {', '.join(message)}.",
-                code="studies.messages",
-            )
 
 
 def _row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +178,6 @@ def _dated(template: str, date: str | None) -> str:
     if day is not None:
         template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
     # Calls that were not replaced above reach this macro, which hides transformers' function.
-    fails = _NO_DATE if day is None else _NO_FORM
-    macro = (
-        f"{{% macro strftime_now(format) %}}{{{{ raise_exception({fails!r}) }}}}{{% endmacro %}}"
-    )
+    fails = f"{{{{ raise_exception({_NO_DATE!r}) }}}}"
+    macro = f"{{% macro strftime_now(format) %}}{fails}{{% endmacro %}}"
     return f"{macro}\n{template}"

@@ -86,37 +86,19 @@ def image_folder(
         with Image.open(row["path"]) as image:
             if image.mode.startswith(("I", "F")):
                 raise InputError(
-                    f"An image must have 8 bits per channel, because PIL clips larger values to "
-                    f"255. Found the mode {image.mode} in {row['path']}. Save the image with 8 "
-                    "bits per channel, as in training.",
+                    "An image must have 8 bits per channel, because PIL clips larger values to "
+                    f"255. Found the mode {image.mode} in {row['path']}. Convert the image.",
                     code="studies.image_depth",
                 )
             n_frames = getattr(image, "n_frames", 1)
             if n_frames > 1:
                 raise InputError(
-                    f"An image file must have one frame, because only the first is read. Found "
-                    f"{n_frames} frames in {row['path']}. Save the frame that was used in training "
-                    "as a file.",
+                    "An image file must have one frame, because only the first is read. Found "
+                    f"{n_frames} in {row['path']}. Save the frame that was used in training.",
                     code="studies.image_frames",
                 )
             pixels = prepared(image.convert("RGB"))
-        if not isinstance(pixels, Tensor):
-            raise InputError(
-                "study_arguments: transform must return a tensor. Found "
-                f"{type(pixels).__name__}. torch.from_numpy converts a NumPy array to a tensor.",
-                code="studies.transform",
-            )
         return pixels, torch.tensor(numbers[name])
-
-    def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        try:
-            return sample(row)
-        except OSError as error:  # The file is missing, or PIL cannot read it.
-            raise InputError(
-                f"The image of a line must be a file that PIL can read. Reading {row['path']} from "
-                f"{Path.cwd()} failed: {error}.",
-                code="studies.asked_image",
-            ) from error
 
     def as_read(sample: tuple[Tensor, Tensor]) -> str:
         pixels, number = sample[0], int(sample[1])
@@ -137,7 +119,7 @@ def image_folder(
         target_data=lambda: Rows(target_rows, sample),
         target_ids=target_rows.ids,
         encode=encoder(
-            asked, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
+            sample, {"path": "new/17.png", "label": names[0]}, ("path", "label"), "label"
         ),
         describe=lambda sample: names[int(sample[1])],
         as_read=as_read,
@@ -169,10 +151,8 @@ def _network(model: str, n_classes: int) -> nn.Module:
         if name in models.list_models(module=models):
             return models.get_model(name, weights=None, num_classes=n_classes)
         known += models.list_models(module=models)
-    close = get_close_matches(name, dict.fromkeys(known), n=3) or [
-        "timm/resnet18",
-        "torchvision/resnet18",
-    ]
+    examples = ["timm/resnet18", "torchvision/resnet18"]
+    close = get_close_matches(name, dict.fromkeys(known), n=3) or examples
     raise InputError(
         "study_arguments: model must name a network of timm or torchvision, or a function as "
         f"file.py:function. Found {model}. Similar names are {', '.join(close)}.",
@@ -230,11 +210,11 @@ def _rows(images: Path) -> RowFile:
     if images.is_dir():
         inside = [path.relative_to(images) for path in sorted(images.glob("**/*"))]
         shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-        linked = [p for p in shown if len(p.parts) == 1 and _is_linked_folder(images / p)]
+        linked = [p for p in shown if (images / p).is_symlink() and (images / p).is_dir()]
         if linked:
             raise InputError(
                 f"study_arguments: {images} must contain folders, not links to folders. Found the "
-                f"link {linked[0].parts[0]}. Changes to linked files would not be noticed. Set "
+                f"link {linked[0]}. Changes to linked files would not be noticed. Set "
                 "`images` to the folder to which the link leads, or replace the link by a copy.",
                 code="studies.linked_images",
             )
@@ -262,10 +242,6 @@ def _rows(images: Path) -> RowFile:
     rows = read_rows(images)
     entries = Rows(rows, lambda row: {**row, "path": str(images.parent / field(row, "path"))})
     return replace(rows, rows=[*entries])
-
-
-def _is_linked_folder(path: Path) -> bool:
-    return path.is_symlink() and path.is_dir()
 
 
 def _as_is(image: Any) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trak_core.data.rows import RowFile, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.ready_made.conversations import ROW_ARGUMENTS, chat_texts, messages_in
-from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     ReadyStudy,
     Rows,
@@ -33,6 +32,7 @@ from trak_core.study.weight_files import refuse_quantized
 # A field whose name is at least this similar to "prompt" is treated as a misspelling of "prompt".
 # "promt" and "prompts" are more similar than this, "prompt_id" is less similar.
 _NEAR = 0.83
+_TEXT, _COMPLETION, _PROMPT = "{text}", "{completion}", "{prompt}"  # The default templates.
 
 
 def language_model(
@@ -68,7 +68,9 @@ def language_model(
     from transformers import AutoConfig, AutoTokenizer
 
     folder = _config_folder(Path(weights))
-    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, _tokenizer_source(folder))
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        _tokenizer_source(folder), trust_remote_code=False
+    )
     if not tokenizer.is_fast:
         raise InputError(
             "The tokenizer must be a fast tokenizer, which returns the offsets of its tokens. "
@@ -76,7 +78,8 @@ def language_model(
             code="studies.slow_tokenizer",
         )
     rows = read_rows(texts)
-    template = text or _default_text(rows)
+    fields = {name for row in rows for name in row}
+    template = text or (_COMPLETION if "completion" in fields and "text" not in fields else _TEXT)
     used = used_by(prompt, template) | {"messages", *ROW_ARGUMENTS}
     used |= {"prompt"} if prompt is None else set()
     notified: set[str] = set()
@@ -91,7 +94,7 @@ def language_model(
         notify_of_chat = partial(notify, about="the chat template")
         return *chat_texts(tokenizer, prompt, answer, row, date, notify_of_chat), True
 
-    def texts_of(row: Mapping[str, Any], *, is_asked: bool) -> tuple[str, str, bool]:
+    def texts_of(row: Mapping[str, Any]) -> tuple[str, str, bool]:
         """Return the prompt, the prompt with its text, and whether a chat template wrote them."""
         if text is None and row.get("messages") is not None:
             messages = messages_in(row["messages"])
@@ -114,8 +117,8 @@ def language_model(
             )
         if prompt is None and "prompt" not in row:
             _refuse_near_prompt([name for name in row if name not in used])
-        own = "" if row.get("prompt") is None else "{prompt}"  # ruff: ignore[missing-f-string-syntax]
-        own = own if prompt is None else prompt
+        usual = "" if row.get("prompt") is None else _PROMPT
+        own = usual if prompt is None else prompt
         answer, asked = (messages_in(row.get(_only_field(part))) for part in (template, own))
         if answer and not own:  # The field contains a whole conversation.
             asked, answer = answer[:-1], answer[-1:]
@@ -133,12 +136,12 @@ def language_model(
             notify(
                 f"a prompt and its text are joined without a space, into {joined[:80]!r}. "
                 "If training had a space between them, the text must begin with this space.",
-                about=f"spaces, {is_asked}",
+                about="spaces",
             )
         return before, before + after, False
 
-    def sample(row: Mapping[str, Any], *, is_asked: bool = False) -> dict[str, Tensor]:
-        before, whole, is_chat = texts_of(row, is_asked=is_asked)
+    def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+        before, whole, is_chat = texts_of(row)
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
@@ -173,28 +176,10 @@ def language_model(
     def encode(**row: Any) -> dict[str, Tensor]:
         if text is None and row.get("messages") is not None:
             return sample(row)
-        names = sorted(used_by(prompt, template))
-        return encoder(partial(sample, is_asked=True), rows[0], names)(**row)
-
-    def has_empty_text(row: Mapping[str, Any]) -> bool:
-        """Return whether all fields that are explained, or the last message, are empty texts."""
-        is_chat = text is None and row.get("messages") is not None
-        given = [row.get(name) for name in (["messages"] if is_chat else used_by(template))]
-        lasts = [messages[-1] if (messages := messages_in(value)) else value for value in given]
-        parts = [
-            m.get("tool_calls") or m.get("content") if isinstance(m, dict) else m for m in lasts
-        ]
-        return all(isinstance(part, str) and not part.strip() for part in parts)
+        return encoder(sample, rows[0], sorted(used_by(prompt, template)))(**row)
 
     def train_data() -> Rows:
         samples = Rows(rows, sample)
-        if empty := [i for i, row in enumerate(rows) if has_empty_text(row)]:
-            notify(
-                f"{len(empty)} of {len(rows)} training rows have an empty text, first "
-                f"{rows.place(empty[0])}. Only characters that the template adds are explained "
-                "there. Remove these rows if training had none of them.",
-                about="empty texts",
-            )
         if max_tokens is None:
             # The longest text is checked now, because it is the likeliest to exceed the context.
             lengths = [sum(len(str(row.get(name, ""))) for name in used) for row in rows]
@@ -222,7 +207,7 @@ def language_model(
         before, counted = parts(sample, skip_special_tokens=True)
         return f"prompt: {before}\nanswer: {counted.removeprefix(' ')}" if before else counted
 
-    config: Any = from_folder(AutoConfig.from_pretrained, _base(folder) or folder)
+    config: Any = AutoConfig.from_pretrained(_base(folder) or folder, trust_remote_code=False)
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ReadyStudy(
         to_change_samples=(
@@ -242,12 +227,6 @@ def language_model(
         target_columns=lambda: columns_from(target_rows(), used),
         fields_read=used,
     )
-
-
-def _default_text(rows: RowFile) -> str:
-    """Return the default template of texts: ``"{text}"``, or TRL's ``"{completion}"``."""
-    fields = {name for row in rows for name in row}
-    return "{completion}" if "completion" in fields and "text" not in fields else "{text}"
 
 
 def _only_field(template: str) -> str:
@@ -352,13 +331,13 @@ def _model(folder: Path) -> nn.Module:
 
     base = _base(folder)
     if base is None:
-        config = from_folder(AutoConfig.from_pretrained, folder)
-        return from_folder(AutoModelForCausalLM.from_config, folder, config)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     needed("peft", "language")
     from peft import PeftConfig, get_peft_model
 
     refuse_quantized(Path(base))
-    model: Any = from_folder(AutoModelForCausalLM.from_pretrained, base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False)
     config: Any = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = base  # Otherwise peft warns that the name differs.
     config.inference_mode = False  # Otherwise peft freezes the adapter.

@@ -45,20 +45,8 @@ class ReadyStudy:
     classes_found: str = ""
 
 
-class MissingFieldError(InputError):
-    """The error for a row without the fields ``names``."""
-
-    def __init__(self, message: str, code: str, names: Sequence[str]) -> None:
-        """Store the message, the code and the names."""
-        super().__init__(message, code)
-        self.names = names
-
-
 class Rows:
-    """Samples that are converted from rows on access. Errors name the line of the row.
-
-    An error about a missing field names the first row without it, or says that no row has it.
-    """
+    """Samples that are converted from rows on access. Errors name the line of the row."""
 
     def __init__(self, rows: RowFile, sample: Callable[[Mapping[str, Any]], Any]) -> None:
         self._rows, self._sample = rows, sample
@@ -71,17 +59,7 @@ class Rows:
         try:
             return self._sample(self._rows[index])
         except InputError as error:
-            known = ""
-            if isinstance(error, MissingFieldError):
-                has = [[row.get(name) is not None for name in error.names] for row in self._rows]
-                first = next((i for i, values in enumerate(has) if not all(values)), index)
-                if first < index:
-                    self[first]
-                none = [
-                    name for name, *values in zip(error.names, *has, strict=True) if not any(values)
-                ]
-                known = f" No row of this file has {' or '.join(none)}." if none else ""
-            raise InputError(f"{self._rows.place(index)}: {error}{known}", error.code) from error
+            raise InputError(f"{self._rows.place(index)}: {error}", error.code) from error
 
 
 UNKNOWN_LABEL = (
@@ -110,17 +88,10 @@ def encoder(
             line[only] = line.pop("text")
         missing = [name for name in example if name not in line]
         if missing:
-            written, fields, place = (
-                shortened(example),
-                "all fields that the study reads",
-                "this row",
-            )
-            if not written.endswith("..."):
-                fields = f"the fields {' and '.join(example)}, such as {written}"
-                place = shortened(line)
             unknown = f" {UNKNOWN_LABEL}" if class_field in missing else ""
             raise InputError(
-                f"A row must have {fields}. Found no {listed(missing)} in {place}.{unknown}",
+                f"A row must have all fields that the study reads, such as {shortened(example)}. "
+                f"Found no {listed(missing)} in {shortened(line)}.{unknown}",
                 code="studies.line",
             )
         return sample(line)
@@ -135,9 +106,8 @@ def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the part of the decoded text that each token adds.
 
     Joining the parts gives the text of all tokens, with the spaces that ``decode`` omits for a
-    single token. If several tokens encode one character, the last of these tokens adds the
-    character, and the others add "". The cost is linear in the number of tokens, because each token
-    is decoded with only a few preceding tokens.
+    single token. If several tokens encode one character, the last one adds the character, and the
+    others add "". Each token is decoded with only a few preceding ones, in linear time.
     """
 
     def decoded(first: int, end: int) -> str:
@@ -196,11 +166,10 @@ def used_by(*templates: str | None) -> set[str]:
 def field(row: Mapping[str, Any], name: str, advice: str = "") -> Any:
     """Return a row's field, or raise an InputError that lists its fields and adds ``advice``."""
     if name not in row:
-        raise MissingFieldError(
+        raise InputError(
             f"study_arguments: every row must have the field {name}. Found a row with the fields "
             f"{listed(row)}. {advice}".rstrip(),
-            "studies.field",
-            [name],
+            code="studies.field",
         )
     return row[name]
 
@@ -242,11 +211,10 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
             code="studies.value",
         ) from error
     except (KeyError, ValueError, IndexError, AttributeError) as error:
-        missing = sorted(used_by(template) - row.keys())
-        raise MissingFieldError(
+        missing = ", ".join(sorted(used_by(template) - row.keys()))
+        raise InputError(
             f"A row must have a value in each field of the template {template!r}. Found none in "
-            f"{', '.join(missing) or 'a field'}, and values in {', '.join(row) or 'no field'}. Add "
-            "the value, or use other fields in study_arguments, as in text: '{answer}'.",
-            "studies.template",
-            missing,
+            f"{missing or 'a field'}, and values in {', '.join(row) or 'no field'}. Add the value, "
+            "or use other fields in study_arguments, as in text: '{answer}'.",
+            code="studies.template",
         ) from error

@@ -48,9 +48,8 @@ def tabular(
     """
     if scale not in {None, "standard"}:
         raise InputError(
-            "study_arguments: scale must be standard, or omitted if the table contains the numbers "
-            "on which the model was trained. "
-            f"Found {scale!r}. Apply any other scaling to the table.",
+            "study_arguments: scale must be standard, or omitted for other scalings, which the "
+            f"table must contain already. Found {scale!r}.",
             code="studies.scale",
         )
     rows = read_rows(table)
@@ -64,15 +63,11 @@ def tabular(
     def number(row: Mapping[str, Any], column: str) -> int | float:
         value = as_number(field(row, column, UNKNOWN_LABEL if is_class and column == label else ""))
         if value is None:
-            is_input = column != label
-            key, kept = (
-                ("columns", "inputs") if is_input else ("classes", "labels if they are names")
-            )
             raise InputError(
-                f"{column}{', an input of the model,' if is_input else ''} must be a number. Found "
-                f"{shortened({column: row[column]})}. Write the number as in training, with a "
-                "decimal point and without thousands separators, or delete the row if training "
-                f"left it out. `{key}` in study_arguments lists the {kept}.",
+                f"{column} must be a number. Found {shortened({column: row[column]})}. Write the "
+                "number as in training, with a decimal point and without thousands separators, or "
+                "delete the row if training left it out. In study_arguments, `columns` lists the "
+                "inputs, and `classes` the labels if they are names.",
                 code="studies.numbers",
             )
         return value

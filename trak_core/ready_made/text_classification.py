@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from trak_core.data.rows import as_number, class_number, read_rows, shortened
 from trak_core.errors import InputError, listed
-from trak_core.ready_made.pretrained import from_folder
 from trak_core.ready_made.ready_study import (
     UNKNOWN_LABEL,
     ReadyStudy,
@@ -61,15 +60,14 @@ def text_classification(
             f"study_arguments: weights must be a folder with config.json. Found none in {weights}.",
             code="studies.weights",
         )
-    tokenizer: Any = from_folder(AutoTokenizer.from_pretrained, weights)
+    tokenizer: Any = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
     if tokenizer.pad_token is None:
         raise InputError(
-            "The tokenizer must have a pad token for short texts. Found none in "
-            f"{weights}. Set the pad token that was used in training, and save the tokenizer: "
-            "`tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
+            f"The tokenizer must have a pad token. Found none in {weights}. Set the one that was "
+            "used in training: `tokenizer.pad_token = ...; tokenizer.save_pretrained(folder)`.",
             code="studies.pad_token",
         )
-    config: Any = from_folder(AutoConfig.from_pretrained, weights)
+    config: Any = AutoConfig.from_pretrained(weights, trust_remote_code=False)
     # The names belong to logits only if they are numbered 0, 1, 2, ...
     numbered = config.id2label.keys() == set(range(len(config.id2label)))
     given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
@@ -100,7 +98,7 @@ def text_classification(
     length = max_tokens or min(_LENGTH, context)
 
     def make_model() -> nn.Module:
-        return from_folder(AutoModelForSequenceClassification.from_config, weights, config)
+        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
         value = field(row, label, UNKNOWN_LABEL)
@@ -117,8 +115,7 @@ def text_classification(
         written = filled_in(text, row)
         if not written.strip():
             raise InputError(
-                f"A text must not be empty. Found {shortened(row)}. Add the text, or remove the "
-                "row.",
+                f"A text must not be empty. Found {shortened(row)}. Add it, or remove the row.",
                 code="studies.empty_text",
             )
         tokens = tokenizer(

@@ -246,12 +246,12 @@ def _check_checkpoints(
     for checkpoint, parts in checkpoints.items():
         for part in parts:
             try:
-                checked = check_checkpoint(model, Path(checkpoint), part)
+                is_renamed, notice = check_checkpoint(model, Path(checkpoint), part)
             except InputError as error:
                 problems[checkpoint] = str(error)
                 continue
-            renamed += [checkpoint] if checked.is_renamed else []
-            notices[checked.notice].append(checkpoint)
+            renamed += [checkpoint] if is_renamed else []
+            notices[notice].append(checkpoint)
     for notice, paths in notices.items():
         if notice:
             print(f"Notice: {listed(paths)}: {notice}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trak_core.study.dataset_split import Split, users_code
+from trak_core.study.dataset_split import Split
 from trak_core.study.show_samples import shown_tokens
 from trak_core.study.study import Study, beginning_and_end
 
@@ -44,15 +44,14 @@ def lacking(study: Study, train: Split, asked: Split) -> dict[str, str]:
     """
     numbers = _input_ids(asked, 0)
     last = len(train.ids) - 1
-    n_read = _READ if numbers else 0
-    rows = {tuple(_input_ids(train, i * last // (_READ - 1))): i for i in range(n_read)}
+    read = [i * last // (_READ - 1) for i in range(_READ)] if numbers else []
+    rows = {tuple(_input_ids(train, row)): row for row in read}
     if len(rows) < _DIFFERENT or () in rows:
         return {}
-    first, n = next(iter(rows)), _n_common([*rows])
-    i = rows[first] * last // (_READ - 1)
-    sample: Any = train.samples[i]
+    (first, row), n = next(iter(rows.items())), _n_common([*rows])
+    sample = train.sample(row)
     kept = _kept(sample)
-    texts = shown_tokens(study, train.ids[i], sample, len(kept))
+    texts = shown_tokens(study, train.ids[row], sample, len(kept))
     texts = [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
     differences = {}
     if tuple(numbers[:n]) != first[:n]:
@@ -71,8 +70,7 @@ def _n_common(sequences: Sequence[Sequence[int]]) -> int:
 
 def _input_ids(split: Split, row: int) -> list[int]:
     """Return a sample's token ids without padding, or an empty list for a sample without tokens."""
-    with users_code(f"reading sample {split.ids[row]}"):
-        sample: Any = split.samples[row]
+    sample = split.sample(row)
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         return []
     numbers = torch.as_tensor(sample["input_ids"]).flatten().tolist()

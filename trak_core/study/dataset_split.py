@@ -45,23 +45,23 @@ class Split:
     def take(self, ids: Sequence[int | str]) -> "Split":
         """Return the samples with these ids, in the order of ``ids``, which must be distinct."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
+        counts = Counter(ids)
         # True equals 1, and would select the sample with the id 1.
-        unknown = [i for i in ids if i not in position or isinstance(i, bool)]
-        if unknown:
+        wrong = [i for i in ids if i not in position or isinstance(i, bool) or counts[i] > 1]
+        if wrong:
             raise InputError(
-                "Targets must be ids of the study's target_data(), or of the experiment's `data`. "
-                f"Found {listed(unknown)}. The data have {len(position)} ids, such as "
-                f"{self.ids[0]!r} and {self.ids[-1]!r}.",
-                code="study.no_target",
-            )
-        twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
-        if twice:
-            raise InputError(
-                f"Each target must be listed only once. Found repeated ids: {listed(twice)}.",
+                "Targets must be ids of the study's target_data(), or of the experiment's `data`, "
+                f"and each must be listed only once. Found {listed(wrong)}. The data have "
+                f"{len(position)} ids, such as {self.ids[0]!r} and {self.ids[-1]!r}.",
                 code="study.no_target",
             )
         rows = [position[i] for i in ids]
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
+
+    def sample(self, row: int) -> Any:
+        """Return the sample in a row. Errors in the user's code are ``InputError``."""
+        with users_code(f"reading sample {self.ids[row]}"):
+            return self.samples[row]
 
     def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
         """Stack samples ``start`` to ``stop - 1`` into tensors.
@@ -69,10 +69,7 @@ class Split:
         Returns:
             A tuple if samples are tuples, or a dict if they are dicts.
         """
-        samples = []
-        for i in range(start, stop):
-            with users_code(f"reading sample {self.ids[i]}"):
-                samples.append(self.samples[i])
+        samples = [self.sample(row) for row in range(start, stop)]
         parts = [_entries(sample) for sample in samples]
         for sample_id, part in zip(self.ids[start:stop], parts, strict=True):
             if part.keys() != parts[0].keys():
@@ -107,6 +104,9 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
         if len(dtypes) > 1:
             raise TypeError(f"the dtypes differ: {', '.join(sorted(dtypes))}")
         stacked = default_collate(tensors)
+        if not isinstance(stacked, Tensor):
+            raise TypeError("these values are not numbers")
+        return stacked
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
         raise InputError(
@@ -115,13 +115,6 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
             f"{', '.join(sorted(shapes)[:4])} for {name}: {(str(error).splitlines() or [''])[0]}",
             code="study.sample_shapes",
         ) from error
-    if not isinstance(stacked, Tensor):
-        raise InputError(
-            "Samples must be tuples or dicts of tensors or numbers. Found "
-            f"{type(parts[0]).__name__} for {name}.",
-            code="study.sample_numbers",
-        )
-    return stacked
 
 
 @contextmanager

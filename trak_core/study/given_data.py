@@ -14,6 +14,7 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    StackDataset,
     default_collate,
 )
 
@@ -22,21 +23,6 @@ from trak_core.study.dataset_split import Split, checked_ids
 from trak_core.study.load_checkpoint import hash_tensors
 
 _READ_TWICE = 32  # This number of samples are read twice, and the results are compared.
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Samples that are stored as tensors, by name or by number, with a row for each sample."""
-
-    columns: Mapping[Any, Any]
-    is_named: bool
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, index: int) -> Any:
-        sample = {name: tensor[index] for name, tensor in self.columns.items()}
-        return sample if self.is_named else tuple(sample.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +51,27 @@ class _Collated:
         return sample if isinstance(batch, Mapping) else tuple(sample.values())
 
 
-def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> _Columns:
+def _columns_of(data: Mapping[str, Any] | tuple[Any, ...]) -> StackDataset:
     given = dict(data if isinstance(data, Mapping) else enumerate(data))
     with warnings.catch_warnings():
         # Arrays of pandas are read-only.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        columns = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
+        columns: Any = {k: torch.as_tensor(v) for k, v in given.items() if _has_rows_of_numbers(v)}
     if not columns or len(columns) < len(given) or len({*map(len, columns.values())}) > 1:
         raise InputError(
             "Data in tensors must be a tuple of the model's inputs and then the labels, or a dict "
             "with `labels`. Each must be a tensor or an array of numbers, with a row for each "
             f"sample. Found {', '.join(map(_kind_of, given.values())) or 'nothing'}. Convert "
-            "objects of pandas with `.to_numpy()`, and texts to numbers. In a list, each entry is "
-            "read as a sample.",
+            "objects of pandas with `.to_numpy()`, and texts to numbers. Pass one split of a "
+            "DatasetDict. In a list, each entry is read as a sample.",
             code="study.given_tensors",
         )
-    return _Columns(columns, isinstance(data, Mapping))
+    return StackDataset(**columns) if isinstance(data, Mapping) else StackDataset(*columns.values())
 
 
 def _has_rows_of_numbers(values: Any) -> bool:
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-        return False
-    return isinstance(values, Tensor | np.ndarray) and values.ndim > 0
+    is_array = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
+    return (is_array or isinstance(values, Tensor)) and values.ndim > 0
 
 
 def _kind_of(values: Any) -> str:
@@ -126,12 +111,6 @@ def split_of_data(data: Any, ids: Iterable[Any] | None) -> Split:
     if hasattr(data, "remove_columns") and hasattr(data, "__len__") and "id" in data.column_names:
         ids = data.with_format(None)["id"] if ids is None else ids
         data = data.remove_columns("id")
-    if isinstance(data, Mapping) and any(hasattr(v, "column_names") for v in data.values()):
-        raise InputError(
-            "Data must be a single Dataset. Found a DatasetDict. Pass one of its splits: "
-            f"{', '.join(map(str, data))}.",
-            code="study.given_splits",
-        )
     if isinstance(data, Split):
         return data
     if isinstance(data, DataLoader):

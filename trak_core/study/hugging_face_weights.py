@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.settings import ADAPTER_CONFIG
 
 
@@ -103,18 +103,10 @@ class Adapter:
     name: str
 
     @classmethod
-    def active(cls, model: nn.Module, folder: Path) -> Self:
+    def active(cls, model: Any, folder: Path) -> Self:
         """Return the only active adapter of ``model``. Error messages contain ``folder``."""
-        try:
-            from peft import PeftModel
-        except ImportError as error:
-            raise InputError(
-                f"{folder}: peft must be installed to load an adapter's folder. Importing it "
-                f"failed: {error}. In the environment of the jobs, run `python -m pip install "
-                "peft`.",
-                code="study.adapter_peft",
-            ) from error
-        if not isinstance(model, PeftModel):
+        peft: Any = sys.modules.get("peft")  # If it was not imported, there is no PeftModel.
+        if peft is None or not isinstance(model, peft.PeftModel):
             raise InputError(
                 f"{folder}: for an adapter's folder, make_model() must return a peft.PeftModel. "
                 f"Found {type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, "
@@ -157,7 +149,7 @@ class Adapter:
         if lost:
             raise InputError(
                 "After peft has loaded an adapter, the model must contain its weights. Found other "
-                f"values in {', '.join(lost[:8])}. Save the whole model's state_dict() instead.",
+                f"values in {listed(lost)}. Save the whole model's state_dict() instead.",
                 code="study.adapter_model",
             )
 
@@ -170,19 +162,18 @@ class Adapter:
         own = self.model.peft_config[self.name]
         stored, config = _read_config(folder / ADAPTER_CONFIG, own)
         saved, mine = _plain(config), _plain(own.to_dict())
-        differing = {
-            key: f"{key} {saved[key]!r} for {mine[key]!r}"
-            for key in sorted(saved)
-            if key not in _TRAINING_SETTINGS and saved[key] != mine[key]
-        }
+        of_outputs, of_layers = list[str](), list[str]()
+        for key in sorted(saved.keys() - _TRAINING_SETTINGS):
+            if saved[key] != mine[key]:
+                texts = of_layers if key in _LAYER_SETTINGS else of_outputs
+                texts.append(f"{key} {saved[key]!r} for {mine[key]!r}")
+        known = mine.keys() | _TRAINING_SETTINGS | _LAYER_SETTINGS
         # A setting that only a newer peft knows has no effect if it is false or empty.
-        unknown = {
-            key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
+        of_outputs += [
+            f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
             for key, value in stored.items()
-            if value and key not in mine and key not in _TRAINING_SETTINGS
-        }
-        of_layers = [text for key, text in differing.items() if key in _LAYER_SETTINGS]
-        of_outputs = [t for key, t in (differing | unknown).items() if key not in _LAYER_SETTINGS]
+            if value and key not in known
+        ]
         return of_outputs, of_layers
 
 
@@ -190,13 +181,15 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an adapter's saved settings, first without and then with peft's defaults."""
     from peft import PeftConfig
 
-    kind = None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        kind = stored["peft_type"]
-        if kind == own.peft_type.value:
-            with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
-                return stored, PeftConfig.from_peft_type(**stored).to_dict()
+        if stored["peft_type"] != own.peft_type.value:
+            raise ValueError(
+                f"it is of the kind {stored['peft_type']}, but make_model() builds one of the kind "
+                f"{own.peft_type.value}"
+            )
+        with warnings.catch_warnings(action="ignore"):  # peft warns about unknown settings.
+            return stored, PeftConfig.from_peft_type(**stored).to_dict()
     except (OSError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise InputError(
             f"{path}: an adapter's config must be JSON that peft can read, as "
@@ -204,12 +197,6 @@ def _read_config(path: Path, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{error}. Save the adapter again, or install the version of peft that saved it.",
             code="study.adapter_config",
         ) from error
-    raise InputError(
-        f"{path}: an adapter must be of the kind that make_model() builds. Found peft_type {kind} "
-        f"instead of {own.peft_type.value}. Build the model with the config that was used for "
-        "training: `PeftConfig.from_pretrained(folder)`.",
-        code="study.adapter_kind",
-    )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

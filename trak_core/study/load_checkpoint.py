@@ -12,7 +12,7 @@ from trak_core.errors import InputError, listed
 from trak_core.runtime.progress import print_line
 from trak_core.settings import ADAPTER_CONFIG
 from trak_core.study.hugging_face_weights import Adapter
-from trak_core.study.match_state_dict import in_words, match_state_dict, misfits_of
+from trak_core.study.match_state_dict import Fit, in_words, match_state_dict, misfits_of
 from trak_core.study.skip_init import built_without_draws
 from trak_core.study.weight_files import (
     WRAPPERS,
@@ -71,7 +71,15 @@ def _default_part(saved: Any, path: Path) -> Weights:
 
 
 def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) -> Weights:
-    """Return the weights in all files of a checkpoint. See ``read_state_dict``."""
+    """Return the weights of a checkpoint as memory maps on the CPU.
+
+    Args:
+        checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
+            Face folder, sharded or not, or a folder of a PEFT adapter.
+        part: The keys that lead to one of several state dicts, joined by dots, or a prefix of keys.
+        digest: A hash object of hashlib, or None. It is updated with an adapter's config or an
+            index, if there is one, and then with all files of weights, in order.
+    """
     state, within, notice = dict[str, Tensor](), part or "", ""
     files, config = weight_files(checkpoint)
     if digest is not None and config is not None:
@@ -103,12 +111,11 @@ def read_weights(checkpoint: Path, part: str | None = None, digest: Any = None) 
             f"{listed(sorted({key.split('.')[0] for key in state}))}.",
             code="study.no_such_part",
         )
-    unusual = {key: kind for key, value in chosen.items() if (kind := _unusual_kind(value))}
+    unusual = [f"{key}, {kind}" for key, value in chosen.items() if (kind := _unusual_kind(value))]
     if unusual:
         raise InputError(
-            f"{checkpoint}: weights must be plain tensors of numbers. Found "
-            f"{listed(f'{key}, {kind}' for key, kind in unusual.items())}. Save `state_dict()` of "
-            "the trained model, with whole tensors in floating point.",
+            f"{checkpoint}: weights must be plain tensors of numbers. Found {listed(unusual)}. "
+            "Save `state_dict()` of the trained model, with whole tensors in floating point.",
             code="study.tensor_file",
         )
     return Weights(chosen, within, notice)
@@ -122,22 +129,6 @@ def _unusual_kind(value: Tensor) -> str:
     return next((kind for kind, is_so in kinds.items() if is_so), "")
 
 
-def read_state_dict(checkpoint: Path, part: str | None = None) -> tuple[dict[str, Tensor], str]:
-    """Read the weights of a checkpoint as memory maps on the CPU.
-
-    Args:
-        checkpoint: A file of ``torch.save`` with a state dict, a ``.safetensors`` file, a Hugging
-            Face folder, sharded or not, or a folder of a PEFT adapter.
-        part: The keys that lead to one of several state dicts, joined by dots, or a prefix of keys.
-
-    Returns:
-        The tensors by name, and one SHA-256 of all files in order. An adapter's config or an index
-        is hashed first, if there is one.
-    """
-    digest = hashlib.sha256()
-    return read_weights(checkpoint, part, digest).state, digest.hexdigest()
-
-
 def load_state_dict(
     model: nn.Module, state: Mapping[str, Tensor], source: str, within: str = ""
 ) -> None:
@@ -148,25 +139,21 @@ def load_state_dict(
     be missing. ``num_batches_tracked`` of norm layers may be missing, because evaluation mode does
     not use it. See ``match_state_dict`` for the names that fit, and for the other arguments.
     """
-    fitting, _, notices = match_state_dict(model, state, source, within)
-    _copy_weights(model, [fitting], fitting, source, notices)
+    fit = match_state_dict(model, state, source, within)
+    _copy_weights(model, [fit.weights], fit, source)
 
 
 def _copy_weights(
-    model: nn.Module,
-    pieces: Iterable[Mapping[str, Tensor]],
-    whole: Mapping[str, Tensor],
-    source: str,
-    notices: Iterable[str],
+    model: nn.Module, pieces: Iterable[Mapping[str, Tensor]], fit: Fit, source: str
 ) -> None:
-    """Copy weights into a model piece by piece. ``whole`` contains the weights of all pieces."""
+    """Copy the weights of ``fit`` into a model. ``pieces`` are parts of these weights."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    _check_tied(parameters, whole, source)
+    _check_tied(parameters, fit.weights, source)
     for piece in pieces:
         _check_finite({k: v for k, v in piece.items() if k in parameters}, source)
         model.load_state_dict(piece, strict=False)
     model.eval()
-    for notice in notices:
+    for notice in fit.notices:
         print_line(f"{source}: {notice}")
 
 
@@ -213,8 +200,7 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
 
     Weights that the checkpoint replaces are not initialized, unless other values depend on them.
     """
-    # All weights must be initialized if the checkpoint is an adapter, whose files contain only a
-    # few weights, or if a user-defined loading method may skip some.
+    # An adapter has only a few weights, and a user-defined loading method may skip some.
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         model = built_without_draws(make_model)
         if model is not None and _loads_plainly(model):
@@ -225,13 +211,13 @@ def model_to_load(make_model: Callable[[], nn.Module], checkpoint: Path) -> nn.M
 def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> dict[str, str]:
     """Load the weights in a file or folder into ``model``, and put it into evaluation mode.
 
-    ``read_state_dict`` documents ``checkpoint`` and ``part``, and ``load_state_dict`` documents
+    ``read_weights`` documents ``checkpoint`` and ``part``, and ``load_state_dict`` documents
     which weights fit. The weights in an adapter's folder are loaded into the active adapter of a
     PeftModel, which must have the same keys, shapes and settings.
 
     Returns:
-        ``sha256`` of the files, as ``read_state_dict`` returns it. An adapter also has
-        ``model_sha256``, the hash of all weights, because its base model can differ.
+        ``sha256`` of the files. An adapter also has ``model_sha256``, the hash of all weights,
+        because its base model can differ.
     """
     digest, source, before = hashlib.sha256(), str(checkpoint), _stamps(checkpoint)
     weights = read_weights(checkpoint, part, digest)
@@ -239,11 +225,11 @@ def load_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None)
     if weights.notice:
         print_line(f"Notice: {checkpoint}: {weights.notice}")
     if not (checkpoint / ADAPTER_CONFIG).is_file():
-        fitting, names, notices = match_state_dict(model, weights.state, source, weights.within)
-        pieces = [fitting]
-        if names is not None and _loads_plainly(model):
-            pieces = _pieces(checkpoint, part, names, weights.state, before)
-        _copy_weights(model, pieces, fitting, source, notices)
+        fit = match_state_dict(model, weights.state, source, weights.within)
+        pieces = [fit.weights]
+        if fit.names is not None and _loads_plainly(model):
+            pieces = _pieces(checkpoint, part, fit.names, weights.state, before)
+        _copy_weights(model, pieces, fit, source)
         return {"sha256": sha256}
     adapter = _fitting_adapter(model, weights.state, checkpoint)
     _check_finite(weights.state, source)
@@ -306,22 +292,22 @@ def _loads_plainly(model: nn.Module) -> bool:
     )
 
 
-class Checked(NamedTuple):
-    """Information about a checkpoint that fits the model."""
+def check_checkpoint(
+    model: nn.Module, checkpoint: Path, part: str | None = None
+) -> tuple[bool, str]:
+    """Run those checks of ``load_checkpoint`` that read no values and compute no checksums.
 
-    is_renamed: bool = False  # Whether transformers renames weights, which needs a second copy.
-    notice: str = ""  # The notice of ``Weights``.
-
-
-def check_checkpoint(model: nn.Module, checkpoint: Path, part: str | None = None) -> Checked:
-    """Run those checks of ``load_checkpoint`` that read no values and compute no checksums."""
+    Returns:
+        Whether transformers renames weights, which needs a second copy, and the notice of
+        ``Weights``.
+    """
     weights = read_weights(checkpoint, part)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, weights.state, checkpoint)
-        return Checked()
+        return False, ""
     without_numbers = {key: value.to("meta") for key, value in weights.state.items()}
     fit = match_state_dict(model, without_numbers, str(checkpoint), weights.within)
-    return Checked(fit.names is None, weights.notice)
+    return fit.names is None, weights.notice
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
@@ -352,7 +338,7 @@ def hash_tensors(digest: Any, tensors: Mapping[Any, Tensor]) -> None:
 
 
 def state_dict_sha256(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in order."""
+    """Return the SHA-256 of tensors. See ``hash_tensors``."""
     digest = hashlib.sha256()
     hash_tensors(digest, state)
     return digest.hexdigest()

@@ -140,8 +140,13 @@ def match_state_dict(
                 fitting_parts += [] if misfits else [prefix]
                 misfits[f"not under {prefix}"] = [key for key in state if key not in names]
             if not misfits:
-                removed = {n for key in (*state, *own) for n in wrappers.findall(key)}
-                return Fit(weights, names, _notices(prefix, removed))
+                removed = {part for key in (*state, *own) for part in wrappers.findall(key)}
+                parts = ", ".join(sorted(removed))
+                notices = {
+                    f"all keys begin with `{prefix}`, which is removed to fit the model.": prefix,
+                    f"wrappers added {parts} to the keys, which was ignored.": parts,
+                }
+                return Fit(weights, names, [text for text, is_so in notices.items() if is_so])
             attempts.append((prefix, misfits))
         if fitting_parts:
             break
@@ -156,11 +161,8 @@ def match_state_dict(
                 prefix, misfits, fitting_parts = "", known[1], []
     remedy = "Does make_model() build the model that was saved?"
     if fitting_parts:
-        settings = (f"`state_dict: {f'{within}.{p}'.strip('.')}`" for p in fitting_parts)
-        remedy = (
-            f"Only the keys under {' or '.join(fitting_parts)} fit. To use them, set "
-            f"{' or '.join(settings)} for the checkpoint in the config."
-        )
+        settings = (f"`state_dict: {f'{within}.{part}'.strip('.')}`" for part in fitting_parts)
+        remedy = f"To use only keys that fit, set {' or '.join(settings)} for the checkpoint."
     raise InputError(
         f"{source}: the checkpoint's keys{f', without {prefix},' if prefix else ''} must be "
         f"those of the model. Found keys {in_words(misfits)}. {remedy}",
@@ -170,14 +172,6 @@ def match_state_dict(
 
 def _count(misfits: Mapping[str, Sequence[str]]) -> int:
     return sum(map(len, misfits.values()))
-
-
-def _notices(prefix: str, wrappers: Iterable[str]) -> list[str]:
-    names = ", ".join(sorted(wrappers))
-    return [
-        *[f"all keys begin with `{prefix}`, which is removed to fit the model."] * bool(prefix),
-        *[f"wrappers added {names} to the keys, which was ignored."] * bool(names),
-    ]
 
 
 def in_words(misfits: Mapping[str, Sequence[str]]) -> str:

@@ -87,14 +87,8 @@ def adam_scales(
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
     """Return the groups, the second moments by parameter number, and the file's SHA-256."""
-    if not source.is_file():
-        raise InputError(
-            f"{source}: the optimizer's state must be saved with the weights. Found no file. "
-            f"{_TAKES}",
-            code="study.optimizer_state",
-        )
-    must = "an optimizer's state must be a whole file of torch.save"
     digest = hashlib.sha256()
+    must = "an optimizer's state must be a whole file of torch.save"
     saved = read_tensors(source, must, _TAKES, digest)
     entries = saved if isinstance(saved, dict) else {}
     state = next((entries[key] for key in _KEYS if key in entries), entries)
@@ -161,12 +155,11 @@ def _numbers(
             orders = _orders([*own.values()], ids, shapes)
             if len(orders) == 1:
                 return dict(zip(own, orders[0], strict=True))
+    matches = "several matches" if orders else "no match"
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
-        "returns. They must have the same order within each group, and their shapes must identify "
-        f"them. Found {len(shapes)} parameters in {len(ids)} groups, {len(trained)} with "
-        f"requires_grad in the model, {len(named)} parameters in the whole model, and "
-        f"{'several matches' if orders else 'no match'}. Let "
+        f"returns. Found {len(shapes)} parameters in {len(ids)} groups, {len(trained)} of "
+        f"{len(named)} with requires_grad in the model, and {matches} by order and shape. Let "
         "make_model() freeze the same parameters as in training (for PEFT, call "
         "PeftModel.from_pretrained with is_trainable=True). Or train with "
         "`AdamW(model.named_parameters())`, which stores the names.",

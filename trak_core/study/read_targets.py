@@ -6,7 +6,6 @@ to samples. The field ``id`` of a row is the sample's id. Without this field, sa
 from 0.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +15,6 @@ from trak_core.data.rows import RowFile, parsed_json, read_rows, shortened
 from trak_core.errors import InputError
 from trak_core.study.dataset_split import Split, checked_ids, users_code
 from trak_core.study.study import Study
-
-_PYTHON = ".py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ def split_of(
     """
     if question is None:
         return study.split(name, targets)
-    if question.suffix == _PYTHON:
+    if question.suffix == ".py":
         split = Study.load(question).split("target", None)
     else:
         ids, rows = read_questions(question)
@@ -95,15 +92,6 @@ def encoded_line(
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
     encode = study.function("encode")
-    signature = inspect.signature(encode)
-    try:
-        signature.bind(**fields)
-    except TypeError as error:
-        raise InputError(
-            f"A line must be a JSON object with the fields that the study's encode{signature} "
-            f"takes. Found {', '.join(fields) or 'none'}: {error}.",
-            code="queries.line",
-        ) from error
     with users_code(f"{study.path}: encode() of {shortened(fields)},"):
         sample = encode(**fields)
     return own_id, sample, {k: v for k, v in fields.items() if k not in study.fields_read}
@@ -113,17 +101,10 @@ def _parsed_line(line: str | bytes) -> dict[str, Any]:
     """Return the fields of a JSON object. Any other line is returned as the field ``text``."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"A line must be UTF-8. Found {line[:40]!r}: {error.reason}.", code="queries.line"
-        ) from error
-    if not text.startswith("{"):
-        return {"text": text}
-    try:
-        return parsed_json(text)
+        return parsed_json(text) if text.startswith("{") else {"text": text}
     except ValueError as error:
         raise InputError(
-            "A line must be plain text, or a JSON object as in an experiment's `data`. Found "
-            f"{error}.",
+            "A line must be plain text in UTF-8, or a JSON object as in an experiment's `data`. "
+            f"Found {error}.",
             code="queries.line",
         ) from error

@@ -15,7 +15,7 @@ import pandas as pd
 from trak_core.errors import InputError
 from trak_core.model_outputs.about_outputs import about_output
 from trak_core.settings import MEAN_OF, TRAIN
-from trak_core.study.dataset_split import checked_ids, users_code
+from trak_core.study.dataset_split import users_code
 from trak_core.study.read_targets import read_questions
 from trak_core.study.study import Study
 
@@ -50,12 +50,7 @@ def columns_of(
         frame = _study_columns(source, f"{pool}_columns")
         if frame.columns.empty:
             return pd.DataFrame(index=range(len(ids)))
-        # Read the ids of all samples, but not the samples.
-        known: Sequence[Any] = range(len(frame))
-        if source.has(f"{pool}_ids"):
-            with users_code(f"{source.path}: {pool}_ids(), which returns an id for each sample,"):
-                known = list(source.function(f"{pool}_ids")())
-            known = checked_ids(known, len(known), f"{source.path}: {pool}_ids()")
+        known = source.ids(pool) if source.has(f"{pool}_ids") else range(len(frame))
         if len(known) != len(frame):
             raise InputError(
                 f"{source.path}: {pool}_columns() must return a value for each of the {len(known)} "

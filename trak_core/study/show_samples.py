@@ -56,11 +56,7 @@ class Words(str):
 
 def are_drawn(study: Study, train: Split) -> bool:
     """Return whether the study has ``draw``, or the first training sample is an image."""
-    if study.has("draw"):
-        return True
-    with users_code(f"reading sample {train.ids[0]}"):
-        sample = train.samples[0]
-    return _image(sample) is not None
+    return study.has("draw") or _image(train.sample(0)) is not None
 
 
 def show_sample(
@@ -112,28 +108,25 @@ def table_as_html(table: pd.DataFrame) -> str:
 
 def short_text(study: Study, sample_id: Any, sample: Any) -> str:
     """Return the beginning of a sample's text, or of its printed values, in one line."""
-    if isinstance(sample, Words):
-        text = str(sample)
-    else:
+    text = sample
+    if not isinstance(sample, Words):
         describes = study.has("describe")
         text = study.describe(sample_id, sample) if describes else printed(sample)
     return " ".join(readable(text, BEGINNING).split())
 
 
 def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
-    """Return the study's text for each token of a sample, or by default the token's number."""
+    """Return a text for each token of a sample, from the study if it has ``token_texts``.
+
+    By default, the texts are the token ids in ``input_ids``, or token positions from 1.
+    """
     if study.has("token_texts"):
         return study.token_texts(sample_id, sample, n_tokens)
-    return [f"{i} " for i in token_numbers(sample, n_tokens)]
-
-
-def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
-    """Return a sample's token ids from ``input_ids``, or by default token positions from 1."""
+    numbers: Sequence[int] = range(1, n_tokens + 1)
     if isinstance(sample, Mapping) and "input_ids" in sample:
         ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
-        if len(ids) >= n_tokens:
-            return ids[:n_tokens]
-    return range(1, n_tokens + 1)
+        numbers = ids[:n_tokens] if len(ids) >= n_tokens else numbers
+    return [f"{number} " for number in numbers]
 
 
 def _image(sample: Any) -> torch.Tensor | None:
@@ -149,9 +142,8 @@ def _image(sample: Any) -> torch.Tensor | None:
 
 def _levels_of(image: torch.Tensor) -> np.ndarray:
     """Return an image as uint8, channels last. An image with floats outside 0 to 1 is rescaled."""
-    pixels = image.detach().cpu().float().numpy() / np.float32(
-        255 if image.dtype == torch.uint8 else 1
-    )
+    scale = 255 if image.dtype == torch.uint8 else 1
+    pixels = image.detach().cpu().float().numpy() / np.float32(scale)
     finite = pixels[np.isfinite(pixels)]
     if finite.size and (finite.min() < 0 or finite.max() > 1):
         pixels = pixels.astype(np.float64)  # high - low can overflow float32.
@@ -175,40 +167,34 @@ def _picture_of(image: torch.Tensor) -> Picture:
         picture = picture.resize(sides, Image.Resampling.NEAREST)
     elif times == 0:
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)
-    kind, data = "png", _written(picture, format="png")
-    if len(data) > _PNG_BYTES:
-        kind, data = "jpeg", _written(picture, format="jpeg", quality=85)
-    return Picture(kind, data, max(1, width // 2), max(1, height // 2))
+    return _encoded(picture, width, height)
 
 
-def _written(picture: Any, **settings: Any) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, **settings)
-    return buffer.getvalue()
+def _encoded(picture: Any, width: int, height: int) -> Picture:
+    """Encode a PIL image that is shown with half of these numbers of pixels in CSS."""
+    kind, buffer = "png", io.BytesIO()
+    picture.save(buffer, kind)
+    if buffer.tell() > _PNG_BYTES:
+        kind, buffer = "jpeg", io.BytesIO()
+        picture.save(buffer, kind, quality=85)
+    return Picture(kind, buffer.getvalue(), max(1, width // 2), max(1, height // 2))
 
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     """Draw a sample with the study's ``draw(axes, sample)``, and return the picture."""
     from matplotlib.figure import Figure  # Only pages and notebooks need it.
+    from PIL import Image
 
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
     axes = figure.add_axes((0, 0, 1, 1))
     draw(axes, sample)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-    png = _saved(figure, format="png", pil_kwargs={"optimize": True}, metadata={"Software": None})
-    kind, data = "png", png
-    if len(png) > _PNG_BYTES:
-        kind, data = "jpeg", _saved(figure, format="jpeg", pil_kwargs={"quality": 85})
-    width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # Read from PNG's header.
-    return Picture(kind, data, width // 2, height // 2)
-
-
-def _saved(figure: Any, **settings: Any) -> bytes:
     buffer = io.BytesIO()
     # "tight" includes drawings outside of the axes, and removes empty margins.
-    figure.savefig(buffer, bbox_inches="tight", pad_inches=0, **settings)
-    return buffer.getvalue()
+    figure.savefig(buffer, format="png", bbox_inches="tight", pad_inches=0)
+    with Image.open(buffer) as picture:
+        return _encoded(picture.convert("RGB"), *picture.size)
 
 
 def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
@@ -228,10 +214,7 @@ def contents_digest(sample: Any) -> bytes:
     """Return a digest of a sample's inputs, which does not depend on the label."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in [("", sample)] if isinstance(sample, Words) else _inputs(sample):
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            value = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-        array = np.ascontiguousarray(value)
+        array = np.ascontiguousarray(_array(value))
         about = f"{name}\0{array.dtype}\0{array.shape}\0"
         is_plain = array.dtype.kind != "O"
         digest.update(about.encode() + (array.tobytes() if is_plain else repr(value).encode()))
@@ -241,12 +224,10 @@ def contents_digest(sample: Any) -> bytes:
 def _values(value: Any) -> str:
     if isinstance(value, str):
         return value if len(value) <= _CHARACTERS else value[:_CHARACTERS] + " ..."
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.float() if value.dtype is torch.bfloat16 else value
-    array = np.asarray(value)
+    array = _array(value)
     flat = array.reshape(-1)
-    numbers = ", ".join(_short(number) for number in flat[:_N_VALUES].tolist())
+    first = flat[:_N_VALUES].tolist()
+    numbers = ", ".join(f"{n:.3g}" if isinstance(n, float) else str(n) for n in first)
     if array.ndim == 0:
         return numbers
     more = ", ..." if len(flat) > _N_VALUES else ""
@@ -254,8 +235,11 @@ def _values(value: Any) -> str:
     return f"[{numbers}{more}] ({size})" if more or array.ndim > 1 else f"[{numbers}]"
 
 
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _array(value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor):  # NumPy has no bfloat16.
+        value = value.detach().cpu()
+        value = value.float() if value.dtype is torch.bfloat16 else value
+    return np.asarray(value)
 
 
 def readable(text: str, characters: int) -> str:

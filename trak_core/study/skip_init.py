@@ -1,10 +1,10 @@
 """Build a model without the random initialization of weights that a checkpoint will replace.
 
 Initializing a large model takes longer than reading its weights. ``torch.nn.utils.skip_init`` and
-the meta device support only modules without computed buffers. This module supports any
-``make_model()``. It skips operations that draw random numbers, but computes all values that do not
-depend on them, such as buffers of frequencies. It records which tensors depend on skipped draws. If
-such a tensor is not in the state dict, the model has to be built again with all draws.
+the meta device support only modules without computed buffers. Here, operations that draw random
+numbers are skipped, but values that do not depend on them, such as buffers of frequencies, are
+computed. If a tensor that depends on a skipped draw is not in the state dict, the model has to be
+built again with all draws.
 """
 
 from collections.abc import Callable, Generator, Iterable

@@ -20,15 +20,15 @@ named arguments with the label as `labels`. Image-text pairs have no label. All 
 same shapes, except that texts for a language model may have different numbers of tokens.
 """
 
-import ast
 import importlib.util
 import inspect
 import os
 import re
 import sys
+import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +38,7 @@ from unicodedata import category, normalize
 import torch
 from torch import nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.settings import TRAIN
 from trak_core.study.dataset_split import Samples, Split, checked_ids, users_code
 
@@ -57,50 +57,26 @@ class _InWords(dict[int, int | None]):
 _IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 _SHOWN = 400  # The number of characters shown from either end of a long text.
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
+@contextmanager
+def _training_refused(path: Path) -> Generator[None, None, None]:
+    """Raise an error if ``backward()`` is called in the context, while ``path`` is imported."""
 
-def _trains_when_run(path: Path) -> str | None:
-    """Return a text about the first call that an import runs and that leads to ``backward()``.
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        line = next(f.lineno for f in traceback.extract_stack() if f.filename == str(path))
+        raise InputError(
+            f"{path}: the file must not train when it is imported, because every job imports it. "
+            f"Found that line {line} leads to a call of backward(). Put the training under "
+            '`if __name__ == "__main__":`.',
+            code="study.trains",
+        )
 
-    Calls are followed through the file's functions, but not through methods. Code under a condition
-    on ``__name__`` is skipped. Return None if there is no such call, or if the file has a syntax
-    error, which importing it reports.
-    """
+    backward = torch.autograd.backward
+    torch.autograd.backward = refuse
     try:
-        body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError):
-        return None
-    functions = [node for node in body if isinstance(node, _Function)]
-    training = {"backward"}
-    for _ in functions:
-        training |= {f.name for f in functions if _first_call(ast.walk(f), training)}
-    for node in body:
-        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
-            continue
-        if call := _first_call(_run_at_import(node), training):
-            return f"{_called_name(call)}() called in line {call.lineno}"
-    return None
-
-
-def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement, except those in functions, lambdas and classes."""
-    if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
-        yield node
-        for part in ast.iter_child_nodes(node):
-            yield from _run_at_import(part)
-
-
-def _called_name(call: ast.Call) -> str:
-    """Return the name of the called function, "backward" for a method of that name, else ""."""
-    if isinstance(call.func, ast.Name):
-        return call.func.id
-    return "backward" if getattr(call.func, "attr", "") == "backward" else ""
-
-
-def _first_call(nodes: Iterable[ast.AST], names: Collection[str]) -> ast.Call | None:
-    calls = (node for node in nodes if isinstance(node, ast.Call))
-    return next((call for call in calls if _called_name(call) in names), None)
+        yield
+    finally:
+        torch.autograd.backward = backward
 
 
 def beginning_and_end(text: str) -> str:
@@ -118,18 +94,6 @@ class Study:
     @classmethod
     def load(cls, path: Path) -> "Study":
         """Import a study's Python file, unless that would train a model."""
-        if not path.is_file():
-            raise InputError(
-                f"{path}: the study's Python file must exist. Found nothing there.",
-                code="study.no_file",
-            )
-        training = _trains_when_run(path)
-        if training is not None:
-            raise InputError(
-                f"{path}: the file must not train when it is imported, because every job imports "
-                f'it. Found {training}. Put the training under `if __name__ == "__main__":`.',
-                code="study.trains",
-            )
         # The study can import modules in its folder, as a script can.
         sys.path.insert(0, str(path.parent.resolve()))
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -138,7 +102,7 @@ class Study:
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         before = Path.cwd()
-        with users_code(f"{path}: the study's file"):
+        with users_code(f"{path}: the study's file"), _training_refused(path):
             spec.loader.exec_module(module)
         after = Path.cwd()
         if after != before:
@@ -167,14 +131,8 @@ class Study:
         """Return one of the study's functions, or raise an InputError if it is missing."""
         function = getattr(self.module, name, None)
         if not callable(function):
-            own = [
-                n
-                for n, v in vars(self.module).items()
-                if getattr(v, "__module__", None) == self.module.__name__ and callable(v)
-            ]
             raise InputError(
-                f"{self.path}: the study must define a function {name}(). Found "
-                f"{', '.join(own) or 'no functions'}.",
+                f"{self.path}: the study must define a function {name}(). Found none.",
                 code="study.no_function",
             )
         return function
@@ -233,9 +191,7 @@ class Study:
         """Return ``as_read`` of the first sample, or "" if the study has no ``as_read``."""
         if not self.has("as_read"):
             return ""
-        with users_code(f"reading sample {split.ids[0]}"):
-            sample = split.samples[0]
-        return beginning_and_end(self.describe(split.ids[0], sample, "as_read"))
+        return beginning_and_end(self.describe(split.ids[0], split.sample(0), "as_read"))
 
     def words(self, split: Split) -> Iterator[list[str]]:
         """Yield the words in the ``describe`` text of each sample, in lower case.
@@ -243,10 +199,8 @@ class Study:
         A word is a sequence of letters, combining marks, digits and ``_``, in normal form NFKC.
         """
         for row, sample_id in enumerate(split.ids):
-            with users_code(f"reading sample {sample_id}"):
-                sample = split.samples[row]
             # casefold() can leave the normal form, so the text is normalized again afterwards.
-            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()
+            text = normalize("NFKC", self.describe(sample_id, split.sample(row))).casefold()
             yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
@@ -270,13 +224,11 @@ class Study:
             return []
         with users_code(f"{self.path}: class_names()"):
             names = list(self.function("class_names")())
-        repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        problems = [type(name).__name__ for name in names if not isinstance(name, str)]
-        problems += [f"{name!r} {names.count(name)} times" for name in repeated]
-        if problems:
+        wrong = [name for name in names if not isinstance(name, str) or names.count(name) > 1]
+        if wrong:
             raise InputError(
                 f"{self.path}: class_names() must return a different str for each class. Found "
-                f"{problems[0]}.",
+                f"{wrong[0]!r}, {names.count(wrong[0])} times.",
                 code="study.class_names",
             )
         return names
@@ -290,26 +242,29 @@ class Study:
         function = self.function(f"{pool}_data")
         with users_code(f"{self.path}: {pool}_data()"):
             samples = function()
-        if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
-            raise InputError(
-                f"{self.path}: {pool}_data() must return samples with len() and [i], such as a "
-                f"torch Dataset. Found {type(samples).__name__}.",
-                code="study.no_samples",
-            )
-        with users_code(f"{self.path}: len() of {pool}_data()"):
-            size = len(samples)
+            can_be_read = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
+            size = len(samples) if can_be_read else 0
         if size == 0:
+            kind = type(samples).__name__
             raise InputError(
-                f"{self.path}: {pool}_data() must return at least one sample. Found none.",
+                f"{self.path}: {pool}_data() must return at least one sample, with len() and [i], "
+                f"such as a torch Dataset. Found {f'an empty {kind}' if can_be_read else kind}.",
                 code="study.no_samples",
             )
-        ids = list(range(size))
-        if self.has(f"{pool}_ids"):
-            function = self.function(f"{pool}_ids")
-            with users_code(f"{self.path}: {pool}_ids(), which returns an id for each sample,"):
-                ids = list(function())
-        split = Split(samples, checked_ids(ids, size, f"{self.path}: {pool}_ids()"))
+        split = Split(samples, self.ids(pool, size))
         return split if targets is None else split.take(targets)
+
+    def ids(self, pool: str, n_samples: int | None = None) -> list[int] | list[str]:
+        """Return the ids from ``train_ids`` or ``target_ids``, for the ``pool`` train or target.
+
+        If ``n_samples`` is given, there must be as many ids, and the default ids are 0, 1, ...
+        """
+        if n_samples is not None and not self.has(f"{pool}_ids"):
+            return list(range(n_samples))
+        with users_code(f"{self.path}: {pool}_ids(), which returns an id for each sample,"):
+            ids = list(self.function(f"{pool}_ids")())
+        n_ids = len(ids) if n_samples is None else n_samples
+        return checked_ids(ids, n_ids, f"{self.path}: {pool}_ids()")
 
 
 def trained_model(
@@ -350,11 +305,9 @@ def models_along(
                 return
             if at > remaining[0]:
                 break
-    if len(passed) > 12:
-        passed[6:-3] = ["..."]
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
-        f"no model at {remaining[0]!r}. It yielded models at {', '.join(passed) or 'no time'}.",
+        f"no model at {remaining[0]!r}. It yielded models at {listed(passed) or 'no time'}.",
         code="study.train",
     )
 
@@ -368,7 +321,7 @@ def _steps(
     """Yield the pairs that ``train`` yields, or one pair of time 0 and the returned model."""
     more = {"data": data, "sample_weights": sample_weights}
     train = study.function("train")
-    call = f"{study.path}: train({arguments})"
+    call = f"{study.path}: train({arguments}), which returns a model or yields (time, model),"
     with users_code(call):
         result = train(**arguments, **{k: v for k, v in more.items() if v is not None})
     if not inspect.isgenerator(result):
@@ -377,22 +330,12 @@ def _steps(
     with closing(result):
         while True:
             with users_code(call):
-                step = next(result, None)
-            if step is None:
-                return
-            yield _time_and_model(study, step)
-
-
-def _time_and_model(study: Study, step: Any) -> tuple[float, nn.Module]:
-    is_pair = isinstance(step, tuple) and len(step) == 2
-    if not is_pair or isinstance(step[0], bool) or not isinstance(step[0], int | float):
-        types = [type(entry).__name__ for entry in (step if is_pair else [step])]
-        raise InputError(
-            f"{study.path}: train() must yield a number, the time in the run, and the model. Found "
-            f"{', '.join(types)}.",
-            code="study.train",
-        )
-    return step[0], step[1]
+                step: Any = next(result, None)
+                if step is None:
+                    return
+                time, model = step
+                time = float(time)
+            yield time, model
 
 
 def _checked(study: Study, arguments: dict[str, Any], model: Any) -> nn.Module:

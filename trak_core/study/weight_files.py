@@ -171,10 +171,8 @@ def _shards(index: Path) -> list[Path]:
     """Return the files that an index lists, which must be in its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside or not names:
-            other = f"{outside[0]!r} is not" if outside else "it does not name"
-            raise ValueError(f"{other} a file of this folder")
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"it must list files of its folder, but lists {listed(names)}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{index}: the index of a checkpoint must be JSON with a mapping `weight_map` of "
@@ -204,12 +202,6 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
             f"{checkpoint}: a checkpoint must exist. Found nothing there.", code="study.no_weights"
         )
     if not checkpoint.is_dir():
-        if checkpoint.name in ADAPTER_WEIGHTS:
-            raise InputError(
-                f"{checkpoint}: an adapter's weights cannot be loaded without {ADAPTER_CONFIG}. "
-                "Found the path of a file of weights. Use the path of the folder with both files.",
-                code="study.adapter_folder",
-            )
         return [checkpoint], None
     whole, adapter, config = (
         next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
@@ -220,43 +212,15 @@ def weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
     if adapter and config and not whole:
         return [adapter], config
-    _refuse_pieces(checkpoint)
     contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
-    if adapter or config:
-        raise InputError(
-            f"{checkpoint}: an adapter's folder must contain {ADAPTER_CONFIG} and one of "
-            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
-            "Save the adapter again with PeftModel.save_pretrained, into a new folder.",
-            code="study.adapter_folder",
-        )
     raise InputError(
-        f"{checkpoint}: a checkpoint folder must contain one of {', '.join(_FOLDER_FILES)}, or one "
-        f"of {', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> with "
-        f"such files, as a Trainer saves them. Found {contents}.",
+        f"{checkpoint}: a checkpoint folder must contain either a whole model (one of "
+        f"{', '.join(_FOLDER_FILES)}), or an adapter (one of {', '.join(ADAPTER_WEIGHTS)} with "
+        f"{ADAPTER_CONFIG}), or folders checkpoint-<step> of a Trainer. Found {contents}. If each "
+        "process saved a part of the weights, join the parts: with `python -m "
+        "torch.distributed.checkpoint.format_utils dcp_to_torch` for FSDP, or DeepSpeed's "
+        "`zero_to_fp32.py`.",
         code="study.no_weights",
-    )
-
-
-def _refuse_pieces(folder: Path) -> None:
-    """Raise an error if each training process saved only a part of the weights in the folder."""
-    pieces = next(folder.rglob("*.distcp"), None)
-    script = folder / "zero_to_fp32.py"
-    patterns = ("*_optim_states.pt", "zero_pp_rank_*_model_states.pt")
-    of_zero = next((part for pattern in patterns for part in folder.rglob(pattern)), None)
-    if pieces is not None:
-        module = "torch.distributed.checkpoint.format_utils"
-        kind, remedy = "FSDP", f"`python -m {module} dcp_to_torch {pieces.parent} weights.pt`"
-    elif script.is_file():
-        kind, remedy = "DeepSpeed", f"`python {script} {folder} whole-weights`"
-    elif of_zero is not None:
-        function = "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint"
-        kind, remedy = f"DeepSpeed in {of_zero.parent.name}", f"`{function}` and torch.save"
-    else:
-        return
-    raise InputError(
-        f"{folder}: a checkpoint must contain whole weights. Found weights from {kind}, of which "
-        f"each process saved a part. Join the parts with {remedy}, and use the resulting file.",
-        code="study.checkpoint_pieces",
     )
 
 
