@@ -1,7 +1,7 @@
 """Compute features by projecting per-sample gradients in parts, during the backward pass."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
@@ -36,7 +36,7 @@ class Features:
     ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
     parameters, row-major, in the order of the parameters. Gradients arrive in parts, and several
     small parts are projected in one call. A tensor sketch is computed from the factors of gradients
-    if that is cheaper and there are no scales.
+    if that is cheaper and there are no scales. ``scales`` multiply gradients, by parameter name.
 
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
@@ -51,7 +51,7 @@ class Features:
         self,
         parameters: Mapping[str, nn.Parameter],
         projection: ProjectionSpec,
-        rows: Tensor,
+        n_samples: int,
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ):
@@ -65,7 +65,8 @@ class Features:
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
             self._numbers[id(parameter)] = offset, number
             offset += parameter.numel()
-        self._begin(rows)
+        device = next(iter(parameters.values())).device
+        self._begin(torch.zeros(n_samples, projection.proj_dim, device=device))
 
     def _begin(self, rows: Tensor) -> None:
         """Set the rows to which projections are added."""
@@ -77,20 +78,6 @@ class Features:
         # Collected parts by their first coordinate, and their total number of entries.
         self._held: dict[int, Tensor] = {}
         self._n_held = 0
-
-    @classmethod
-    def zeros(
-        cls,
-        parameters: Mapping[str, nn.Parameter],
-        projection: ProjectionSpec,
-        n_samples: int,
-        threads: int,
-        scales: Mapping[str, Tensor] | None = None,
-    ) -> Self:
-        """Return a consumer with rows of zeros. ``scales`` multiply gradients, by name."""
-        device = next(iter(parameters.values())).device
-        rows = torch.zeros(n_samples, projection.proj_dim, device=device)
-        return cls(parameters, projection, rows, threads, scales)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
@@ -115,22 +102,16 @@ class Features:
         self, products: OuterProducts, number: int, shape: tuple[int, int], use: Contribution
     ) -> bool:
         """Add the sketch of one use's factors if that is cheaper. Return whether it was added."""
-        if use.matrix != shape:
-            return False
-        if isinstance(use, Lookup):
+        if isinstance(use, Lookup) and use.matrix == shape:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
-        if isinstance(use, Outer):
-            n_tokens, outers = use.inputs.shape[1], [use]
-        elif isinstance(use, MarginFactors):
-            n_tokens, outers = use.n_tokens, use.outers()
-        else:
+        n_tokens, factors = factors_of(use, shape)
+        if not n_tokens:
             return False
         if not prefers_factors(use.n_rows, n_tokens, *shape, self._projection.proj_dim):
             return False
-        for outer in outers:
-            factors = outer.inputs, outer.gradients[0]
-            products.add_products(number, *(reversed(factors) if outer.is_transposed else factors))
+        for left, right in factors:
+            products.add_products(number, left, right)
         return True
 
     def _project_held(self) -> None:
@@ -168,14 +149,13 @@ class Features:
         self.products = None
 
     def of(self, samples: slice) -> Self:
-        return self._with(self.rows[samples])
+        other = copy.copy(self)
+        other._begin(self.rows[samples])
+        return other
 
     def empty(self) -> Self:
-        return self._with(torch.zeros_like(self.rows))
-
-    def _with(self, rows: Tensor) -> Self:
         other = copy.copy(self)
-        other._begin(rows)
+        other._begin(torch.zeros_like(self.rows))
         return other
 
     def add(self, other: Self) -> None:
@@ -185,6 +165,24 @@ class Features:
     def scaled(self) -> Tensor:
         """Return the features phi_x = scale * x R, for which E<phi_x, phi_y> = <x, y>."""
         return self.rows * self._projection.scale
+
+
+def factors_of(
+    use: Contribution, shape: tuple[int, int]
+) -> tuple[int, Iterable[tuple[Tensor, Tensor]]]:
+    """Return the number of tokens of a gradient that is a sum of outer products, and its factors.
+
+    Left and right factors have shape (batch, tokens, rows) and (batch, tokens, columns) for a
+    parameter of this shape. The number is 0 for other gradients.
+    """
+    if use.matrix == shape and isinstance(use, Outer):
+        n_tokens, outers = use.inputs.shape[1], iter([use])
+    elif use.matrix == shape and isinstance(use, MarginFactors):
+        n_tokens, outers = use.n_tokens, use.outers()
+    else:
+        return 0, ()
+    pairs = ((outer.inputs, outer.gradients[0], outer.is_transposed) for outer in outers)
+    return n_tokens, ((b, a) if is_transposed else (a, b) for a, b, is_transposed in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +246,7 @@ def queued_features(
     ``PerSample.columns``. The features of a gradient x are x R, multiplied by the projection's
     scale if ``is_scaled``.
     """
-    sums = Features.zeros(parameters, projection, len(batch), threads, scales)
+    sums = Features(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
     rows = sums.scaled() if is_scaled else sums.rows
     numbers = torch.vmap(output.label_number)(batch.labels)

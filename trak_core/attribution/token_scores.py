@@ -154,7 +154,7 @@ def _cut(
             torch.tensor(vector_rows, dtype=torch.long, device=loaded.device),
         )
         n_tokens = count_tokens(batch, loaded)
-        shares = Shares.zeros(loaded.parameters, directions, pairs, n_tokens)
+        shares = Shares(loaded.parameters, directions, pairs, n_tokens)
         method(*model, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()

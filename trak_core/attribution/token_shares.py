@@ -1,5 +1,6 @@
 """Compute inner products of gradients with given vectors, split by token and by parameter."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from trak_core.attribution.project_gradients import factors_of
 from trak_core.gradients.gradient_terms import (
     PIECE,
     Contribution,
@@ -38,12 +40,8 @@ class Pairs:
         samples = self.samples if pairs is None else self.samples[pairs]
         distinct, sizes = samples.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
-        return [
-            (sample, slice(end - size, end))
-            for sample, size, end in zip(
-                distinct.tolist(), sizes.tolist(), ends.tolist(), strict=True
-            )
-        ]
+        columns = torch.stack([distinct, ends - sizes, ends], dim=1).tolist()
+        return [(sample, slice(start, end)) for sample, start, end in columns]
 
 
 # A function of a sample and directions (n, entries). It returns the inner products of directions
@@ -85,10 +83,6 @@ class Directions:
         vectors: Shape (m, k), float32.
         scales: Factors that multiply the entries of gradients, by parameter name.
 
-    Attributes:
-        vectors: The argument ``vectors``.
-        contractions: For a tensor sketch, computes inner products from factors of gradients. None
-            for other kinds.
     """
 
     def __init__(
@@ -98,10 +92,10 @@ class Directions:
         vectors: Tensor,
         scales: Mapping[str, Tensor] | None = None,
     ):
-        self.vectors, self._projection = vectors, projection
+        self._vectors, self._projection = vectors, projection
         self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
         of_matrices = projection.kind.about.of_matrices
-        self.contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._contractions = Contractions.of(projection, vectors) if of_matrices else None
         self._offsets: dict[int, int] = {}
         offset = 0
         for parameter in parameters.values():
@@ -112,9 +106,12 @@ class Directions:
         self._small = {id(p) for p, total in zip(by_size, sums, strict=True) if total <= PIECE}
         self._held: dict[int, Tensor] = {}
 
-    def are_scaled(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's entries have scales."""
-        return id(parameter) in self._scales
+    def contractions_of(self, parameter: Tensor) -> Contractions | None:
+        """Return what computes inner products from the factors of gradients, for tensor sketches.
+
+        None is returned for other kinds of projection, and if the parameter's entries have scales.
+        """
+        return None if id(parameter) in self._scales else self._contractions
 
     def held(self, parameter: Tensor) -> Tensor | None:
         """Return a small parameter's directions, shape (m, entries), or None for a larger one."""
@@ -127,7 +124,7 @@ class Directions:
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the directions of some vectors, shape (vectors, entries)."""
         offset, n_entries = self._offsets[id(parameter)], parameter.numel()
-        directions = back_project(self.vectors[rows], self._projection, offset, n_entries)
+        directions = back_project(self._vectors[rows], self._projection, offset, n_entries)
         scale = self._scales.get(id(parameter))
         return directions if scale is None else directions * scale.flatten()
 
@@ -137,7 +134,8 @@ class Shares:
 
     The gradient of a weight is sum_t a_t b_t^T over tokens t, and is never formed. With the
     direction D of v, the share of token t is a_t^T D b_t. For a tensor sketch, D is not needed if
-    it is cheaper to sketch each token's factors once for all vectors.
+    it is cheaper to sketch each token's factors once for all vectors. ``n_tokens`` is the number of
+    tokens of a sample, or 0 for samples that are not texts.
 
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
@@ -154,12 +152,12 @@ class Shares:
         parameters: Mapping[str, nn.Parameter],
         directions: Directions,
         pairs: Pairs,
-        by_token: Tensor,
-        by_parameter: Tensor,
+        n_tokens: int,
     ):
-        self._parameters, self._directions, self._pairs = parameters, directions, pairs
-        self.by_token, self.by_parameter = by_token, by_parameter
-        self._groups = pairs.groups()
+        self._directions, self._n_tokens = directions, n_tokens
+        shapes = (len(pairs.samples), n_tokens + 1), (len(pairs.samples), len(parameters))
+        device = pairs.samples.device
+        self._begin(pairs, *(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes))
         # The index of each parameter among all parameters and among those that are not empty.
         self._numbers: dict[int, tuple[int, int]] = {}
         matrix = 0
@@ -167,38 +165,24 @@ class Shares:
             self._numbers[id(parameter)] = number, matrix
             matrix += parameter.numel() > 0
 
-    @classmethod
-    def zeros(
-        cls,
-        parameters: Mapping[str, nn.Parameter],
-        directions: Directions,
-        pairs: Pairs,
-        n_tokens: int,
-    ) -> Self:
-        """Return a consumer with zeros. ``n_tokens`` is 0 for samples that are not texts."""
-        by_token, by_parameter = (
-            torch.zeros(len(pairs.samples), n, dtype=torch.float64, device=pairs.samples.device)
-            for n in (n_tokens + 1, len(parameters))
-        )
-        return cls(parameters, directions, pairs, by_token, by_parameter)
-
-    @property
-    def _n_tokens(self) -> int:
-        return self.by_token.shape[1] - 1
+    def _begin(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> None:
+        """Set the pairs, and the tensors to which their shares are added."""
+        self._pairs, self._groups = pairs, pairs.groups()
+        self.by_token, self.by_parameter = by_token, by_parameter
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel() or not self._groups:
             return
         number, matrix = self._numbers[id(parameter)]
         shape = matrix_shape(parameter.shape)
-        contractions = self._directions.contractions
-        if contractions is not None and not self._directions.are_scaled(parameter):
+        contractions = self._directions.contractions_of(parameter)
+        if contractions is not None:
             uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
         if not uses:
             return
         held = self._directions.held(parameter)
         if held is not None:
-            for part in self._parts_of(uses, shape):
+            for part in self._parts(uses, shape):
                 self._add_shares(part.first, self._products(part, held), number)
             return
         used, indices = self._pairs.vectors.unique(return_inverse=True)
@@ -207,7 +191,7 @@ class Shares:
             chunk = self._directions.rows_of(parameter, used[start : start + step])
             (pairs,) = torch.where((indices >= start) & (indices < start + step))
             groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
-            for part in self._parts_of(uses, shape):
+            for part in self._parts(uses, shape):
                 shares = [part.inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
                 self._add_shares(part.first, torch.cat(shares), number, pairs)
 
@@ -240,26 +224,17 @@ class Shares:
         pairs = self._groups, self._pairs.vectors
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = contractions.inner_with_lookups(matrix, use.indices, use.gradients[0], *pairs)
-            self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
+            self._add_shares(self._first(use, use.indices.shape[1]), shares, number)
             return True
-        if isinstance(use, Outer) and use.matrix == shape:
-            n_tokens, outers = use.inputs.shape[1], [use]
-            has_tokens = self._are_tokens(use, use.inputs)
-        elif isinstance(use, MarginFactors) and use.matrix == shape:
-            n_tokens, outers = use.n_tokens, use.outers()
-            has_tokens = n_tokens <= self._n_tokens
-        else:
-            return False
+        n_tokens, factors = factors_of(use, shape)
         sizes = use.n_rows, len(self._pairs.samples), n_tokens
-        if not contractions.prefers_factors(*sizes, matrix):
+        if not n_tokens or not contractions.prefers_factors(*sizes, matrix):
             return False
-        first = 0
-        for outer in outers:
-            left, right = outer.inputs, outer.gradients[0]
-            left, right = (right, left) if outer.is_transposed else (left, right)
+        first = self._first(use, n_tokens)
+        for left, right in factors:
             shares = contractions.inner_with_products(matrix, left, right, *pairs)
-            self._add_shares(first if has_tokens else None, shares, number)
-            first += shares.shape[1]
+            self._add_shares(first, shares, number)
+            first = None if first is None else first + shares.shape[1]
         return True
 
     def _add_shares(
@@ -275,50 +250,49 @@ class Shares:
             self.by_token[rows, first : first + shares.shape[1]] += shares
         self.by_parameter[rows, number] += sums
 
-    def _parts_of(self, uses: Sequence[Contribution], shape: tuple[int, int]) -> Iterator[_Part]:
-        return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
+    def _parts(self, uses: Sequence[Contribution], shape: tuple[int, int]) -> Iterator[_Part]:
+        """Yield the parts of the gradients of a parameter's uses."""
+        for use in uses:
+            if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
+                of_weight = use.of_weight if isinstance(use, BiasFactors) else use
+                first = self._first(of_weight, of_weight.n_tokens)
+                for outer in use.outers():
+                    yield _Part(first, _of_outer(outer, shape))
+                    first = None if first is None else first + outer.inputs.shape[1]
+            elif isinstance(use, Outer) and use.matrix == shape:
+                yield _Part(self._first(use, use.inputs.shape[1]), _of_outer(use, shape))
+            elif isinstance(use, Lookup) and use.matrix == shape:
+                yield _Part(self._first(use, use.indices.shape[1]), _of_lookup(use, shape))
+            elif isinstance(use, Dense) and use.terms is not None:
+                terms = use.terms()[0]
+                # A scalar parameter's terms lack the last dimension, which this adds.
+                terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
+                yield _of_terms(self._first(use, terms.shape[1]), terms)
+            else:
+                for first, rows in summed_parts([use]):
+                    yield _of_terms(None, rows.float().unsqueeze(1), first)
 
-    def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield the parts of a use's gradient. Positions are tokens if their counts are equal."""
-        if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
-            of_weight = use.of_weight if isinstance(use, BiasFactors) else use
-            first = 0
-            for outer in use.outers():
-                has_tokens = of_weight.n_tokens <= self._n_tokens
-                yield _Part(first if has_tokens else None, _of_outer(outer, shape))
-                first += outer.inputs.shape[1]
-        elif isinstance(use, Outer) and use.matrix == shape:
-            yield _Part(self._first(use, use.inputs), _of_outer(use, shape))
-        elif isinstance(use, Lookup) and use.matrix == shape:
-            yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
-        elif isinstance(use, Dense) and use.terms is not None:
-            terms = use.terms()[0]
-            # A scalar parameter's terms lack the last dimension, which this adds.
-            terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
-            yield _of_terms(self._first(use, terms), terms)
-        else:
-            for first, rows in summed_parts([use]):
-                yield _of_terms(None, rows.float().unsqueeze(1), first)
+    def _first(self, use: Contribution, n_positions: int) -> int | None:
+        """Return 0, the token at the first position, or None if positions are not tokens.
 
-    def _first(self, use: Contribution, positions: Tensor) -> int | None:
-        return 0 if self._are_tokens(use, positions) else None
-
-    def _are_tokens(self, use: Contribution, positions: Tensor) -> bool:
-        """Return whether there are as many positions (batch, positions, ...) as tokens."""
-        return 0 < positions.shape[1] == self._n_tokens and not use.has_ranks
+        Margins may have fewer positions than there are tokens, because no margin predicts token 0.
+        """
+        if isinstance(use, MarginFactors):
+            return 0 if n_positions <= self._n_tokens else None
+        return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
 
     def of(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
         rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
         pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.vectors[rows])
-        return self._with(pairs, self.by_token[rows], self.by_parameter[rows])
+        other = copy.copy(self)
+        other._begin(pairs, self.by_token[rows], self.by_parameter[rows])
+        return other
 
     def empty(self) -> Self:
-        totals = torch.zeros_like(self.by_token), torch.zeros_like(self.by_parameter)
-        return self._with(self._pairs, *totals)
-
-    def _with(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> Self:
-        return type(self)(self._parameters, self._directions, pairs, by_token, by_parameter)
+        other, totals = copy.copy(self), (self.by_token, self.by_parameter)
+        other._begin(self._pairs, *map(torch.zeros_like, totals))
+        return other
 
     def add(self, other: Self) -> None:
         self.by_token += other.by_token
