@@ -12,10 +12,10 @@ from trained_cases import assert_close
 
 from trak_core import Attributor
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.attribution.device import Compute
 from trak_core.attribution.inner_products import inner_products
-from trak_core.attribution.label_draws import LabelDraws
+from trak_core.attribution.label_draws import LabelDraws, SampledNormal
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.attribution.write_features import projection_for
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection.reference import projection_matrix
@@ -26,6 +26,11 @@ from trak_core.study.study import Study
 
 K, DRAWS = 12, 3
 EXACTLY = {"projection": {"kind": "exact"}, "dtype": "float64"}
+
+
+def limits(batch_size, memory_mb=500):
+    return Compute(torch.device("cpu"), batch_size, memory_mb, threads=1)
+
 
 TEXTS = """
 import torch
@@ -165,11 +170,11 @@ def test_inner_products_are_those_of_plain_autograd(case, capsys):
     dense = np.concatenate([j, *rows.swapaxes(0, 1)])
     given = loaded, case.train
     for targets, expected in ((None, dense @ dense.T), (case.target_split, dense @ j_t.T)):
-        products, _ = inner_products(*given, targets, spec, 64, 500)
+        products, _ = inner_products(*given, targets, spec, limits(64))
         assert_close(products, expected, 1e-5)
         assert "gradients of 7 " in capsys.readouterr().out or targets is None
         n_mb = 8 * expected.size // 2**20
-        blocks, columns = inner_products(*given, targets, spec, 7, n_mb + 2)
+        blocks, columns = inner_products(*given, targets, spec, limits(7, n_mb + 2))
         assert_close(blocks, products, 1e-6)
         if targets is None:
             (block,) = re.findall(r"gradients of (\d+) train", capsys.readouterr().out)
@@ -236,7 +241,7 @@ def test_texts_of_different_lengths(tmp_path, kind):
         file = tmp_path / f"{batch_size}.h5"
         assert_close(computed(file, *given, batch_size=batch_size)[0], expected, 1e-4)
         exact = features_spec(output, label_draws=DRAWS, **EXACTLY)
-        products, _ = inner_products(loaded, train, None, exact, batch_size, 500)
+        products, _ = inner_products(loaded, train, None, exact, limits(batch_size))
         drawn = np.concatenate(rows.swapaxes(0, 1))
         assert_close(products[10:, 10:], drawn @ drawn.T, 1e-4)
 

@@ -24,8 +24,8 @@ from trak_core.attribution.attributor_arguments import (
     read_checkpoints,
     without_none,
 )
-from trak_core.attribution.checkpoint_scorers import Compute, stored_columns
-from trak_core.attribution.device import float32_precision
+from trak_core.attribution.checkpoint_scorers import stored_columns
+from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.fitted_checkpoint import training_table, write_normal_matrix
 from trak_core.attribution.inner_products import write_gramian
@@ -181,11 +181,9 @@ class Attributor(FittedAttributor):
             "preconditioner": preconditioner,
             "label_draws": label_draws,
             "features_dtype": features_dtype,
-            **{
-                "compute": {"shards": 1, "precision": precision},
-                "experiments": {},
-                "answers": {"tokens": False},
-            },
+            "compute": {"shards": 1, "precision": precision},
+            "experiments": {},
+            "answers": {"tokens": False},
         }
         fill_in_scoring(config, along=are_from_along_runs(table))
         check_scoring(config["scoring"] | config["compute"])
@@ -329,32 +327,24 @@ class Attributor(FittedAttributor):
         """Write the missing files of a checkpoint, and return the digest of its weights."""
         path, own, compute = self._features(name), self._spec.under(name), self._compute
         loaded = self._load(name)
-        sizes = {"batch_size": compute.batch_size, "memory_mb": compute.memory_mb}
         if path.exists() and self._is_current(path, name, loaded):
             bar.advance(len(self._train.ids))
         else:
             with bar.counting():
-                given = path, loaded, self._train
+                given, settings = (path, loaded, self._train), (own.of_train(), compute)
                 if self._is_projected:
-                    write_features(
-                        *given,
-                        own.of_train(),
-                        method_of=self._method_for,
-                        code="",
-                        threads=compute.threads,
-                        **sizes,
-                    )
+                    write_features(*given, *settings, method_of=self._method_for, code="")
                 else:
-                    write_gramian(*given, None, own.of_train(), code="", **sizes)
+                    write_gramian(*given, None, *settings, code="")
         digest = loaded.checkpoint_digests["sha256"]
         if not self._is_projected:
             return digest
         with open_artifact(path, FEATURES) as train:
             matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
             if not matrix.exists() or not _is_from(matrix, train.content_hash, spec.as_dict()):
+                given = matrix, train, spec
                 with bar.silent():
-                    memory_mb = compute.memory_mb
-                    write_normal_matrix(matrix, train, spec, code="", memory_mb=memory_mb)
+                    write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
         return digest
 
     def _notice_bad_fit(self) -> None:

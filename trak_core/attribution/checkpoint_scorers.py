@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import Artifact, Rows
+from trak_core.attribution.device import Compute
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,
@@ -27,23 +28,6 @@ from trak_core.settings import FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 
 _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """The device and the limits of a computation, which affect results only through rounding.
-
-    Attributes:
-        device: The device of the model.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: The memory limit for arrays, in MiB.
-        threads: The number of CPU threads for the projection.
-    """
-
-    device: torch.device
-    batch_size: int
-    memory_mb: int
-    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +82,8 @@ def target_features(
     loaded: LoadedModel, targets: Split, spec: FeaturesSpec, method_of: MethodOf, compute: Compute
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return targets' features, shape (m, k), rounded to the stored dtype, and their columns."""
-    blocks = feature_blocks(
-        loaded,
-        targets,
-        spec,
-        method_of=method_of,
-        batch_size=compute.batch_size,
-        memory_mb=compute.memory_mb,
-        threads=compute.threads,
-        must_differ=False,
-    )
+    given = loaded, targets, spec, compute
+    blocks = feature_blocks(*given, method_of=method_of, must_differ=False)
     _, _, features, columns = zip(*blocks, strict=True)
     return np.concatenate(features), _columns([torch.cat(c) for c in zip(*columns, strict=True)])
 
@@ -170,9 +146,8 @@ class ProjectedScorer:
         phi = np.concatenate([self.features[row : row + 1] for row in train])
         splits = split.take([split.ids[row] for row in train]), targets
         features = phi.astype(np.float64), target_phi.astype(np.float64)
-        given = self.loaded, self.spec, self.damped, splits, features, pairs
-        method_of = partial(self.method_of, reads_terms=True)
-        return cut_pairs(*given, compute.batch_size, compute.memory_mb, method_of)
+        given = self.loaded, self.spec, self.damped, splits, features, pairs, compute
+        return cut_pairs(*given, partial(self.method_of, reads_terms=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +174,7 @@ class ExactScorer:
                 "and model. Found different model outputs. Call `fit` again.",
                 code="attribution.changed_data",
             )
-        given = self.loaded, train, targets, self.spec
-        cross, columns = inner_products(*given, compute.batch_size, compute.memory_mb)
+        cross, columns = inner_products(self.loaded, train, targets, self.spec, compute)
         values = self.gradients.similarities(cross).astype(np.float32)
         own = targets, _columns(columns)
         return _part(lambda start, stop: values[start:stop], self.train, own, self.gradients.norm)

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -24,6 +25,23 @@ _PRODUCTS: Sequence[Any] = (
     *(_of.mkldnn.matmul, _of.mkldnn.conv, _of.mkldnn.rnn),
 )
 PRECISIONS = {"highest": "ieee", "high": "tf32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The device and the limits of a computation, which affect results only through rounding.
+
+    Attributes:
+        device: The device of the model.
+        batch_size: The largest number of samples in a batch.
+        memory_mb: The memory limit for arrays, in MiB. It may limit the batch size further.
+        threads: The number of CPU threads for the projection.
+    """
+
+    device: torch.device
+    batch_size: int
+    memory_mb: int
+    threads: int
 
 
 def takes_cuda(name: str) -> bool:

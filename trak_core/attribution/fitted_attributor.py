@@ -15,14 +15,13 @@ import pandas as pd
 
 from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, ArtifactError, open_artifact
 from trak_core.attribution.checkpoint_scorers import (
-    Compute,
     ExactScorer,
     MemoryPart,
     ProjectedScorer,
     Scorer,
     stored_columns,
 )
-from trak_core.attribution.device import float32_precision
+from trak_core.attribution.device import Compute, float32_precision
 from trak_core.attribution.fitted_checkpoint import (
     DampedGradients,
     DampedNormalMatrix,

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from trak_core.attribution.device import Compute
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.score_formulas import unit_rows
@@ -44,8 +45,7 @@ def cut_pairs(
     splits: tuple[Split, Split],
     features: tuple[np.ndarray, np.ndarray],
     pairs: Sequence[tuple[int, int]],
-    batch_size: int,
-    memory_mb: int,
+    compute: Compute,
     method_of: MethodOf,
 ) -> tuple[Cut, Cut]:
     """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
@@ -61,8 +61,7 @@ def cut_pairs(
         splits: n training samples and m targets.
         features: Their features, shapes (n, k) and (m, k), float64.
         pairs: For each pair, the row numbers of a training sample and of a target.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: Memory in MiB for gradients and activations.
+        compute: The device and the limits.
         method_of: A function that chooses a gradient method that computes terms.
 
     Returns:
@@ -77,31 +76,15 @@ def cut_pairs(
     m = len(target_phi)
     solved = damped.solve(np.concatenate([target_phi, phi])).T
     projection = projection_for(loaded, spec.of_train())
-    given = batch_size, memory_mb, method_of
-    reverse = [(target, row) for row, target in pairs]
-    train = _cut(loaded, projection, _Side(splits[0], solved[:m], pairs), *given)
-    targets = _cut(loaded, projection, _Side(splits[1], solved[m:], reverse), *given)
+    given = loaded, projection, compute, method_of
+    train = _cut(*given, splits[0], solved[:m], pairs)
+    targets = _cut(*given, splits[1], solved[m:], [(target, row) for row, target in pairs])
     # With `normalize`, the features of a training sample are divided by their length.
     pair_lengths = lengths[[row for row, _ in pairs]]
     train.layers[:] /= pair_lengths[:, None]
     for tokens, length in zip(train.tokens, pair_lengths, strict=True):
         tokens /= length
     return train, targets
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """The training samples or targets, and the solved vectors of the samples paired with them.
-
-    Attributes:
-        split: The samples whose gradients are split.
-        vectors: Solved features of the samples paired with them, shape (samples, k).
-        pairs: For each pair, the row of a sample and the row of a vector.
-    """
-
-    split: Split
-    vectors: np.ndarray
-    pairs: Sequence[tuple[int, int]]
 
 
 def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
@@ -116,14 +99,20 @@ def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
 def _cut(
     loaded: LoadedModel,
     projection: ProjectionSpec,
-    side: _Side,
-    batch_size: int,
-    memory_mb: int,
+    compute: Compute,
     method_of: MethodOf,
+    split: Split,
+    solved: np.ndarray,
+    side_pairs: Sequence[tuple[int, int]],
 ) -> Cut:
-    """Split the scores of pairs by the tokens of ``side``'s samples, in one pass over them."""
-    vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
-    (samples,) = loaded.ordered(side.split)
+    """Return the scores of pairs, split by the tokens of the samples in ``split``.
+
+    ``solved`` are the solved features of the samples paired with them, shape (rows, k). A pair
+    consists of the row of a sample in ``split`` and a row of ``solved``.
+    """
+    memory_mb = compute.memory_mb
+    vectors = torch.from_numpy(solved * projection.scale).float().to(loaded.device)
+    (samples,) = loaded.ordered(split)
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
     directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
@@ -140,7 +129,7 @@ def _cut(
     model = loaded.model, loaded.parameters, loaded.output
     method = method_of(loaded, few)
     pairs_of: dict[int, list[int]] = {}
-    for number, (sample, _) in enumerate(side.pairs):
+    for number, (sample, _) in enumerate(side_pairs):
         pairs_of.setdefault(sample, []).append(number)
 
     def computed(first: int, last: int) -> tuple[list[int], list[np.ndarray], np.ndarray]:
@@ -148,7 +137,7 @@ def _cut(
         in_batch = [pairs_of.get(int(row), []) for row in samples.rows[first:last]]
         numbers = [number for some in in_batch for number in some]
         positions = [b for b, some in enumerate(in_batch) for _ in some]
-        vector_rows = [side.pairs[number][1] for number in numbers]
+        vector_rows = [side_pairs[number][1] for number in numbers]
         pairs = Pairs(
             torch.tensor(positions, dtype=torch.long, device=loaded.device),
             torch.tensor(vector_rows, dtype=torch.long, device=loaded.device),
@@ -165,10 +154,10 @@ def _cut(
         ]
         return numbers, tokens, shares.by_parameter.cpu().numpy()
 
-    tokens: list[np.ndarray] = [np.zeros(1)] * len(side.pairs)
-    layers = np.zeros((len(side.pairs), len(loaded.parameters)))
-    n_samples = len(side.split.ids)
-    chunks = in_chunks(computed, n_samples, samples.batches_of(batch_size, room))
+    tokens: list[np.ndarray] = [np.zeros(1)] * len(side_pairs)
+    layers = np.zeros((len(side_pairs), len(loaded.parameters)))
+    n_samples = len(split.ids)
+    chunks = in_chunks(computed, n_samples, samples.batches_of(compute.batch_size, room))
     for _, _, (numbers, some, by_parameter) in with_progress(chunks, n_samples, "samples"):
         layers[numbers] = by_parameter
         for number, row in zip(numbers, some, strict=True):

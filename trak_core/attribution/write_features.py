@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
 from trak_core.attribution.batch_by_length import subset
-from trak_core.attribution.device import device_name
-from trak_core.attribution.label_draws import no_loss_noise
+from trak_core.attribution.device import Compute, device_name
+from trak_core.attribution.label_draws import SampledNormal, no_loss_noise
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import (
     QueuedFeatures,
@@ -21,7 +21,6 @@ from trak_core.attribution.project_gradients import (
     stored_rows,
 )
 from trak_core.attribution.sample_outputs import write_columns
-from trak_core.attribution.sampled_normal import SampledNormal
 from trak_core.dependency_digests import content_digest
 from trak_core.gradients import GradientMethod, Variety, in_chunks
 from trak_core.runtime.progress import log, with_progress
@@ -44,11 +43,9 @@ def feature_blocks(
     loaded: LoadedModel,
     data: Split,
     spec: FeaturesSpec,
+    compute: Compute,
     *,
     method_of: MethodOf,
-    batch_size: int,
-    memory_mb: int,
-    threads: int,
     must_differ: bool,
     sampled: SampledNormal | None = None,
 ) -> Iterator[tuple[int, int, np.ndarray, list[Tensor]]]:
@@ -60,10 +57,8 @@ def feature_blocks(
         loaded: The model with the weights of a checkpoint.
         data: The samples.
         spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
+        compute: The device and the limits.
         method_of: A function that chooses the gradient method, given a few samples.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: Memory in MiB for gradients and activations. It may limit the batch size further.
-        threads: The number of CPU threads for the projection.
         must_differ: Whether to raise an error if all features are equal.
         sampled: The sum to which terms for drawn labels of all samples are added, or None.
 
@@ -73,7 +68,7 @@ def feature_blocks(
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2.
     """
-    projection = projection_for(loaded, spec)
+    projection, memory_mb = projection_for(loaded, spec), compute.memory_mb
     # The features of a window are in memory until they are yielded in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(data, window=window)
@@ -88,26 +83,28 @@ def feature_blocks(
         needed = needed.mapped(lambda m: replace(m, activation_bytes=m.activation_bytes + more))
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
-    chunk = min(batch_size, room.most(needed.longest))
+    chunk = min(compute.batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
     method = method_of(loaded, few)
     chunk_mb = needed.of_longest.of(chunk) / 2**20
     log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
     if samples.lengths is not None:
-        most = min(batch_size, room.most(needed.shortest))
+        most = min(compute.batch_size, room.most(needed.shortest))
         lengths = f"{needed.shortest} to {needed.longest} tokens"
         log(f"texts of {lengths}: up to {most} of the shortest in a batch")
 
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]
-        given = loaded.model, loaded.parameters, loaded.output, batch
-        features = queued_features(method, *given, projection, ids, threads, loaded.scales)
+        given, more = (loaded.output, batch), (projection, ids, compute.threads)
+        features = queued_features(
+            method, loaded.model, loaded.parameters, *given, *more, loaded.scales
+        )
         if sampled is not None:
-            sampled.add(method, loaded, batch, ids, threads)
+            sampled.add(method, loaded, batch, ids, compute.threads)
         return features
 
     variety, n = Variety(), len(data.ids)
-    chunks = _awaited(in_chunks(queued, n, samples.batches_of(batch_size, room)))
+    chunks = _awaited(in_chunks(queued, n, samples.batches_of(compute.batch_size, room)))
     for first, last, (exact, *columns) in samples.in_order(with_progress(chunks, n, "samples")):
         variety.add(exact.numpy())
         yield first, last, stored_rows(exact.numpy(), spec.dtype, data.ids[first:last]), columns
@@ -138,14 +135,12 @@ def write_features(
     loaded: LoadedModel,
     data: Split,
     spec: FeaturesSpec,
+    compute: Compute,
     *,
     method_of: MethodOf,
+    code: str,
     shard: int = 1,
     n_shards: int = 1,
-    code: str,
-    batch_size: int,
-    memory_mb: int,
-    threads: int,
 ) -> None:
     """Write the features of a split's samples, or of one shard (1 to ``n_shards``) of them."""
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
@@ -166,15 +161,13 @@ def write_features(
     )
     own = subset(data, range(start, stop))
     sampled = SampledNormal(projection, spec.label_draws) if spec.label_draws else None
-    left_mb = memory_mb - (0 if sampled is None else sampled.total.nbytes // 2**20)
+    left_mb = compute.memory_mb - (0 if sampled is None else sampled.total.nbytes // 2**20)
     blocks = feature_blocks(
         loaded,
         own,
         spec,
+        replace(compute, memory_mb=max(0, left_mb)),
         method_of=method_of,
-        batch_size=batch_size,
-        memory_mb=max(0, left_mb),
-        threads=threads,
         sampled=sampled,
         # A shard may consist of a few training samples with equal features.
         must_differ=spec.split == TRAIN and n_shards == 1,

@@ -11,8 +11,7 @@ import pandas as pd
 import torch
 
 from trak_core.artifacts import ANSWERS, FEATURES, GRAMIAN, open_artifact
-from trak_core.attribution.checkpoint_scorers import Compute
-from trak_core.attribution.device import find_device
+from trak_core.attribution.device import Compute, find_device
 from trak_core.attribution.fitted_attributor import FittedAttributor, Setup
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trak_core.artifacts import selected_ids
-from trak_core.attribution.device import at_precision
+from trak_core.attribution.device import Compute, at_precision
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import projecting_device
@@ -50,11 +50,9 @@ def compute_features(
         loaded,
         data,
         spec,
+        Compute(loaded.device, batch_size, memory_mb, threads),
         method_of=partial(recorded_method_for, artifact=features, spec=spec, code=code),
         shard=shard,
         n_shards=n_shards,
         code=code,
-        batch_size=batch_size,
-        memory_mb=memory_mb,
-        threads=threads,
     )

@@ -21,7 +21,7 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.device import at_precision, device_name
+from trak_core.attribution.device import Compute, at_precision, device_name
 from trak_core.attribution.fitted_checkpoint import DampedNormalMatrix
 from trak_core.attribution.gradient_method_record import recorded_method_for
 from trak_core.attribution.loaded_model import LoadedModel
@@ -115,7 +115,8 @@ def compute_token_scores(
             code=code,
         )
         features = phi, target_phi
-        inputs = loaded, own, damped, splits, features, pairs, batch_size, memory_mb
+        compute = Compute(where, batch_size, memory_mb, threads)
+        inputs = loaded, own, damped, splits, features, pairs, compute
         cuts.append(cut_pairs(*inputs, method_of))
     assert spec.combine is not None
     weights = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))
