@@ -188,7 +188,9 @@ def test_deferred_logits_have_the_same_shares(make, kind, monkeypatch):
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
     vectors = torch.randn(2, 32)
     # Some tokens at a time.
-    monkeypatch.setattr("trak_core.gradients.margins_in_pieces.piece_on", lambda _: 3 * N_TEXTS * N_WORDS)
+    monkeypatch.setattr(
+        "trak_core.gradients.margins_in_pieces.piece_on", lambda _: 3 * N_TEXTS * N_WORDS
+    )
     in_pieces = MarginsOfTokens(model, output)
     results = []
     for given, of, rows in (
@@ -258,9 +260,10 @@ def test_held_directions_are_no_more_than_a_piece(monkeypatch):
     monkeypatch.setattr("trak_core.attribution.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
     directions = Directions(parameters, spec_of(parameters), torch.randn(2, 32))
-    held = [directions.held(parameter) for parameter in parameters.values()]
+    for parameter in parameters.values():
+        directions.rows_of(parameter, slice(None))
     # Five biases of four entries, and one matrix of sixteen, for two vectors.
-    assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)
+    assert sum(tensor.numel() for tensor in directions._held.values()) == 2 * (5 * 4 + 16)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -216,7 +216,7 @@ def test_float16_that_loses_a_sample_is_an_error():
     for bad in (1e-7, 1e5, 1e25):
         rows = good.copy()
         rows[1] = bad
-        with refused("stages.float16", f"from {bad:.2g} to {bad:.2g}", "b"):
+        with refused("stages.features_dtype", f"from {bad:.2g} to {bad:.2g}", "b"):
             stored_rows(rows, "float16", ["a", "b"])
 
 
@@ -267,7 +267,7 @@ def test_int8_that_loses_a_sample_is_an_error():
     for far, loss in ((1e3, "0.031"), (np.nan, "nan"), (np.inf, "nan")):
         rows = good.copy()
         rows[2, 7] = far
-        with refused("stages.int8", f"up to {loss}", "samples c"):
+        with refused("stages.features_dtype", f"up to {loss}", "samples c"):
             stored_rows(rows, "int8", ["a", "b", "c"])
 
 

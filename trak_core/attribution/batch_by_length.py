@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ class OrderedSamples:
     samples are in the order of the study.
 
     Attributes:
-        split: The samples in the order in which they are processed.
+        split: The samples in this order.
         output: The model output, which reads labels.
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
@@ -80,19 +80,12 @@ class OrderedSamples:
         spread = np.linspace(0, len(self) - 1, n).astype(int)
         return list(dict.fromkeys(by_length[[0, -1, *spread]].tolist()))[:n]
 
-    @contextmanager
-    def naming_longest(self) -> Generator[None, None, None]:
-        """Add the id of the longest text to errors that its length may have caused."""
+    def naming_longest(self) -> AbstractContextManager[None]:
+        """Return a context that adds the longest text to errors that its length may have caused."""
         if self.lengths is None:
-            yield
-            return
+            return nullcontext()
         longest = int(np.argmax(self.lengths))
-        with naming_text(self.split.ids[longest], self.lengths[longest]):
-            yield
-
-    def length(self, i: int) -> int:
-        """Return the length of text i. Later texts of the same window are not longer."""
-        return 0 if self.lengths is None else self.lengths[i]
+        return naming_text(self.split.ids[longest], self.lengths[longest])
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
         """Return a function that maps the first sample of a batch to the batch's size.
@@ -102,7 +95,9 @@ class OrderedSamples:
         """
 
         def at_once(start: int) -> int:
-            fit = most if room is None else min(most, room.most(self.length(start)))
+            # The first text of a batch is its longest.
+            length = 0 if self.lengths is None else self.lengths[start]
+            fit = most if room is None else min(most, room.most(length))
             return fit if self.lengths is None else min(fit, self.window - start % self.window)
 
         return at_once
@@ -171,10 +166,8 @@ def order_samples(
         tokens = np.array(shapes.lengths[first : first + n])
         first += n
         own_window = window or n
-        rows = np.concatenate([
-            start + np.argsort(-tokens[start : start + own_window], kind="stable")
-            for start in range(0, n, own_window)
-        ])
+        # lexsort is stable. It sorts by window, then by length, longest first.
+        rows = np.lexsort([-tokens, np.arange(n) // own_window])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
         # Encoder inputs that all have the same length need no mask.
@@ -203,12 +196,7 @@ def subset(split: Split, rows: Sequence[int]) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """Samples that are stored in a device's memory.
-
-    Attributes:
-        samples: The samples in the order in which they are processed.
-        parts: One batch for each sample.
-    """
+    """Samples that are stored in a device's memory, with one batch for each sample."""
 
     samples: OrderedSamples
     parts: list[Batch]
@@ -218,7 +206,6 @@ class StoredSamples:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the inputs in bytes."""
         return sum(tensor.nbytes for part in self.parts for _, tensor in part.tensors())
 
     def rows(self, start: int, stop: int) -> Batch:

@@ -32,12 +32,9 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One checkpoint's scores in memory, before scores are combined over checkpoints.
+    """The implementation of ``Part`` in memory, with a function that returns rows of A_c.
 
-    Attributes:
-        rows: A function that returns rows of A_c, shape (rows, m).
-        vectors: Arrays with a value for each sample, by the names that they have in files.
-        norm: ||B|| (see ``solve.train_norm``), or 1 if scores are not divided by it.
+    ``norm`` is ||B|| (see ``solve.train_norm``), or 1 if scores are not divided by it.
     """
 
     rows: ReadRows
@@ -45,11 +42,9 @@ class MemoryPart:
     norm: float
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the entries of a vector for the samples from ``start`` to ``stop``."""
         return self.vectors[key][start:stop]
 
     def scalar(self, key: str) -> float:
-        """Return ||B||, which has the key ``train_norm``."""
         assert key == "train_norm"
         return self.norm
 
@@ -98,8 +93,7 @@ class ProjectedScorer:
         damped: The damped normal matrix.
         features: Phi_c, shape (n, k), in a file or in memory.
         train: The training samples, and their columns.
-        method_of: A function that chooses the gradient method, given a few samples. With
-            ``reads_terms``, it chooses a method that computes the terms that sum to a gradient.
+        method_of: A function that chooses the gradient method, such as ``method_for``.
     """
 
     loaded: LoadedModel
@@ -131,8 +125,8 @@ class ProjectedScorer:
     ) -> tuple[Cut, Cut]:
         """Return scores of pairs, split by tokens of training samples and by tokens of targets.
 
-        ``train`` contains the row numbers of training samples. A pair consists of a position in
-        ``train`` and the row number of a target.
+        ``train`` contains rows of training samples. A pair consists of a position in ``train`` and
+        the row of a target.
         """
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):
@@ -167,7 +161,8 @@ class ExactScorer:
     def score(self, targets: Split, compute: Compute) -> MemoryPart:
         """Return A_c of ``DampedGradients``, with labels and outputs of the samples."""
         train, _ = self.train
-        exact_need(self.gradients.n_rows, len(targets.ids)).check(compute.memory_mb)
+        n_rows = len(self.gradients.damped.gramian)
+        exact_need(n_rows, len(targets.ids)).check(compute.memory_mb)
         if not self.loaded.reproduces(*self.train):
             raise InputError(
                 "With `projection: exact`, `fit` and `score` must use the same training samples "

@@ -113,9 +113,8 @@ class KeptScores:
     ) -> Self:
         """Return the summary of blocks. A block is its first row number and its scores (rows, m).
 
-        ``improves`` contains the sign of the scores that improve each target, or is None if that
-        is unknown.
-        ``labels`` are the targets' labels, or None if they are not classes. Both have shape (m,).
+        ``improves`` are the signs of the scores that improve each target, shape (m,), or None if
+        they are unknown. ``labels`` are the targets' classes, shape (m,), or None.
         """
         helpful = harmful = None
         by_sample: dict[str, list[np.ndarray]] = {}
@@ -141,9 +140,7 @@ class KeptScores:
         by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
 
         def extremes(key: str) -> Extremes:
-            parts = (
-                Extremes(shard.matrix(f"{key}_rows")[:], shard.matrix(key)[:]) for shard in shards
-            )
+            parts = (Extremes(s.matrix(f"{key}_rows")[:], s.matrix(key)[:]) for s in shards)
             return reduce(lambda seen, part: merged(seen, part, top), parts)
 
         return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))

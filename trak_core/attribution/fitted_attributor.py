@@ -49,13 +49,7 @@ _T = TypeVar("_T")
 class Setup:
     """The settings of an attributor, and its training samples once it is fitted.
 
-    Attributes:
-        spec: The settings that determine the scores.
-        compute: The device and the limits of computations, which affect results only through
-            rounding.
-        train: The training samples. None before ``fit``.
-        folder: The folder of the training samples' features and normal matrices.
-        study: The study that provides the samples, if there is one.
+    The folder contains the training samples' features and normal matrices.
     """
 
     spec: ScoresSpec
@@ -66,10 +60,7 @@ class Setup:
 
 
 class FittedAttributor(ABC):
-    """The base class of ``Attributor`` and of finished runs (``trak_core.open``).
-
-    It scores targets with the stored features or Gramians of the training samples.
-    """
+    """The base class of ``Attributor`` and of finished runs (``trak_core.open``)."""
 
     _setup: Setup
 
@@ -89,7 +80,6 @@ class FittedAttributor(ABC):
 
     @property
     def _train(self) -> Split:
-        """The training samples."""
         if self._setup.train is None:
             raise InputError(
                 "An attributor must be fitted before it scores. Call `fit(train_data)` first.",
@@ -138,22 +128,21 @@ class FittedAttributor(ABC):
             [f(c) for c in self.checkpoints] for f in (self._features, self._normal_matrix)
         )
         n_steps = len(self.checkpoints) * len(self._train.ids)
-        bar = progress_bar("self-influence", n_steps)
-        with self._at_work(), bar as counted, counted.counting():
+        with self._at_work(), progress_bar("self-influence", n_steps) as bar, bar.counting():
             columns, _ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Split the scores of each target's top training samples by tokens and by layers.
 
-        A score is the inner product of a vector with a sample's gradient. The gradient is a sum of
-        terms over tokens and parameters. The score of a token or a layer is the inner product of
-        the vector with the terms of that token or layer. Samples must be texts.
+        A score is the inner product of a vector with a sample's gradient, which is a sum of terms
+        over tokens and parameters. The score of a token or a layer is the inner product of the
+        vector with the terms of that token or layer. Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
-            top: The number of positive and of negative top influences to split for each target. It
-                must not be larger than the number that ``score`` kept.
+            top: The number of positive and of negative top influences to split for each target, at
+                most the number that ``score`` kept.
 
         Returns:
             Two tables. The first has columns ``target_id``, ``train_id``, ``side`` (``train`` or
@@ -211,7 +200,6 @@ class FittedAttributor(ABC):
     def _method_for(
         self, loaded: LoadedModel, few: Batch, *, reads_terms: bool = False
     ) -> GradientMethod:
-        """Return the gradient method. It is chosen once, unless a run has recorded it."""
         method = method_for(loaded, few, self._methods, reads_terms=reads_terms)
         for conditions, (name, _) in self._methods.items():  # each notice is printed once
             self._methods[conditions] = name, None
@@ -234,8 +222,7 @@ class FittedAttributor(ABC):
             )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
         with ExitStack() as stack, self._at_work():
-            bar = progress_bar("score", len(self.checkpoints) * n_steps)
-            with bar as counted, counted.counting():
+            with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
                 parts = self._retry_with_memory(lambda: self._parts(targets, stack))
             return Scores.of_parts(
                 parts,
@@ -335,14 +322,12 @@ class FittedAttributor(ABC):
     def _split_by_tokens(
         self, pairs: pd.DataFrame, targets: Split
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        train_ids = [*dict.fromkeys(pairs["train_id"].tolist())]
-        train_rows = {sample_id: i for i, sample_id in enumerate(self._train.ids)}
-        rows = [train_rows[train_id] for train_id in train_ids]
-        columns = []
-        for key, ids in (("train_id", train_ids), ("target_id", targets.ids)):
-            position_of = {sample_id: i for i, sample_id in enumerate(ids)}
-            columns.append([position_of[sample_id] for sample_id in pairs[key].tolist()])
-        positions = list(zip(*columns, strict=True))
+        """Return the result of ``tokens``. The targets are in the order of their first pairs."""
+        train_of, train_ids = pd.factorize(pairs["train_id"])
+        target_of, _ = pd.factorize(pairs["target_id"])
+        positions = list(zip(train_of.tolist(), target_of.tolist(), strict=True))
+        row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
+        rows = [row_of[train_id] for train_id in train_ids.tolist()]
         cuts: list[tuple[Cut, Cut]] = []
         powers, norms = [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
@@ -351,12 +336,11 @@ class FittedAttributor(ABC):
                 with ExitStack() as stack:
                     scorer = self._scorer(name, stack)
                     assert isinstance(scorer, ProjectedScorer)
-                    cuts.append(
-                        scorer.cut(rows, targets, positions, self._compute_beside_held(name))
-                    )
+                    compute = self._compute_beside_held(name)
+                    cuts.append(scorer.cut(rows, targets, positions, compute))
                     loss_weights = scorer.train[1]["loss_weights"][rows]
                     powers.append(powered(loss_weights, self._spec.loss_weight_power or 1.0))
                     norms.append(scorer.damped.norm or 1.0)
         combine = Combine(self._spec.combine)
         weights = checkpoint_weights(np.stack(powers), np.array(norms), combine)
-        return token_tables(pairs, cuts, weights[:, columns[0]])
+        return token_tables(pairs, cuts, weights[:, train_of])

@@ -48,18 +48,14 @@ ReadRows = Callable[[int, int], np.ndarray]
 class Part(Protocol):
     """One checkpoint's data for combining scores over checkpoints, in a file or in memory.
 
-    Vectors are ``loss_weights`` (n,), and ``ids``, ``labels``, ``outputs`` and ``predictions`` of
-    the training samples and of the targets, such as ``train_labels``. The scalar ``train_norm`` is
-    ||B||. It exists only if scores are divided by it.
+    ``vector`` returns entries of ``loss_weights`` (n,), or of ``ids``, ``labels``, ``outputs`` or
+    ``predictions`` of the training samples or targets, such as ``train_labels``. ``scalar`` returns
+    ``train_norm``, the norm ||B||, if scores are divided by it.
     """
 
-    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the entries of a vector for the samples from ``start`` to ``stop``."""
-        ...
+    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray: ...
 
-    def scalar(self, key: str) -> float:
-        """Return the number that is stored under ``key``."""
-        ...
+    def scalar(self, key: str) -> float: ...
 
 
 def read_rows(
@@ -77,10 +73,9 @@ def read_rows(
 def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
     """Return a function that computes rows of A_c = Phi_c X from rows of Phi_c.
 
-    ``phi`` reads rows of Phi_c, and ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m).
-    Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is bitwise the same
-    in every block that starts at a multiple of ``CHUNK_ROWS``. If X is in a file, it is read again
-    for every block.
+    ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m), which is read again for every block if
+    it is in a file. Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is
+    bitwise the same in every block that starts at a multiple of ``CHUNK_ROWS``.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
@@ -124,13 +119,9 @@ def write_normal_matrix(
 ) -> None:
     """Write N = Phi^T W Phi, its extreme eigenvalues, and the mean of w_i |phi_i|^2.
 
-    With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``).
-
-    Training features are read once, block by block. If ``spec.norm_power`` is set, all eigenvalues
-    and the k x k products of ``Spectrum.norm_products`` are written too. They determine ||B|| for
-    any damping without another pass over the features.
-
-    Source: docs/explanation/scores.md, "The formula".
+    With ``label_draws``, N is copied from the file of features instead (see ``SampledNormal``). If
+    ``spec.norm_power`` is set, all eigenvalues and the products of ``Spectrum.norm_products`` are
+    written too. They determine ||B|| for any damping without another pass over the features.
     """
     check_made_for(train, spec.features)
     values = train.matrix("features")
@@ -177,11 +168,9 @@ def write_normal_matrix(
 
 @dataclass(frozen=True, slots=True)
 class DampedNormalMatrix:
-    """The damped normal matrix N + ridge I of one checkpoint, factorized.
+    """The factorized matrix N + ridge I of one checkpoint, with ridge = damping mean w_i |phi_i|^2.
 
-    Attributes:
-        damped: The factorization, with ridge = damping * mean_i w_i |phi_i|^2.
-        norm: ||B||. None if scores are not divided by it.
+    ``norm`` is ||B||, or None if scores are not divided by it.
     """
 
     damped: DampedMatrix
@@ -238,9 +227,9 @@ class DampedGradients:
 
     Attributes:
         damped: The factorized Gramian.
-        inverse_lengths: Factors of the rows of R J_t^T, shape (n, 1), or None for 1. With
-            ``normalize``, the factors are 1 / |g_i| for the training gradients g_i.
-        n_samples: The number n of training samples.
+        inverse_lengths: With ``normalize``, 1 / |g_i| for the training gradients g_i, shape (n, 1),
+            by which the rows of R J_t^T are multiplied. Otherwise None.
+        n_samples: n.
         norm: ||B||. None if scores are not divided by it.
     """
 
@@ -248,11 +237,6 @@ class DampedGradients:
     inverse_lengths: np.ndarray | None
     n_samples: int
     norm: float | None
-
-    @property
-    def n_rows(self) -> int:
-        """The number of rows of the Gramian."""
-        return len(self.damped.gramian)
 
     @classmethod
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
@@ -281,8 +265,7 @@ class DampedGradients:
 def training_table(files: Sequence[Artifact]) -> dict[str, Any]:
     """Return ``id``, ``label``, ``prediction`` and ``output`` of the training samples, (n,) each.
 
-    Predictions and outputs are combined over ``files``, which are checkpoints' features or
-    Gramians.
+    Predictions and outputs are combined over checkpoints, whose features or Gramians are ``files``.
     """
     labels = files[0].vector("labels")
     predictions, outputs = (
@@ -303,13 +286,13 @@ def self_influences(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the absolute value of every training sample's score for itself.
 
-    The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. Predictions and
-    outputs are combined over the last checkpoints of all runs. ``features`` and ``normal_matrices``
-    contain one file for each checkpoint of ``spec``. Returns the columns ``id``, ``label``,
-    ``prediction``, ``output`` and ``self_influence``, shape (n,) each, and the spec to store.
+    The products A_c[i, i] Q_c[i]^power are combined over checkpoints like scores. ``features`` and
+    ``normal_matrices`` contain one file for each checkpoint of ``spec``. Returns the columns of
+    ``training_table`` for the last checkpoints of all runs, with the column ``self_influence``,
+    shape (n,), and the spec to store.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
-        section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".
+        section 5.4.
     """
     assert spec.loss_weight_power is not None
     addends = []

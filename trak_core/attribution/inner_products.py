@@ -70,11 +70,10 @@ def inner_products(
 
     The first n rows of R are J, the training samples' gradients of the model output. With S
     ``label_draws``, n rows follow for each draw: the gradients for the labels that ``LabelDraws``
-    draws. The rows of J_t are the targets' gradients.
+    draws. The rows of J_t are the targets' gradients. Float32 products are summed in float64.
 
     Three quarters of the memory hold a block of rows of the right factor, which is multiplied by
     batches of the left factor. Therefore training samples are differentiated once for each block.
-    Float32 products are summed in float64. The result must fit into ``compute.memory_mb``.
 
     The second returned value contains the label numbers and ``PerSample.columns`` of the targets,
     or of the training samples if there are no targets.
@@ -157,11 +156,9 @@ class _Rows:
 
     @property
     def bytes_of_sample(self) -> int:
-        """The size of a sample's rows in bytes."""
         return self.of_sample * _row_bytes(self.loaded)
 
     def zeros(self, n_samples: int) -> Tensor:
-        """Return zeros in the shape of the rows of ``n_samples`` samples."""
         shape = self.of_sample * n_samples, n_params(self.loaded.parameters)
         return torch.zeros(shape, dtype=_dtype(self.loaded), device=self.loaded.device)
 
@@ -246,11 +243,7 @@ def _fill(
 
 
 def _products(a: Tensor, b: Tensor) -> np.ndarray:
-    """Return a b^T, float64, for matrices with p columns.
-
-    Products over ``_ENTRIES`` columns are summed in float64. If p is not larger than ``_ENTRIES``,
-    everything is computed in float64, which costs little.
-    """
+    """Return a b^T, float64. Matrices with few columns are multiplied in float64 at little cost."""
     if a.shape[1] <= _ENTRIES:
         left = a.double()
         return np.hstack([(left @ part.double().T).cpu().numpy() for part in b.split(_ROWS)])

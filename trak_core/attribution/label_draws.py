@@ -24,9 +24,7 @@ class LabelDraws:
 
     The random numbers depend on the seed, the stream, the sample's id and the number of draws, but
     not on the sizes and the order of batches. Rounding may still change a label whose random number
-    lies on the boundary between two labels.
-
-    Logits in pieces and model outputs that read several tensors are not supported.
+    lies on the boundary between two labels. Logits in pieces are not supported.
 
     Attributes:
         n_draws: S, at least 1.
@@ -91,12 +89,9 @@ class LabelDraws:
 class SampledNormal:
     """The sum N = 1/S sum_i sum_s phi_is phi_is^T over samples i and S draws s, shape (k, k).
 
-    phi_is = scale R^T B_i^T z_is is a gradient, projected by R. B_i is the derivative of the logits
-    with respect to the parameters, and ``ModelOutput.loss_noise`` draws z_is. The expectation of N
-    is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G is the Fisher
-    matrix if the loss is minus the log-probability of the label.
-
-    See ``LabelDraws`` for the random numbers. The batch size changes only the rounding.
+    phi_is = scale R^T B_i^T z_is is a gradient, projected by R, with B and z of ``LabelDraws``. The
+    expectation of N is scale^2 R^T G R, where G is the Gauss-Newton matrix of the training loss. G
+    is the Fisher matrix if the loss is minus the log-probability of the label.
 
     Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
         sections 5 and 9.
@@ -112,13 +107,11 @@ class SampledNormal:
     total: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin with zeros."""
         k = self.projection.proj_dim
         self.total = np.zeros((k, k), order="F")
 
     @property
     def draws(self) -> LabelDraws:
-        """The labels that are drawn."""
         return LabelDraws(self.n_draws, self.projection.stream, self.projection.seed)
 
     def add(

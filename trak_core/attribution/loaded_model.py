@@ -15,7 +15,7 @@ from trak_core.attribution.deferred_logits import MarginsOfTokens, vocabulary_si
 from trak_core.attribution.device import set_float32_precision
 from trak_core.attribution.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.dependency_digests import parameters_digest
-from trak_core.errors import InputError, is_out_of_memory
+from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     MemoryByLength,
@@ -108,7 +108,7 @@ class LoadedModel:
         """
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # The model is moved before its weights are read, so that no second copy is in memory.
-        _move(model, device)
+        model.to(device)
         if isinstance(weights, Path):
             part = (spec.state_dicts or {}).get(spec.checkpoint or "")
             digests = load_checkpoint(model, weights, part)
@@ -135,7 +135,7 @@ class LoadedModel:
         return cls(model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
-        """Return the samples of splits in the order of ``order_samples``."""
+        """Return the result of ``order_samples`` for this model."""
         return order_samples(splits, self.model, self.output, window)
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
@@ -178,7 +178,7 @@ class LoadedModel:
         return StoredSamples(samples, [self.batch(samples, i, i + 1) for i in range(len(samples))])
 
     def few_checked(self, stored: StoredSamples) -> Batch:
-        """Return the samples that ``few`` returns, after checking the labels of all samples."""
+        """Return the samples of ``few``, after checking the labels of all samples."""
         few, n_classes = self.few(stored.samples)
         for part, sample_id in zip(stored.parts, stored.samples.split.ids, strict=True):
             check_labels(part.labels, self.output, n_classes, [sample_id])
@@ -206,17 +206,17 @@ class LoadedModel:
         activations of the model's repeated blocks, and a notice is printed.
         """
         try:
-            if not self.blocks.is_on and self.blocks.found:
-                budget = budget_bytes(self.device, memory_mb)
-                with suppress(TooMuchMemoryError):
-                    needed = self._memory(few, budget)
-                    if needed.of_longest.of(1) <= budget:
-                        return needed
-                self.blocks.start()
-                needed = self._memory(few, None)
-                print_line(f"Notice: {self.blocks.told()}")
-                return needed
-            return self._memory(few, None)
+            if self.blocks.is_on or not self.blocks.found:
+                return self._memory(few, None)
+            budget = budget_bytes(self.device, memory_mb)
+            with suppress(TooMuchMemoryError):
+                needed = self._memory(few, budget)
+                if needed.of_longest.of(1) <= budget:
+                    return needed
+            self.blocks.start()
+            needed = self._memory(few, None)
+            print_line(f"Notice: {self.blocks.told()}")
+            return needed
         finally:
             release_freed_memory()
 
@@ -261,11 +261,10 @@ class LoadedModel:
 
         ``projection`` is the spec of the projection. For exact scores, it contains only ``kind``.
         """
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         file_spec = spec.as_dict() | {
             "projection": dict(projection),
-            "parameters_digest": parameters_digest({
-                n: p.shape for n, p in self.parameters.items()
-            }),
+            "parameters_digest": parameters_digest(shapes),
             "checkpoint": {"id": spec.checkpoint, **self.checkpoint_digests},
         }
         if about_output(spec.model_output).needs_pairs:
@@ -278,18 +277,3 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    try:
-        model.to(device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        n_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        raise InputError(
-            f"The model needs {-(-n_bytes // 2**20)} MiB, which must fit into the memory of "
-            f"{device}. The memory ran out. Use a larger GPU, a smaller dtype in make_model(), or "
-            "`compute: {device: cpu}`.",
-            code="study.model_size",
-        ) from error

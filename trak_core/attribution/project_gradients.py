@@ -106,9 +106,8 @@ class Features:
             products.add_lookups(number, use.indices, use.gradients[0])
             return True
         n_tokens, factors = factors_of(use, shape)
-        if not n_tokens:
-            return False
-        if not prefers_factors(use.n_rows, n_tokens, *shape, self._projection.proj_dim):
+        sizes = use.n_rows, n_tokens, *shape, self._projection.proj_dim
+        if not n_tokens or not prefers_factors(*sizes):
             return False
         for left, right in factors:
             products.add_products(number, left, right)
@@ -267,22 +266,17 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
             stored = rows.astype(np.float16)
         losses, norms = (np.linalg.norm(v, axis=1) for v in (stored - exact, exact))
         lost = ~(losses <= _MOST_LOST[dtype] * norms)
-    named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
-    if named and dtype == "int8":
-        raise InputError(
-            "Rounding to int8 must change a sample's features by at most 2e-2 of their norm. Found "
-            f"up to {(losses[lost] / norms[lost]).max():.2g} in the samples {named}, where one "
-            "entry is far larger than the others. Set features_dtype to float16 or float32.",
-            code="stages.int8",
+    if lost.any():
+        named, sizes = (
+            listed(sample_ids[i] for i in np.flatnonzero(lost).tolist()),
+            np.abs(rows[lost]),
         )
-    if named:
-        size = np.abs(rows[lost])
         raise InputError(
-            "Rounding to float16 must change a sample's features by at most 1e-3 of their norm. "
-            "Entries must be from 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {named}. Set "
-            "features_dtype to float32.",
-            code="stages.float16",
+            f"Rounding to {dtype} must change a sample's features by at most {_MOST_LOST[dtype]} "
+            f"of their norm. Found up to {(losses[lost] / norms[lost]).max():.2g} in the samples "
+            f"{named}, which have entries from {sizes[sizes > 0].min():.2g} to {sizes.max():.2g}. "
+            "Set features_dtype to float32.",
+            code="stages.features_dtype",
         )
     return stored
 

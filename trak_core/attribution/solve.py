@@ -24,7 +24,7 @@ def weighted_gramians(
 
     Equivalent to ``phi.T @ np.diag(w) @ phi`` for each set of weights w, in one pass over the rows.
     A block has features, shape (rows, k), any float dtype, and sets of non-negative weights, shape
-    (rows,) each. The sizes of the blocks change only the rounding. At least one row is needed.
+    (rows,) each. The sizes of the blocks change only the rounding.
 
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
@@ -33,9 +33,7 @@ def weighted_gramians(
     Source: docs/explanation/scores.md, "The formula".
     """
     totals: list[np.ndarray] = []
-    n_rows = 0
     for features, weights in blocks:
-        n_rows += len(features)
         for i, row_weights in enumerate(weights):
             # syrk computes one triangle, which is half the work of a product. BLAS needs
             # column-major arrays, and the transpose of a row-major array is column-major.
@@ -45,9 +43,6 @@ def weighted_gramians(
                 totals[i] += part
             else:
                 totals.append(part)
-    if not n_rows:
-        message = "The normal matrix needs at least one training sample. Found none."
-        raise InputError(message, code="scoring.no_rows")
     for total in totals:
         fill_upper(total)
     return totals
@@ -95,12 +90,7 @@ class DampedMatrix:
 
     @classmethod
     def factorize(
-        cls,
-        matrix: np.ndarray,
-        ridge: float,
-        eigenvalues: tuple[float, float] | None = None,
-        *,
-        is_gramian: bool = False,
+        cls, matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float] | None = None
     ) -> Self:
         """Return the factorization of M + ridge I, with a ridge of at least 0.
 
@@ -108,7 +98,7 @@ class DampedMatrix:
         the condition number is ``MAX_CONDITION`` or more, because the solution would be noise.
 
         M is symmetric and positive semi-definite, shape (k, k), float64. ``eigenvalues`` are its
-        smallest and its largest eigenvalue, or None. ``is_gramian`` changes only the error message.
+        smallest and its largest eigenvalue, or None.
         """
         # The trace is an upper bound of the largest eigenvalue. If this bound suffices, eigenvalues
         # are not computed, because they take longer than the factorization.
@@ -118,22 +108,13 @@ class DampedMatrix:
         smallest, largest = (value + ridge for value in ends)
         if not smallest * MAX_CONDITION > largest:
             condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
-            name, size, code = "normal matrix", "k", "scoring.singular"
-            remedy = (
-                "A proj_dim above the number of training samples always requires damping. Raise "
-                "`scoring.damping`, or lower `projection.proj_dim`"
-            )
-            if is_gramian:
-                name, size, code = "Gramian", "n", "scoring.singular_gramian"
-                remedy = (
-                    "Damping is always required if gradients are equal, if weights are 0, or if "
-                    "there are more samples than parameters. Raise `scoring.damping`"
-                )
             raise InputError(
-                f"The condition number of the damped {name} must be below {MAX_CONDITION:.0e}. "
+                f"The condition number of the damped matrix must be below {MAX_CONDITION:.0e}. "
                 f"Found {condition} (eigenvalues {smallest:.3g} to {largest:.3g}, with ridge = "
-                f"{ridge:.3g}, {size} = {len(matrix)}). {remedy}.",
-                code=code,
+                f"{ridge:.3g}, {len(matrix)} rows). Raise `scoring.damping`. It must be above 0 if "
+                "proj_dim is above the number of training samples, if gradients are equal, or, "
+                "without a projection, if there are more training samples than parameters.",
+                code="scoring.singular",
             )
         damped = matrix.copy()
         damped.flat[:: len(matrix) + 1] += ridge
@@ -297,7 +278,7 @@ class DampedGramian:
         ridge = damping * float(np.mean(weights * np.diagonal(gramian)))
         root = np.sqrt(weights)
         weighted = gramian * root[:, None] * root
-        return cls(gramian, root, DampedMatrix.factorize(weighted, ridge, is_gramian=True))
+        return cls(gramian, root, DampedMatrix.factorize(weighted, ridge))
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
         """Return A = J (J^T W J + ridge I)^-1 J_t^T without J, from K_t = J J_t^T.

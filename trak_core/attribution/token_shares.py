@@ -49,28 +49,6 @@ class Pairs:
 _Inner = Callable[[int, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The gradient of one use of a parameter, as a sum of terms at positions such as tokens.
-
-    Attributes:
-        first: The token at the first position. None if positions are not tokens.
-        inner: Computes inner products of a sample's terms with directions.
-        terms: The terms, shape (batch, positions, entries), if they were formed.
-        entry: The index, within the parameter, of the first entry of ``terms``.
-    """
-
-    first: int | None
-    inner: _Inner
-    terms: Tensor | None = None
-    entry: int = 0
-
-
-def _of_terms(first: int | None, terms: Tensor, entry: int = 0) -> _Part:
-    part = slice(entry, entry + terms.shape[2])
-    return _Part(first, lambda sample, d: d[:, part] @ terms[sample].T, terms, entry)
-
-
 class Directions:
     """Vectors v in the projected space, and the entries of R v that belong to each parameter.
 
@@ -113,16 +91,15 @@ class Directions:
         """
         return None if id(parameter) in self._scales else self._contractions
 
-    def held(self, parameter: Tensor) -> Tensor | None:
-        """Return a small parameter's directions, shape (m, entries), or None for a larger one."""
-        if id(parameter) not in self._small:
-            return None
-        if id(parameter) not in self._held:
-            self._held[id(parameter)] = self.rows_of(parameter, slice(None))
-        return self._held[id(parameter)]
-
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the directions of some vectors, shape (vectors, entries)."""
+        if id(parameter) not in self._small:
+            return self._computed(parameter, rows)
+        if id(parameter) not in self._held:
+            self._held[id(parameter)] = self._computed(parameter, slice(None))
+        return self._held[id(parameter)][rows]
+
+    def _computed(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
         offset, n_entries = self._offsets[id(parameter)], parameter.numel()
         directions = back_project(self._vectors[rows], self._projection, offset, n_entries)
         scale = self._scales.get(id(parameter))
@@ -180,37 +157,15 @@ class Shares:
             uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
         if not uses:
             return
-        held = self._directions.held(parameter)
-        if held is not None:
-            for part in self._parts(uses, shape):
-                self._add_shares(part.first, self._products(part, held), number)
-            return
         used, indices = self._pairs.vectors.unique(return_inverse=True)
         step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
             (pairs,) = torch.where((indices >= start) & (indices < start + step))
             groups, in_chunk = self._pairs.groups(pairs), indices[pairs] - start
-            for part in self._parts(uses, shape):
-                shares = [part.inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
-                self._add_shares(part.first, torch.cat(shares), number, pairs)
-
-    def _products(self, part: _Part, directions: Tensor) -> Tensor:
-        """Return the inner products of all pairs, shape (pairs, positions)."""
-        vectors, terms = self._pairs.vectors, part.terms
-        most = max(rows.stop - rows.start for _, rows in self._groups)
-        if terms is not None and terms.shape[1] == 1:
-            directions = directions[:, part.entry : part.entry + terms.shape[2]]
-            return (terms[:, 0] @ directions.T)[self._pairs.samples, vectors].unsqueeze(1)
-        if terms is None or len(terms) * most * terms.shape[2] > PIECE:
-            return torch.cat([part.inner(b, directions[vectors[rows]]) for b, rows in self._groups])
-        directions = directions[:, part.entry : part.entry + terms.shape[2]]
-        # bmm multiplies all samples in one call. Samples with fewer pairs than others are padded.
-        padded = vectors.new_zeros(len(terms), most)
-        ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
-        positions = self._pairs.samples, ranks.to(vectors.device)
-        padded[positions] = vectors
-        return torch.bmm(directions[padded], terms.mT)[positions]
+            for first, inner in self._parts(uses, shape):
+                shares = [inner(b, chunk[in_chunk[rows]]) for b, rows in groups]
+                self._add_shares(first, torch.cat(shares), number, pairs)
 
     def _contract(
         self,
@@ -238,10 +193,9 @@ class Shares:
         return True
 
     def _add_shares(
-        self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None
+        self, first: int | None, shares: Tensor, number: int, rows: Tensor | slice = slice(None)
     ) -> None:
         """Add shares of the tokens from ``first`` on. None adds them to the last column."""
-        rows = slice(None) if pairs is None else pairs
         shares = shares.double()
         sums = shares.sum(1)
         if first is None:
@@ -250,27 +204,33 @@ class Shares:
             self.by_token[rows, first : first + shares.shape[1]] += shares
         self.by_parameter[rows, number] += sums
 
-    def _parts(self, uses: Sequence[Contribution], shape: tuple[int, int]) -> Iterator[_Part]:
-        """Yield the parts of the gradients of a parameter's uses."""
+    def _parts(
+        self, uses: Sequence[Contribution], shape: tuple[int, int]
+    ) -> Iterator[tuple[int | None, _Inner]]:
+        """Yield gradients whose sum over ``uses`` is a parameter's gradient.
+
+        Each is a sum of terms at positions. The first value is the token at the first position, or
+        None if positions are not tokens. The second computes inner products with the terms.
+        """
         for use in uses:
             if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
                 of_weight = use.of_weight if isinstance(use, BiasFactors) else use
                 first = self._first(of_weight, of_weight.n_tokens)
                 for outer in use.outers():
-                    yield _Part(first, _of_outer(outer, shape))
+                    yield first, _of_outer(outer, shape)
                     first = None if first is None else first + outer.inputs.shape[1]
             elif isinstance(use, Outer) and use.matrix == shape:
-                yield _Part(self._first(use, use.inputs.shape[1]), _of_outer(use, shape))
+                yield self._first(use, use.inputs.shape[1]), _of_outer(use, shape)
             elif isinstance(use, Lookup) and use.matrix == shape:
-                yield _Part(self._first(use, use.indices.shape[1]), _of_lookup(use, shape))
+                yield self._first(use, use.indices.shape[1]), _of_lookup(use, shape)
             elif isinstance(use, Dense) and use.terms is not None:
                 terms = use.terms()[0]
                 # A scalar parameter's terms lack the last dimension, which this adds.
                 terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
-                yield _of_terms(self._first(use, terms.shape[1]), terms)
+                yield self._first(use, terms.shape[1]), _of_terms(terms)
             else:
-                for first, rows in summed_parts([use]):
-                    yield _of_terms(None, rows.float().unsqueeze(1), first)
+                for entry, rows in summed_parts([use]):
+                    yield None, _of_terms(rows.float().unsqueeze(1), entry)
 
     def _first(self, use: Contribution, n_positions: int) -> int | None:
         """Return 0, the token at the first position, or None if positions are not tokens.
@@ -300,6 +260,12 @@ class Shares:
 
     def finish(self) -> None:
         """Do nothing, because ``take`` has already added all terms."""
+
+
+def _of_terms(terms: Tensor, entry: int = 0) -> _Inner:
+    """Return the function for terms (batch, positions, entries) of entries from ``entry`` on."""
+    part = slice(entry, entry + terms.shape[2])
+    return lambda sample, directions: directions[:, part] @ terms[sample].T
 
 
 def _of_outer(use: Outer, shape: tuple[int, int]) -> _Inner:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, read_logits
 from trak_core.model_outputs.supervised import (
+    counted_margins,
     log_odds_of_all,
-    margin,
+    mean_counted,
     probability_curvature,
     probability_weight,
     softmax_noise,
@@ -29,8 +30,7 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
-    counted = labels != IGNORED
-    return log_odds_of_all(margin(logits, torch.where(counted, labels, 0)), counted)
+    return log_odds_of_all(*counted_margins(logits, labels))
 
 
 def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
@@ -66,13 +66,6 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
     )
 
 
-def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-odds of the labels at t + 1 (0 if ignored), and whether they are counted."""
-    counted = labels[1:] != IGNORED
-    margins = margin(logits[:-1], torch.where(counted, labels[1:], 0))
-    return torch.where(counted, margins, 0), counted
-
-
 def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of log(p_t / (1 - p_t)) over the labelled tokens, float32 or float64.
 
@@ -81,7 +74,8 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each token.
     """
-    return _margins_added(logits, labels)[0].sum()
+    margins, counted = counted_margins(logits[:-1], labels[1:])
+    return torch.where(counted, margins, 0).sum()
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
@@ -89,8 +83,8 @@ def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
 
     The loss is l = sum_t -log p_t.
     """
-    margins, counted = _margins_added(logits, labels)
-    return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
+    margins, counted = counted_margins(logits[:-1], labels[1:])
+    return mean_counted(torch.sigmoid(-margins), counted)
 
 
 LANGUAGE_MODELLING = _of_tokens(1)

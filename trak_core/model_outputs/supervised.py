@@ -95,13 +95,17 @@ def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
     return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
 
 
-def _pixels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the margin of every pixel, and whether the pixel has a label."""
+def counted_margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the margins of labels, and a mask that is False for ``IGNORED`` labels, shape (...).
+
+    Logits have shape (..., classes). Margins of ignored labels have no meaning.
+    """
     counted = labels != IGNORED
-    return margin(logits.movedim(0, -1), torch.where(counted, labels, 0)), counted
+    return margin(logits, torch.where(counted, labels, 0)), counted
 
 
-def _mean(numbers: Tensor, counted: Tensor) -> Tensor:
+def mean_counted(numbers: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of the numbers for which ``counted`` is True."""
     return torch.where(counted, numbers, 0).sum() / counted.sum()
 
 
@@ -113,7 +117,7 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: the margin in Park et al., "TRAK", ICML 2023, section 3.1, applied to each pixel.
     """
-    return _mean(*_pixels(logits, labels))
+    return mean_counted(*counted_margins(logits.movedim(0, -1), labels))
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
@@ -121,8 +125,8 @@ def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
 
     The loss l is the mean cross entropy of the labelled pixels.
     """
-    margins, counted = _pixels(logits, labels)
-    return _mean(torch.sigmoid(-margins), counted)
+    margins, counted = counted_margins(logits.movedim(0, -1), labels)
+    return mean_counted(torch.sigmoid(-margins), counted)
 
 
 def _pixels_noise(logits: Tensor, labels: Tensor, uniform: Tensor) -> Tensor:
