@@ -276,10 +276,7 @@ def test_specs_without_draws_are_those_of_before(digits):
     assert "label_draws" not in drawn.of("mine", "digest").as_dict()
 
 
-def test_outputs_without_noise_are_refused(digits, tmp_path):
-    spec = features_spec("loss", K, label_draws=DRAWS)
-    with refused("model.no_loss_noise"):
-        computed(tmp_path / "a.h5", digits.path, digits.checkpoints["c0"], spec)
+def test_outputs_without_noise_are_refused():
     with refused("config.label_draws", "loss", "text_classification"):
         Attributor(torch.nn.Linear(2, 1), "loss", label_draws=1)
     with refused("config.label_draws", "Found -1"):
@@ -290,14 +287,16 @@ def test_outputs_without_noise_are_refused(digits, tmp_path):
     ):
         with refused("config.label_draws", text):
             Attributor(torch.nn.Linear(2, 1), "regression", label_draws=1, **settings)
-    made = ModelOutput(
+    several = ModelOutput(
         read=lambda returned: (returned,),
         value=lambda read, label: read[0].sum(),
         loss_noise=lambda read, label, uniform: read,
     )
     data = torch.randn(4, 2), torch.zeros(4)
-    with refused("model.no_loss_noise"):
-        Attributor(torch.nn.Linear(2, 1), made, label_draws=1, proj_dim=4).fit(data)
+    for made in (several, ModelOutput(value=lambda read, label: read.sum())):
+        for sizes in ({"proj_dim": 4}, {"projection": "exact"}):
+            with refused("model.no_loss_noise"):
+                Attributor(torch.nn.Linear(2, 1), made, label_draws=1, **sizes).fit(data)
     # A number would be multiplied with each of the returned numbers.
     made = ModelOutput(value=lambda read, label: read.sum(), loss_noise=lambda read, *_: read.sum())
     with refused("model.no_loss_noise", "(3,)", "()"):

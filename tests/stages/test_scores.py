@@ -17,7 +17,7 @@ from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.attribution.device import find_device
-from trak_core.attribution.project_gradients import QueuedFeatures, projecting_device, stored_rows
+from trak_core.attribution.project_gradients import QueuedFeatures, stored_rows
 from trak_core.attribution.sample_outputs import warn_of_saturation
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
@@ -356,15 +356,14 @@ def test_a_warning_if_most_training_samples_have_tiny_loss_weights(capsys):
 
 def test_a_missing_gpu_or_numba_cuda_is_an_error_before_any_gradient(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for find in (find_device, projecting_device):
-        with refused("attribution.no_cuda", "CUDA device"):
-            find("cuda")
+    with refused("attribution.no_cuda", "CUDA device"):
+        find_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(project_cuda, "is_simulated", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     project_cuda.require_numba_cuda.cache_clear()
     with pytest.raises(InputError, match="numba-cuda"):
-        projecting_device("cuda")
+        find_device("cuda", projects=True)
 
 
 def test_ids_are_as_long_as_paths(tmp_path):

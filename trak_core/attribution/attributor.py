@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, open_artifact
+from trak_core.artifacts import NORMAL_MATRIX, open_artifact
 from trak_core.attribution.attributor_arguments import (
     Output,
     Weights,
@@ -56,42 +56,38 @@ class Attributor(FittedAttributor):
     """Attribute a model's predictions to its training samples with TRAK.
 
     The score of training sample i for target j estimates how much training on i raised the model
-    output f of j. A positive score means that training on i raised f. Features are gradients of f,
-    projected to k dimensions. The scores of checkpoint c are
+    output f of j. Features are gradients of f, projected to k dimensions. The scores of checkpoint
+    c are
 
         A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T,
 
     where Phi_c (n, k) contains the features of the training samples, T_c (m, k) those of the
     targets, and W_c is a diagonal matrix of weights. Scores are multiplied by the loss weights
     Q_c = -dl/df of the training samples, where l is the training loss, and averaged over
-    checkpoints. ``projection="exact"`` uses gradients without a projection. The batch size, memory
-    limit and device affect scores only through rounding. A run of the pipeline with the same
-    settings and checkpoint ids computes the same scores.
+    checkpoints. The batch size, memory limit and device affect scores only through rounding. A run
+    of the pipeline with the same settings and checkpoint ids computes the same scores.
 
     Args:
         model: A module, which is copied, or a function that returns a module. The model is used in
             evaluation mode.
         output: The model output f to explain: a value of ``model_output`` in a config, such as
             ``"image_classification"``; a ``ModelOutput``; or a function of the model's return value
-            for one sample and of the sample's label. With a function, all training samples have the
-            loss weight Q = 1, which is correct if f is minus the training loss.
+            for one sample and of the sample's label. With a function, all loss weights Q are 1,
+            which is correct if f is minus the training loss.
         checkpoints: The weights of trained models: a path, a state dict, a list of these, or a dict
             from ids to these. None for the weights of ``model``. A path is a file or folder in any
-            format that a config accepts. Checkpoints of several training runs give better scores.
-            If several checkpoints come from one training run, pass a dict with values
-            ``{"path": ..., "run": ..., "at": ...}``. For a list, ids are the file names without
-            suffix, in which ``_`` replaces characters such as ``=``, or 0, 1, 2, ... if two names
-            are equal. The id determines the projection matrix.
+            format that a config accepts. If several checkpoints come from one training run, pass a
+            dict with values ``{"path": ..., "run": ..., "at": ...}``. For a list, ids are the file
+            names without suffix, in which ``_`` replaces characters such as ``=``, or 0, 1, 2, ...
+            if two names are equal. The id determines the projection matrix.
         projection: None for a random projection, ``"exact"`` for inner products of gradients
             without a projection (n^2 numbers).
         kind: The kind of the projection matrix. None for the cheapest kind that is as accurate as a
             dense matrix.
-        proj_dim: The number of dimensions k after projection. A larger k is more accurate, but
-            memory grows with n k + k^2.
+        proj_dim: The number of dimensions k. Accuracy grows with k, and memory with n k + k^2.
         seed: Seed of the projection matrix.
         damping: The ratio of ridge_c to the mean of w_i |phi_i|^2 over training samples i, where
-            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2. The best value differs
-            between studies.
+            w_i is an entry of W_c and phi_i a row of Phi_c. None for 2.
         weighting: ``"plain"`` for W = I, ``"curvature"`` for a power of the curvature d2l/df2. None
             for a default that depends on the output and the checkpoints. ``combine`` and
             ``loss_weight_power`` have such defaults too.
@@ -128,9 +124,10 @@ class Attributor(FittedAttributor):
         >>> attributor.fit((images, labels))
         Attributor of 1 checkpoint, fitted to 60 training samples
         >>> scores = attributor.score((images[:2], labels[:2]))
-        >>> scores.top(3)  # doctest: +SKIP
         >>> scores.frame.shape
         (60, 2)
+        >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
+        [0, 1]
 
     Outputs that compare the samples of a batch, and models that are split over devices, are not
     supported. Only the pipeline supports evaluation by retraining.
@@ -192,7 +189,7 @@ class Attributor(FittedAttributor):
         check_label_draws(config)
         state_dicts = {id_: c.state_dict for id_, c in table.items() if c.state_dict}
         spec = scores_spec(config, features_spec(config, "", state_dicts), runs_of(table))
-        torch_device = device_named(device, is_projected=projection is None)
+        torch_device = device_named(device, projects=projection is None)
         compute = Compute(torch_device, batch_size, memory_mb, threads or torch.get_num_threads())
         super().__init__()
         self._setup = Setup(spec, compute)
@@ -269,8 +266,8 @@ class Attributor(FittedAttributor):
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
             digest = content_digest(train.ids, subset_digest(train, range(len(train.ids))))
-        features = replace(self._spec.features, study_digest=digest)
-        spec = replace(self._spec, features=features)
+        features = replace(self.settings.features, study_digest=digest)
+        spec = replace(self.settings, features=features)
         self._setup = replace(self._setup, spec=spec, train=train, folder=Path(folder))
         if self._is_projected:
             dim, norm_power = features.projection["proj_dim"], spec.of_normal_matrix().norm_power
@@ -295,7 +292,7 @@ class Attributor(FittedAttributor):
         return f"Attributor of {n} checkpoint{'s' * (n != 1)}, {fitted}"
 
     def _load(self, name: str) -> LoadedModel:
-        spec, output = self._spec.features.under(name), self._output
+        spec, output = self.settings.features.under(name), self._output
         device = self._compute.device
 
         def output_of(model: nn.Module) -> ModelOutput:
@@ -315,7 +312,7 @@ class Attributor(FittedAttributor):
 
     def _refuse(self, path: Path, keys: Sequence[str]) -> NoReturn:
         names = ["training data or ids" if key == "study_digest" else key for key in keys]
-        is_temporary = self._spec.features.study_digest == _IN_MEMORY
+        is_temporary = self.settings.features.study_digest == _IN_MEMORY
         remedy = "Call `fit` again" if is_temporary else "Pass another folder, or delete this one"
         raise InputError(
             "Features in the folder of `fit` must have been computed from the same data, model and "
@@ -325,9 +322,9 @@ class Attributor(FittedAttributor):
 
     def _fit_checkpoint(self, name: str, bar: Any) -> str:
         """Write the missing files of a checkpoint, and return the digest of its weights."""
-        path, own, compute = self._features(name), self._spec.under(name), self._compute
+        path, own, compute = self._features(name), self.settings.under(name), self._compute
         loaded = self._load(name)
-        if path.exists() and self._is_current(path, name, loaded):
+        if path.exists() and self._is_current(name, loaded):
             bar.advance(len(self._train.ids))
         else:
             with bar.counting():
@@ -336,35 +333,32 @@ class Attributor(FittedAttributor):
                     write_features(*given, *settings, method_of=self._method_for, code="")
                 else:
                     write_gramian(*given, None, *settings, code="")
-        digest = loaded.checkpoint_digests["sha256"]
         if not self._is_projected:
-            return digest
-        with open_artifact(path, FEATURES) as train:
+            return loaded.checkpoint_digests["sha256"]
+        with self._open_features(name) as train:
             matrix, spec = self._normal_matrix(name), own.of_normal_matrix()
             if not matrix.exists() or not _is_from(matrix, train.content_hash, spec.as_dict()):
                 given = matrix, train, spec
                 with bar.silent():
                     write_normal_matrix(*given, code="", memory_mb=compute.memory_mb)
-        return digest
+        return loaded.checkpoint_digests["sha256"]
 
     def _notice_bad_fit(self) -> None:
         """Print a notice if the models predict their training samples badly."""
-        kind = FEATURES if self._is_projected else GRAMIAN
         with ExitStack() as stack:
-            paths = map(self._features, self._spec.ends)
-            files = [stack.enter_context(open_artifact(path, kind)) for path in paths]
+            files = [stack.enter_context(self._open_features(name)) for name in self.settings.ends]
             columns = pd.DataFrame(training_table(files))
-        fit = fit_of(columns, about_output(self._spec.features.model_output), self._train)
+        fit = fit_of(columns, about_output(self.settings.features.model_output), self._train)
         if fit and fit.is_doubtful:
             notice(
                 f"the models predict their training samples badly. {fit.measure} Check that inputs "
                 "and labels are the same as in training, and that checkpoints were saved after it."
             )
 
-    def _is_current(self, path: Path, name: str, loaded: LoadedModel) -> bool:
+    def _is_current(self, name: str, loaded: LoadedModel) -> bool:
         """Return whether a file is for this checkpoint. Refuse a file of other data or settings."""
         expected = self._file_spec(name, loaded)
-        with open_artifact(path, FEATURES if self._is_projected else GRAMIAN) as file:
+        with self._open_features(name) as file:
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
             columns = stored_columns(file)
         if differ == ["checkpoint"]:
@@ -372,7 +366,7 @@ class Attributor(FittedAttributor):
         if not differ and not loaded.reproduces(self._train, columns):
             differ = ["model or output function"]
         if differ:
-            self._refuse(path, differ)
+            self._refuse(file.path, differ)
         return True
 
 

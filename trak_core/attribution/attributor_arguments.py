@@ -98,13 +98,10 @@ def check_scoring(scoring: Mapping[str, Any]) -> None:
             )
 
 
-def device_named(given: str | torch.device, *, is_projected: bool) -> torch.device:
-    """Return a device, after checking that it exists and that the projection can run on it."""
+def device_named(given: str | torch.device, *, projects: bool) -> torch.device:
+    """Return a device. See ``takes_cuda`` for ``projects`` and errors."""
     if given == "auto":
         given = "cuda" if takes_cuda("auto") else "cpu"
     device = torch.device(given)
-    if takes_cuda(device.type) and is_projected:
-        from trak_core.projection.cuda.project import require_numba_cuda
-
-        require_numba_cuda()
+    takes_cuda(device.type, projects=projects)
     return device

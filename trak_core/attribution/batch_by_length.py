@@ -1,7 +1,7 @@
 """Batch texts of similar lengths, to avoid padding, and restore the order of results."""
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, MemoryBudget, as_batch, joined, shapes_of
+from trak_core.gradients.model_inputs import Shapes
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.study.dataset_split import Split
 
@@ -30,9 +31,7 @@ class OrderedSamples:
         output: The model output, which reads labels.
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
-        along: Names of the inputs that have a row for each token.
-        source: The length to which each input of an encoder is padded, by the input's name. It may
-            differ from the length of the labels.
+        shapes: The shapes of all texts, which determine the padding, or None.
         makes_mask: Whether texts get an attention mask of ones.
         window: Number of samples that are sorted together.
     """
@@ -41,8 +40,7 @@ class OrderedSamples:
     output: ModelOutput
     rows: np.ndarray
     lengths: list[int] | None
-    along: frozenset[str]
-    source: Mapping[str, int]
+    shapes: Shapes | None
     makes_mask: bool
     window: int
 
@@ -57,7 +55,8 @@ class OrderedSamples:
 
     def _text(self, i: int) -> Batch:
         text = as_batch(self.split.batch(i, i + 1), self.output)
-        kwargs, along, source = dict(text.kwargs), self.along, dict(self.source)
+        assert self.shapes is not None
+        kwargs, along, source = dict(text.kwargs), self.shapes.along, dict(self.shapes.source)
         if self.makes_mask:
             of = next((kwargs[name] for name in source), text.labels)
             kwargs[_MASK] = torch.ones(of.shape[:2], dtype=torch.int64)
@@ -90,8 +89,7 @@ class OrderedSamples:
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
         """Return a function that maps the first sample of a batch to the batch's size.
 
-        A batch has at most ``most`` samples, fits into the memory budget ``room``, and lies within
-        one window.
+        A batch has at most ``most`` samples, fits into ``room``, and lies within one window.
         """
 
         def at_once(start: int) -> int:
@@ -141,9 +139,9 @@ def order_samples(
 ) -> list[OrderedSamples]:
     """Return the samples of each split in the order in which they are processed.
 
-    All texts are read once to find their lengths. Other samples are not read. If any two texts
-    differ in length, the texts of all splits are padded, with an attention mask if the model takes
-    one. ``window`` is the number of samples that are sorted together, or None for all of them.
+    All texts are read once to find their lengths. If any two texts differ in length, the texts of
+    all splits are padded, with an attention mask if the model takes one. ``window`` is the number
+    of samples that are sorted together, or None for all of them.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -156,7 +154,7 @@ def order_samples(
     if shapes is None or not shapes.differ:
         sizes = [len(split.ids) for split in splits]
         return [
-            OrderedSamples(split, output, np.arange(n), None, frozenset(), {}, False, n)
+            OrderedSamples(split, output, np.arange(n), None, None, False, n)
             for split, n in zip(splits, sizes, strict=True)
         ]
     takes_mask = _MASK in inspect.signature(model.forward).parameters
@@ -172,18 +170,8 @@ def order_samples(
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
         # Encoder inputs that all have the same length need no mask.
         makes_mask &= bool(shapes.source or shapes.along) or not output.takes_labels
-        ordered.append(
-            OrderedSamples(
-                split=subset(split, rows.tolist()),
-                output=output,
-                rows=rows,
-                lengths=tokens[rows].tolist(),
-                along=shapes.along,
-                source=shapes.source,
-                makes_mask=makes_mask,
-                window=own_window,
-            )
-        )
+        given = subset(split, rows.tolist()), output, rows, tokens[rows].tolist()
+        ordered.append(OrderedSamples(*given, shapes, makes_mask, own_window))
     return ordered
 
 

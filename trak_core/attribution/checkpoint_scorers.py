@@ -87,13 +87,8 @@ def target_features(
 class ProjectedScorer:
     """Score by projected gradients.
 
-    Attributes:
-        loaded: The model with the weights of the checkpoint.
-        spec: The settings of the checkpoint's scores.
-        damped: The damped normal matrix.
-        features: Phi_c, shape (n, k), in a file or in memory.
-        train: The training samples, and their columns.
-        method_of: A function that chooses the gradient method, such as ``method_for``.
+    ``features`` is Phi_c, shape (n, k), in a file or in memory. ``train`` are the training samples
+    and their columns. ``method_of`` chooses the gradient method, such as ``method_for``.
     """
 
     loaded: LoadedModel

@@ -93,10 +93,9 @@ def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean
 class KeptScores:
     """A summary of the scores of some training samples for all targets.
 
-    Attributes:
-        helpful: The largest scores of each target. None if there are no training samples.
-        harmful: The largest of the negated scores.
-        by_sample: ``help``, ``harm`` and ``harmed_label`` if they are known, shape (rows,) each.
+    ``helpful`` and ``harmful`` are the largest scores and negated scores of each target, or None
+    without training samples. ``by_sample`` contains ``help``, ``harm`` and ``harmed_label`` if they
+    are known, shape (rows,) each.
     """
 
     helpful: Extremes | None

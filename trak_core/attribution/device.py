@@ -44,11 +44,12 @@ class Compute:
     threads: int
 
 
-def takes_cuda(name: str) -> bool:
+def takes_cuda(name: str, *, projects: bool = False) -> bool:
     """Return whether the device ``name`` of a config is CUDA. ``auto`` is CUDA if it is available.
 
     Raises:
-        InputError: If the name is ``cuda`` and torch finds no CUDA device.
+        InputError: If the name is ``cuda`` and torch finds no CUDA device, or if ``projects`` is
+            true and the package that projects on CUDA devices is missing.
     """
     is_available = torch.cuda.is_available()
     if name == "cuda" and not is_available:
@@ -57,15 +58,21 @@ def takes_cuda(name: str) -> bool:
             "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto.",
             code="attribution.no_cuda",
         )
-    return name == "cuda" or (name == "auto" and is_available)
+    is_cuda = name == "cuda" or (name == "auto" and is_available)
+    if is_cuda and projects:
+        from trak_core.projection.cuda.project import require_numba_cuda  # only CUDA needs it
+
+        require_numba_cuda()
+    return is_cuda
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str, *, projects: bool = False) -> torch.device:
     """Return the device for the name ``auto``, ``cpu`` or ``cuda`` in a config.
 
     A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
+    See ``takes_cuda`` for the arguments.
     """
-    if not takes_cuda(name):
+    if not takes_cuda(name, projects=projects):
         return torch.device("cpu")
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     device = torch.device("cuda", hold_one(tuple(str(gpu.uuid) for gpu in gpus)))
@@ -127,9 +134,6 @@ def hold_one(names: tuple[str, ...]) -> int:
     The function waits until a GPU is free. A lock on a file in the system's temporary folder
     reserves a GPU. The system releases the lock when the process ends, even if it is killed. Every
     process on this machine must use the same name, such as a UUID, for the same GPU.
-
-    Raises:
-        InputError: If the folder's disk does not support locks (``model.gpu_locks``).
     """
     import fcntl  # This module does not exist on Windows.
 

@@ -13,7 +13,14 @@ from typing import Any, Literal, NoReturn, TypeVar
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import FEATURES, GRAMIAN, NORMAL_MATRIX, ArtifactError, open_artifact
+from trak_core.artifacts import (
+    FEATURES,
+    GRAMIAN,
+    NORMAL_MATRIX,
+    Artifact,
+    ArtifactError,
+    open_artifact,
+)
 from trak_core.attribution.checkpoint_scorers import (
     ExactScorer,
     MemoryPart,
@@ -29,14 +36,14 @@ from trak_core.attribution.fitted_checkpoint import (
 )
 from trak_core.attribution.gradient_method_record import Methods, method_for, recorded_methods
 from trak_core.attribution.loaded_model import LoadedModel
-from trak_core.attribution.score_formulas import checkpoint_weights, powered
+from trak_core.attribution.score_formulas import checkpoint_weights
 from trak_core.attribution.scores import Scores
 from trak_core.attribution.token_scores import Cut, token_tables
 from trak_core.attribution.write_features import projection_for
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod
 from trak_core.runtime.progress import progress_bar
-from trak_core.settings import EXACT, Combine, FeaturesSpec, ScoresSpec
+from trak_core.settings import EXACT, FeaturesSpec, ScoresSpec
 from trak_core.study.dataset_split import Split
 from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
@@ -71,10 +78,6 @@ class FittedAttributor(ABC):
         self._holds = True
 
     @property
-    def _spec(self) -> ScoresSpec:
-        return self._setup.spec
-
-    @property
     def _compute(self) -> Compute:
         return self._setup.compute
 
@@ -90,12 +93,12 @@ class FittedAttributor(ABC):
     @property
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, sorted."""
-        return self._spec.checkpoints
+        return self.settings.checkpoints
 
     @property
     def settings(self) -> ScoresSpec:
         """All settings that determine the scores, including defaults."""
-        return self._spec
+        return self._setup.spec
 
     def score(
         self,
@@ -129,7 +132,7 @@ class FittedAttributor(ABC):
         )
         n_steps = len(self.checkpoints) * len(self._train.ids)
         with self._at_work(), progress_bar("self-influence", n_steps) as bar, bar.counting():
-            columns, _ = self_influences(features, matrices, self._spec, self._compute.memory_mb)
+            columns, _ = self_influences(features, matrices, self.settings, self._compute.memory_mb)
         return pd.DataFrame(columns).set_index("id")
 
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -185,15 +188,19 @@ class FittedAttributor(ABC):
     def _normal_matrix(self, name: str) -> Path:
         return self._setup.folder / "normal_matrix" / f"{name}.h5"
 
+    def _open_features(self, name: str) -> Artifact:
+        kind = FEATURES if self._is_projected else GRAMIAN
+        return open_artifact(self._features(name), kind)
+
     @property
     def _is_projected(self) -> bool:
-        return not self._spec.features.is_exact
+        return not self.settings.features.is_exact
 
     def _check_projected(self, noun: str) -> None:
         if not self._is_projected:
             raise InputError(
                 f"{noun} need a random projection. Found `projection: "
-                f"{self._spec.features.projection['kind']}`. Choose another projection.",
+                f"{self.settings.features.projection['kind']}`. Choose another projection.",
                 code="attribution.no_features",
             )
 
@@ -207,19 +214,15 @@ class FittedAttributor(ABC):
 
     @cached_property
     def _methods(self) -> Methods:
-        return recorded_methods(self._setup.folder, self._spec.features)
+        return recorded_methods(self._setup.folder, self.settings.features)
 
     def _file_spec(self, name: str, loaded: LoadedModel) -> dict[str, Any]:
-        own = self._spec.under(name).of_train()
+        own = self.settings.under(name).of_train()
         projection = projection_for(loaded, own).scaled() if self._is_projected else {"kind": EXACT}
         # With None for these keys, the spec differs from that of a file that sets one of them.
         return dict.fromkeys(FeaturesSpec.LEFT_OUT) | loaded.file_spec(own, projection)
 
     def _score(self, targets: Split, *, keep: str, top: int) -> Scores:
-        if keep not in {"full", "top_k"}:
-            raise InputError(
-                f"`keep` must be full or top_k. Found {keep!r}.", code="attribution.scoring"
-            )
         n_steps = len(targets.ids) if self._is_projected else len(self._train.ids)
         with ExitStack() as stack, self._at_work():
             with progress_bar("score", len(self.checkpoints) * n_steps) as bar, bar.counting():
@@ -227,7 +230,7 @@ class FittedAttributor(ABC):
             return Scores.of_parts(
                 parts,
                 [part.rows for part in parts],
-                self._spec,
+                self.settings,
                 keep=keep,
                 top=top,
                 memory_mb=self._compute.memory_mb,
@@ -237,7 +240,7 @@ class FittedAttributor(ABC):
 
     def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
         """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
-        with float32_precision(self._spec.features.precision):
+        with float32_precision(self.settings.features.precision):
             try:
                 return compute()
             except InputError as error:
@@ -270,17 +273,15 @@ class FittedAttributor(ABC):
         if name in self._held:
             return self._held[name]
         loaded = self._load(name)
-        own = self._spec.under(name)
+        own = self.settings.under(name)
         with ExitStack() as files:
-            path = self._features(name)
-            kind = FEATURES if self._is_projected else GRAMIAN
-            file = files.enter_context(open_artifact(path, kind))
+            file = files.enter_context(self._open_features(name))
             expected = self._file_spec(name, loaded)
             differ = [key for key in expected if expected[key] != file.spec.get(key)]
             if not differ and file.ids("sample_ids") != self._train.ids:
                 differ = ["sample_ids"]
             if differ:
-                self._refuse(path, differ)
+                self._refuse(file.path, differ)
             train = self._train, stored_columns(file)
             if self._is_projected:
                 with open_artifact(self._normal_matrix(name), NORMAL_MATRIX) as matrix:
@@ -329,7 +330,7 @@ class FittedAttributor(ABC):
         row_of = {sample_id: row for row, sample_id in enumerate(self._train.ids)}
         rows = [row_of[train_id] for train_id in train_ids.tolist()]
         cuts: list[tuple[Cut, Cut]] = []
-        powers, norms = [], []
+        loss_weights, norms = [], []
         n_steps = len(self.checkpoints) * (len(rows) + 2 * len(targets.ids))
         with progress_bar("tokens", n_steps) as bar, bar.counting():
             for name in self.checkpoints:
@@ -338,9 +339,7 @@ class FittedAttributor(ABC):
                     assert isinstance(scorer, ProjectedScorer)
                     compute = self._compute_beside_held(name)
                     cuts.append(scorer.cut(rows, targets, positions, compute))
-                    loss_weights = scorer.train[1]["loss_weights"][rows]
-                    powers.append(powered(loss_weights, self._spec.loss_weight_power or 1.0))
+                    loss_weights.append(scorer.train[1]["loss_weights"][rows])
                     norms.append(scorer.damped.norm or 1.0)
-        combine = Combine(self._spec.combine)
-        weights = checkpoint_weights(np.stack(powers), np.array(norms), combine)
+        weights = checkpoint_weights(np.stack(loss_weights), np.array(norms), self.settings)
         return token_tables(pairs, cuts, weights[:, train_of])

@@ -19,19 +19,13 @@ from trak_core.artifacts import (
     open_artifact,
     software,
 )
-from trak_core.attribution.score_formulas import (
-    combined,
-    most_frequent,
-    powered,
-    similarities,
-    unit_rows,
-)
+from trak_core.attribution.score_formulas import combined, most_frequent, powered, unit_rows
 from trak_core.attribution.solve import (
     DampedGramian,
     DampedMatrix,
     Spectrum,
-    divide_by_lengths,
     extreme_eigenvalues,
+    inverse_lengths,
     mean_squared_norm,
     train_norm,
     weighted_gramians,
@@ -76,13 +70,15 @@ def similarity_rows(phi: ReadRows, solved: Rows | np.ndarray) -> ReadRows:
     ``solved`` is X = (N + ridge I)^-1 T_c^T, shape (k, m), which is read again for every block if
     it is in a file. Products are computed for ``CHUNK_ROWS`` rows at a time, so a row's result is
     bitwise the same in every block that starts at a multiple of ``CHUNK_ROWS``.
+
+    Source: Park et al., "TRAK", ICML 2023, equation 16.
     """
 
     def products(start: int, stop: int) -> np.ndarray:
         rows, of_all = phi(start, stop), solved[:]
         values = np.empty((len(rows), of_all.shape[1]))
         for i in range(0, len(rows), CHUNK_ROWS):
-            values[i : i + CHUNK_ROWS] = similarities(rows[i : i + CHUNK_ROWS], of_all)
+            values[i : i + CHUNK_ROWS] = rows[i : i + CHUNK_ROWS].astype(np.float64) @ of_all
         return values
 
     return products
@@ -242,18 +238,19 @@ class DampedGradients:
     def read(cls, train: Artifact, spec: ScoresSpec) -> Self:
         """Factorize a stored Gramian of the training samples."""
         weights, gramian = normal_weights(train, spec.curvature_power), stored_products(train)
-        n, draws, inverse_lengths = len(weights), spec.features.label_draws, None
+        n, draws, inverse = len(weights), spec.features.label_draws, None
         if draws:
             weights = np.repeat([0.0, 1 / draws], [n, n * draws])
         if spec.normalize:
-            inverse_lengths = np.ones((n, 1))
-            divide_by_lengths(gramian, inverse_lengths)
+            inverse = inverse_lengths(gramian)
+            gramian *= inverse
+            gramian *= inverse.T
         # Damping refers to a mean over n samples. ``factorize`` takes the mean over n (1 + S) rows.
         damped = DampedGramian.factorize(gramian, weights, spec.damping * (1 + draws))
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train.vector("loss_weights"), spec.norm_power))
-        return cls(damped, inverse_lengths, n, norm)
+        return cls(damped, inverse, n, norm)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
         """Return A_c, shape (n, m), from the products R J_t^T of ``inner_products``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from trak_core.artifacts import GRAMIAN, create, software
 from trak_core.attribution.batch_by_length import StoredSamples
 from trak_core.attribution.device import Compute, device_name
-from trak_core.attribution.label_draws import LabelDraws, no_loss_noise
+from trak_core.attribution.label_draws import LabelDraws
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.sample_outputs import write_columns
 from trak_core.config.memory_needs import gramian_need
@@ -85,8 +85,6 @@ def inner_products(
     draws = None
     if spec.label_draws:
         draws = LabelDraws(spec.label_draws, stream_of(spec.checkpoint or ""))
-        if loaded.output.loss_noise is None:
-            raise no_loss_noise()
     splits = [data] if targets is None else [targets, data]
     stored = [loaded.stored(samples) for samples in loaded.ordered(*splits)]
     left_mb = max(0, compute.memory_mb - need.fixed_bytes // 2**20)

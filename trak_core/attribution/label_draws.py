@@ -26,10 +26,7 @@ class LabelDraws:
     not on the sizes and the order of batches. Rounding may still change a label whose random number
     lies on the boundary between two labels. Logits in pieces are not supported.
 
-    Attributes:
-        n_draws: S, at least 1.
-        stream: The number of the checkpoint (see ``stream_of``).
-        seed: The seed, which is the same for all checkpoints.
+    ``n_draws`` is at least 1. ``stream`` is the number of the checkpoint (see ``stream_of``).
     """
 
     n_draws: int
@@ -37,10 +34,21 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the bytes that one sample needs for logits, z, probabilities and their sums."""
+        """Return the bytes that one sample needs for logits, z, probabilities and their sums.
+
+        Raises:
+            InputError: If labels cannot be drawn for the model output.
+        """
         with torch.no_grad(), in_evaluation_mode(loaded.model):
-            rows = rows_in(loaded.output.read(few.given_to(loaded.model)), len(few))
-        return 4 * 4 * sum(tensor[0].numel() for tensor in rows)
+            read = loaded.output.read(few.given_to(loaded.model))
+        if loaded.output.loss_noise is None or not isinstance(read, Tensor):
+            raise InputError(
+                "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
+                "another model output. Remove label_draws.",
+                code="model.no_loss_noise",
+            )
+        rows_in(read, len(few))
+        return 4 * 4 * read[0].numel()
 
     def drawn(
         self, loaded: LoadedModel, batch: Batch, ids: Sequence[object]
@@ -54,9 +62,7 @@ class LabelDraws:
         output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(batch.given_to(loaded.model))
-        if noise is None or not isinstance(read, Tensor):
-            raise no_loss_noise()
-        rows_in(read, len(batch))
+        assert noise is not None
         labels = batch.labels
         uniform = np.stack([self._uniform(sample_id, labels.shape[1:]) for sample_id in ids])
         if batch.gives_labels:
@@ -96,10 +102,7 @@ class SampledNormal:
     Source: Martens, "New Insights and Perspectives on the Natural Gradient Method", JMLR 2020,
         sections 5 and 9.
 
-    Attributes:
-        projection: The projection of the gradients.
-        n_draws: S, at least 1.
-        total: The sum of the terms so far, float64. ``add`` fills the lower triangle.
+    ``total`` is the sum of the terms so far, float64. ``add`` fills the lower triangle.
     """
 
     projection: ProjectionSpec
@@ -136,12 +139,3 @@ class SampledNormal:
         """Return N, float64, exactly symmetric. No batch can be added after this call."""
         fill_upper(self.total)
         return self.total
-
-
-def no_loss_noise() -> InputError:
-    """Return the error for a model output whose labels cannot be drawn."""
-    return InputError(
-        "label_draws needs a ModelOutput that has `loss_noise` and reads one tensor. Found "
-        "another model output. Remove label_draws.",
-        code="model.no_loss_noise",
-    )

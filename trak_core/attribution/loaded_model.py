@@ -59,13 +59,10 @@ _LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with the weights of a checkpoint, on a device.
+    """A model with the weights of a checkpoint, on a device, and the model output f.
 
     Attributes:
-        model: The model.
         parameters: The parameters to differentiate, by name.
-        output: The model output f.
-        device: The model's device.
         checkpoint_digests: SHA-256 digests of the weight files (key ``sha256``), and of other files
             that affect results.
         blocks: The model's repeated blocks. If a sample needs much memory, their activations are
@@ -230,9 +227,8 @@ class LoadedModel:
     def reproduces(self, data: Split, columns: Mapping[str, np.ndarray]) -> bool:
         """Return whether the model reproduces ``outputs`` and ``loss_weights``, up to rounding.
 
-        Eight samples, spread over the split, are compared. This detects most changes of the model's
-        code, the output function and the data. ``columns`` are the stored values of all samples,
-        shape (n,) each.
+        Eight samples are compared, which detects most changes of the model's code, the output
+        function and the data. ``columns`` are the stored values of all samples, shape (n,) each.
         """
         rows = np.unique(np.linspace(0, len(data.ids) - 1, _COMPARED).astype(int))
         functions = self.output.value, self.output.loss_weight
@@ -257,7 +253,7 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings that determine the content of a file. They are stored in the file.
+        """Return all settings that determine the content of a file, to store them in the file.
 
         ``projection`` is the spec of the projection. For exact scores, it contains only ``kind``.
         """

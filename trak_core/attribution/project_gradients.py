@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import scaled_integers
-from trak_core.attribution.device import find_device, takes_cuda
 from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.gradients.gradient_terms import Contribution, Lookup, Outer, piece_on, summed_parts
@@ -186,12 +185,10 @@ def factors_of(
 
 @dataclass(frozen=True, slots=True)
 class QueuedFeatures:
-    """A batch's features, which a GPU may still be computing.
+    """A batch's features, label numbers and ``PerSample.columns``, copied to the CPU.
 
-    Attributes:
-        copies: Features, label numbers and ``PerSample.columns``, on the CPU.
-        event: The event that follows the copies from a GPU. None on a CPU.
-        explain: Raises an error that names the samples whose gradients are not finite.
+    ``event`` follows the copies from a GPU, which may still be computing them. ``explain`` raises
+    an error that names the samples whose gradients are not finite.
     """
 
     copies: list[Tensor]
@@ -199,11 +196,7 @@ class QueuedFeatures:
     explain: Callable[[], None]
 
     def wait(self) -> tuple[np.ndarray, list[Tensor]]:
-        """Return the batch's features and columns on the CPU, after waiting for them.
-
-        Raises:
-            InputError: If a gradient, feature or model output is not finite.
-        """
+        """Return features and columns, after waiting for them. All features must be finite."""
         if self.event is not None:
             self.event.synchronize()
         rows, columns = self.copies[0].numpy(), self.copies[1:]
@@ -239,11 +232,9 @@ def queued_features(
     *,
     is_scaled: bool = True,
 ) -> QueuedFeatures:
-    """Return a batch's features, which a GPU may still be computing.
+    """Return a batch's features, shape (batch, proj_dim), float32, and their columns.
 
-    The result contains the features, shape (batch, proj_dim), float32, the label numbers and
-    ``PerSample.columns``. The features of a gradient x are x R, multiplied by the projection's
-    scale if ``is_scaled``.
+    The features of a gradient x are x R, multiplied by the projection's scale if ``is_scaled``.
     """
     sums = Features(parameters, projection, len(batch), threads, scales)
     columns = method(model, parameters, output, batch, sums)
@@ -279,16 +270,6 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
             code="stages.features_dtype",
         )
     return stored
-
-
-def projecting_device(name: str) -> torch.device:
-    """Return the device of a config, after checking that the projection can run on it."""
-    if takes_cuda(name):
-        # Only CUDA needs this import. The check comes before ``find_device`` waits for a GPU.
-        from trak_core.projection.cuda.project import require_numba_cuda
-
-        require_numba_cuda()
-    return find_device(name)
 
 
 def compilers(device: torch.device) -> tuple[str, ...]:

@@ -46,19 +46,6 @@ class Scores:
         train: The same columns for the training samples, and ``loss_weight``. If it is known which
             sign of a score improves a target, the table also has ``help`` and ``harm``.
         unit: The unit of a score, as text.
-
-    Example:
-        >>> import torch
-        >>> from trak_core import Attributor
-        >>> _ = torch.manual_seed(1)
-        >>> model, inputs = torch.nn.Linear(8, 3), torch.randn(50, 8)
-        >>> train = inputs, model(inputs).argmax(1)
-        >>> attributor = Attributor(model, "image_classification", proj_dim=16).fit(train)
-        >>> scores = attributor.score((train[0][:2], train[1][:2]))
-        >>> scores.frame.shape
-        (50, 2)
-        >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
-        [0, 1]
     """
 
     targets: pd.DataFrame
@@ -127,7 +114,7 @@ class Scores:
 
     @classmethod
     def of_file(cls, path: Path, texts: Mapping[str, pd.DataFrame]) -> Self:
-        """Return the scores in a run's file. The matrix is read from the file when it is needed.
+        """Return the scores in a run's file, which is read again for the matrix if it is needed.
 
         ``texts`` contains tables indexed by id, which are joined to ``targets`` and ``train``.
         """

@@ -73,16 +73,6 @@ class DampedMatrix:
     Attributes:
         factor: L in the lower triangle, shape (k, k), float64. The upper triangle is not used.
         ridge: The number that was added to the diagonal.
-
-    Example:
-        >>> import numpy as np
-        >>> from trak_core.attribution.solve import mean_squared_norm, weighted_gramians
-        >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])
-        >>> (matrix,) = weighted_gramians([(phi, [np.ones(2)])])
-        >>> ridge = 2 * mean_squared_norm(matrix, n_rows=2)
-        >>> DampedMatrix.factorize(matrix, ridge).solve(phi.T)
-        array([[0.16666667, 0.        ],
-               [0.        , 0.22222222]])
     """
 
     factor: np.ndarray
@@ -169,8 +159,7 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
     ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis of M's
     eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), with eigenvalues D of
-    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``. ||B|| must be above 0,
-    which excludes loss weights or features that are all 0.
+    Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -198,9 +187,7 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
     """Return a matrix's inverse, or its pseudo-inverse if it is nearly singular, and its rank.
 
     The pseudo-inverse uses at most ``max_rank`` eigenvectors, with eigenvalues above 1e-13 times
-    the largest. For a matrix G^T G, the product of G and the pseudo-inverse is the limit
-    of G (G^T G + lambda I)^-1 as lambda approaches 0. The matrix is symmetric, positive
-    semi-definite, of shape (k, k), float64.
+    the largest. The matrix is symmetric, positive semi-definite, of shape (k, k), float64.
     """
     k = len(matrix)
     if max_rank >= k:
@@ -215,20 +202,15 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
     return (directions / spectrum.eigenvalues[first:]) @ directions.T, k - first
 
 
-def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
-    """Divide each training gradient by its length in the inner products K and K_t, in place.
+def inverse_lengths(gramian: np.ndarray) -> np.ndarray:
+    """Return 1 / |g_i| of the gradients g_i from their inner products (n, n), shape (n, 1).
 
-    K = J J^T has shape (n, n) and K_t = J J_t^T has shape (n, m), both float64. The rows of J and
-    J_t are the gradients of the training samples and of the targets. J_t is not scaled. If a
-    training gradient has length 0, or a squared length below the rounding error of the largest, its
-    inner products become 0.
+    The result is 0 for a gradient of length 0, or with a squared length below the rounding error of
+    the largest.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()
-    inverse_lengths = (is_nonzero / np.sqrt(np.where(is_nonzero, squares, 1)))[:, None]
-    gramian *= inverse_lengths
-    gramian *= inverse_lengths.T
-    cross *= inverse_lengths
+    return (is_nonzero / np.sqrt(np.where(is_nonzero, squares, 1)))[:, None]
 
 
 # The number of columns of the Gramian in one call of the solver.

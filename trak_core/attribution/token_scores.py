@@ -26,11 +26,9 @@ SIDES = ("train", "target")
 class Cut:
     """Scores of pairs for one checkpoint, split by tokens of one of the texts and by parameters.
 
-    Attributes:
-        tokens: For each pair, the scores of the tokens, then the score of terms that belong to no
-            token.
-        layers: The scores of parameters, shape (pairs, parameters).
-        names: Names of the parameters.
+    ``tokens`` contains, for each pair, the scores of the tokens, then the score of terms that
+    belong to no token. ``layers`` are the scores of the parameters ``names``, shape (pairs,
+    parameters).
     """
 
     tokens: list[np.ndarray]
@@ -48,24 +46,15 @@ def cut_pairs(
     compute: Compute,
     method_of: MethodOf,
 ) -> tuple[Cut, Cut]:
-    """Split one checkpoint's scores of pairs by the tokens of training samples, and of targets.
+    """Return scores of pairs, split by the tokens of training samples, and by those of targets.
 
     The score of a pair is <x, R v>, where R is the projection matrix. To split it by the tokens of
     one sample, x is that sample's gradient, and v = (N + ridge I)^-1 phi, where phi are the
     features of the other sample. Each sample is differentiated once.
 
-    Args:
-        loaded: The model with the weights of the checkpoint.
-        spec: The settings of the checkpoint's scores.
-        damped: The checkpoint's damped normal matrix.
-        splits: n training samples and m targets.
-        features: Their features, shapes (n, k) and (m, k), float64.
-        pairs: For each pair, the row numbers of a training sample and of a target.
-        compute: The device and the limits.
-        method_of: A function that chooses a gradient method that computes terms.
-
-    Returns:
-        The scores split by the tokens of training samples, and by the tokens of targets.
+    ``splits`` are n training samples and m targets, and ``features`` are their features, shapes
+    (n, k) and (m, k), float64. A pair consists of the rows of a training sample and of a target.
+    ``method_of`` chooses a gradient method that computes terms.
     """
     phi, target_phi = features
     lengths = np.ones(len(phi))
@@ -171,8 +160,7 @@ def token_tables(
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
     ``top`` has the columns ``target_id`` and ``train_id`` of the pairs. ``cuts`` are the results of
-    ``cut_pairs`` for each checkpoint. ``weights`` is a result of ``checkpoint_weights``, shape
-    (checkpoints, pairs).
+    ``cut_pairs``. ``weights`` are those of ``checkpoint_weights``, shape (checkpoints, pairs).
     """
     names, pairs, totals = [], [], []
     for side, name in enumerate(SIDES):

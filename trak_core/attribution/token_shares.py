@@ -25,11 +25,9 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs, each of a sample in a batch and a vector, sorted by sample.
+    """Pairs of a sample and a vector: positions in a batch, ascending, and rows of the vectors.
 
-    Attributes:
-        samples: Positions in the batch, ascending, shape (pairs,).
-        vectors: Rows of the vectors, shape (pairs,).
+    Both have shape (pairs,).
     """
 
     samples: Tensor
@@ -53,13 +51,8 @@ class Directions:
     """Vectors v in the projected space, and the entries of R v that belong to each parameter.
 
     These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
-    in total, are computed once.
-
-    Args:
-        parameters: The parameters that are differentiated.
-        projection: The projection R.
-        vectors: Shape (m, k), float32.
-        scales: Factors that multiply the entries of gradients, by parameter name.
+    in total, are computed once. The vectors have shape (m, k), float32. ``scales`` multiply the
+    entries of gradients, by parameter name.
 
     """
 

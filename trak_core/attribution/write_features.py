@@ -12,7 +12,7 @@ from torch import Tensor
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, software
 from trak_core.attribution.batch_by_length import subset
 from trak_core.attribution.device import Compute, device_name
-from trak_core.attribution.label_draws import SampledNormal, no_loss_noise
+from trak_core.attribution.label_draws import SampledNormal
 from trak_core.attribution.loaded_model import LoadedModel
 from trak_core.attribution.project_gradients import (
     QueuedFeatures,
@@ -52,15 +52,8 @@ def feature_blocks(
     """Yield features phi = scale R^T g in the order of the samples, one block at a time.
 
     g is the gradient of the model output, shape (p,), and R the projection of ``projection_for``.
-
-    Args:
-        loaded: The model with the weights of a checkpoint.
-        data: The samples.
-        spec: The settings that determine the features. Their stored dtype is ``spec.dtype``.
-        compute: The device and the limits.
-        method_of: A function that chooses the gradient method, given a few samples.
-        must_differ: Whether to raise an error if all features are equal.
-        sampled: The sum to which terms for drawn labels of all samples are added, or None.
+    ``method_of`` chooses the gradient method, given a few samples. With ``must_differ``, an error
+    is raised if all features are equal. Terms for drawn labels are added to ``sampled``, if given.
 
     Yields:
         Start and stop of the block; features, shape (rows, k), rounded to their stored dtype; label
@@ -74,8 +67,6 @@ def feature_blocks(
     (samples,) = loaded.ordered(data, window=window)
     if sampled is None:
         loaded = loaded.in_pieces(samples, memory_mb)
-    elif loaded.output.loss_noise is None:
-        raise no_loss_noise()
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few, memory_mb)
     if sampled is not None:

@@ -51,8 +51,7 @@ def _positions(inds: Positions, num_samples: int | None, start: int, n: int, end
     if not len(rows) == len({*rows}) == n or any(not 0 <= i < end for i in rows):
         raise InputError(
             f"A batch of {n} samples needs {n} different positions from 0 to {end - 1}. Found "
-            f"{len(rows)}: {listed(rows)}. With `num_samples`, they continue those of the last "
-            "call.",
+            f"{len(rows)}: {listed(rows)}.",
             code="compat.positions",
         )
     return rows
@@ -218,9 +217,8 @@ class TRAKer:
     ) -> None:
         """Load a state dict into the model, and create or open the store of ``model_id``.
 
-        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix. An error is raised if it
-        was featurized with different weights. Stored features are kept.
-        ``_allow_featurizing_already_registered`` is ignored.
+        ``model_id``, from 0 to 2^32 - 1, determines the projection matrix, and always has the same
+        weights. Stored features are kept. ``_allow_featurizing_already_registered`` is ignored.
         """
         model_id, saver = operator.index(model_id), self.saver
         digest = self._load_weights(checkpoint, model_id)
@@ -238,11 +236,7 @@ class TRAKer:
     def _gradients(
         self, batch: Sequence[Tensor], model_id: int, ids: Sequence[int]
     ) -> tuple[np.ndarray, Tensor | None]:
-        """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed.
-
-        Raise an error for labels out of range, and if the output for a sample depends on the other
-        samples of its batch. User-defined tasks are not checked.
-        """
+        """Return projected gradients / sqrt(p), (B, k), and Q, (B, 1), or None if not computed."""
         # User code may have put the model into training mode since load_checkpoint.
         self.model.eval()
         samples = classification_batch(self.task, batch)

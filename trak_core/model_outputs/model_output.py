@@ -31,8 +31,7 @@ class ModelOutput:
     ``read`` selects tensors from the model's return value for a batch. It returns a tensor, or a
     tuple, list, dict or transformers object of tensors, with one row for each sample. All samples
     share a tensor without dimensions. The other functions get these tensors without the batch
-    dimension. They return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
-    Only ``value`` is required.
+    dimension, return a scalar, float32 or float64, and must work with ``torch.func.vmap``.
 
     Attributes:
         value: f, as a function of the selected tensors and the label.
@@ -90,8 +89,8 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
     """Return the tensors that have dimensions. Each must have one row for each sample.
 
-    A tensor with any other number of rows raises an error. Constant tensors are not allowed,
-    because their number of rows could equal the batch size by chance.
+    Constant tensors are not allowed, because their number of rows could equal the batch size by
+    chance.
     """
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
@@ -153,7 +152,6 @@ class OfValue:
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, outputs: Tensor, label: Tensor) -> Tensor:
-        """Return ``function`` of f."""
         return self.function(self.value(outputs, label))
 
 
@@ -199,9 +197,10 @@ def own_output(made: object, name: str) -> ModelOutput:
     elif callable(made) and not isinstance(made, type):
         output = _of_function(made, name)
     else:
+        kind = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
         raise InputError(
             f"{name} must be a function of the model's return value for a sample and of the "
-            f"sample's label, `def f(returned, label)`, or a ModelOutput. Found {_kind(made)}.",
+            f"sample's label, `def f(returned, label)`, or a ModelOutput. Found {kind}.",
             code="model_outputs.own",
         )
     curvature, prediction = output.curvature, output.prediction
@@ -240,10 +239,6 @@ def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
     )
 
 
-def _kind(made: object) -> str:
-    return f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
-
-
 def _checked(
     function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
@@ -263,11 +258,11 @@ def _checked(
                 raise
             raise _explained(error, name) from error
         if not isinstance(value, Tensor) or value.ndim:
-            is_tensor = isinstance(value, Tensor)
-            shape = f"a tensor of shape {tuple(value.shape)}" if is_tensor else None
+            kind = type(value).__name__
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
             raise InputError(
-                f"{name} must be one number, a tensor without dimensions. Found "
-                f"{shape or type(value).__name__}. Use `.sum()`, `.mean()` or `.squeeze()`.",
+                f"{name} must be one number, a tensor without dimensions. Found {kind}. Use "
+                "`.sum()`, `.mean()` or `.squeeze()`.",
                 code="model_outputs.number",
             )
         is_whole = not (value.is_floating_point() or value.is_complex())
@@ -282,8 +277,7 @@ def _explained(error: Exception, name: str) -> InputError:
     first_line = (str(error).splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     frames = [frame for frame in frames if "/torch/" not in frame.filename] or frames
-    last = frames[-1] if frames else None
-    where = f" in {last.filename}:{last.lineno}: {last.line}" if last else ""
+    where = "".join(f" in {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:])
     if "randomness" in str(error):
         return random_output(f"a random call{where}")
     if isinstance(error, RuntimeError) and "vmap" in str(error):
