@@ -28,7 +28,6 @@ class OrderedSamples:
 
     Attributes:
         split: The samples in this order.
-        output: The model output, which reads labels.
         rows: The row of each sample in the study's order, shape (n,).
         lengths: Number of tokens of each text. None if no padding is needed.
         shapes: The shapes of all texts, which determine the padding, or None.

@@ -31,11 +31,8 @@ PRECISIONS = {"highest": "ieee", "high": "tf32"}
 class Compute:
     """The device and the limits of a computation, which affect results only through rounding.
 
-    Attributes:
-        device: The device of the model.
-        batch_size: The largest number of samples in a batch.
-        memory_mb: The memory limit for arrays, in MiB. It may limit the batch size further.
-        threads: The number of CPU threads for the projection.
+    ``batch_size`` is the largest number of samples in a batch. ``memory_mb``, the limit for arrays
+    in MiB, may reduce it. ``threads`` is the number of CPU threads for the projection.
     """
 
     device: torch.device
@@ -84,9 +81,8 @@ def find_device(name: str, *, projects: bool = False) -> torch.device:
 def float32_precision(precision: str) -> Generator[None, None, None]:
     """Set the precision of float32 products in the context, and restore torch's settings on exit.
 
-    With ``highest``, matrix products and convolutions are computed in float32. (torch's default is
-    TF32 for convolutions on CUDA.) With ``high``, their factors are rounded to TF32, which has
-    three digits, on devices that support it. Sums are float32.
+    With ``highest``, factors of matrix products and convolutions are float32. (torch's default is
+    TF32 for convolutions on CUDA.) With ``high``, they are TF32 on devices that support it.
     """
     before = [product.fp32_precision for product in _PRODUCTS]
     set_float32_precision(precision)

@@ -221,12 +221,8 @@ class DampedGradients:
     for drawn labels. The Gramian is R R^T. The normal matrix R^T W R uses only the drawn labels: W
     is 1 / S for their gradients and 0 for gradients of the model output.
 
-    Attributes:
-        damped: The factorized Gramian.
-        inverse_lengths: With ``normalize``, 1 / |g_i| for the training gradients g_i, shape (n, 1),
-            by which the rows of R J_t^T are multiplied. Otherwise None.
-        n_samples: n.
-        norm: ||B||. None if scores are not divided by it.
+    ``inverse_lengths`` are 1 / |g_i| of the training gradients g_i, by which rows of R J_t^T are
+    multiplied, or None for 1. ``norm`` is ||B||, or None if scores are not divided by it.
     """
 
     damped: DampedGramian

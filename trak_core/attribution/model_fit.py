@@ -77,8 +77,7 @@ def _of_parts(value: float, guess: float, error: float, parts: str, least: float
 def _mistaken_classes(columns: pd.DataFrame) -> str:
     """Return a sentence if most samples of class a are predicted as b, but most of b are not.
 
-    That happens if classes are in the wrong order. If b were only predicted too often, most samples
-    of b would be predicted correctly.
+    That happens if classes are in the wrong order, but not if b is only predicted too often.
     """
     sizes = columns["label"].value_counts().to_dict()
     pairs = columns.value_counts(["label", "prediction"]).to_dict()

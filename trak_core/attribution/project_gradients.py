@@ -33,14 +33,13 @@ class Features:
 
     A gradient method passes the gradients of each parameter, for all samples of a batch, to
     ``take``, and calls ``finish`` at the end. The coordinates of x are the entries of all
-    parameters, row-major, in the order of the parameters. Gradients arrive in parts, and several
-    small parts are projected in one call. A tensor sketch is computed from the factors of gradients
-    if that is cheaper and there are no scales. ``scales`` multiply gradients, by parameter name.
+    parameters, row-major, in the order of the parameters. Several small parts of gradients are
+    projected in one call. A tensor sketch is computed from the factors of gradients if that is
+    cheaper and there are no ``scales``, which multiply gradients, by parameter name.
 
     Attributes:
         rows: x R, shape (batch, proj_dim), float32, unscaled. Sums are complete after ``finish``.
-        products: For a tensor sketch, the sum of sketches of factors. None for other kinds of
-            projection.
+        products: For a tensor sketch, the sum of sketches of factors. Otherwise None.
     """
 
     in_order: ClassVar[bool] = True
@@ -113,10 +112,7 @@ class Features:
         return True
 
     def _project_held(self) -> None:
-        """Project the collected parts, with one call for each run of consecutive coordinates.
-
-        On a GPU, one call computes the tensor sketch of all parts.
-        """
+        """Project the collected parts, with one call for each run of consecutive coordinates."""
         if self.products is not None and self.rows.device.type == "cuda":
             add_rows(self.rows, sorted(self._held.items()), self._projection)
             self._held, self._n_held = {}, 0

@@ -41,7 +41,7 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     Returns:
         Rows of the scores, shape (rows, m), float64.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/explanation/scores.md, "The formula".
+    Source: Park et al., "TRAK", ICML 2023, equation 17.
     """
     total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
     for block, weights, norm in parts:

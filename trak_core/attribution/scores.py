@@ -74,9 +74,8 @@ class Scores:
     ) -> Self:
         """Return the combined scores of checkpoints, computed in blocks of training samples.
 
-        For each checkpoint in ``spec.checkpoints``, ``parts`` contains its data, and ``rows`` a
-        function that reads rows of its A_c. ``keep`` is ``full`` or ``top_k``. ``more`` sets other
-        attributes.
+        For each checkpoint, ``parts`` contains its data, and ``rows`` a function that reads rows of
+        its A_c. ``more`` sets other attributes.
         """
         n, m = (len(parts[0].vector(f"{side}_ids")) for side in ("train", "target"))
         need = average_need(
@@ -135,11 +134,7 @@ class Scores:
 
     @property
     def matrix(self) -> np.ndarray:
-        """All scores, shape (n_train, n_targets), float32.
-
-        Raises:
-            InputError: If only the top influences were kept (``keep="top_k"``).
-        """
+        """All scores, shape (n_train, n_targets), float32. Not available for ``keep="top_k"``."""
         if self.read_matrix is None:
             raise InputError(
                 "The matrix needs `keep: full`. Found `keep: top_k`, which kept the top "
@@ -189,8 +184,8 @@ class Scores:
         """
         if train_id not in self.train.index:
             raise InputError(
-                f"`train_id` must be the id of a training sample. Found {train_id!r}. There are "
-                f"{len(self.train)} ids such as {self.train.index[0]!r}.",
+                f"`train_id` must be the id of a training sample, such as {self.train.index[0]!r}. "
+                f"Found {train_id!r}.",
                 code="artifacts.no_sample",
             )
         if self.read_matrix is None:

@@ -29,8 +29,6 @@ def weighted_gramians(
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric. Its trace is
         sum_i w_i |phi_i|^2.
-
-    Source: docs/explanation/scores.md, "The formula".
     """
     totals: list[np.ndarray] = []
     for features, weights in blocks:
@@ -160,8 +158,6 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
     ||B||^2 = tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi. In the basis of M's
     eigenvectors this is sum_ij P_ij / ((D_i + ridge) (D_j + ridge)), with eigenvalues D of
     Phi^T W Phi, shape (k,), and products P of ``Spectrum.norm_products``.
-
-    Source: docs/explanation/scores.md, "The formula".
     """
     inverse = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
     return _positive_root(float(inverse @ products @ inverse))
@@ -269,8 +265,6 @@ class DampedGramian:
         = [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge. The last form solves a symmetric system
         and is also defined if a weight is 0. Without damping, A = W^-1 K^-1 K_t if K has an
         inverse. K_t and A have shape (n, m), float64.
-
-        Source: docs/explanation/scores.md, "Exact scores".
         """
         solved = self.damped.solve(self.root[:, None] * cross)
         if self.ridge == 0:

@@ -78,10 +78,7 @@ class Directions:
         self._held: dict[int, Tensor] = {}
 
     def contractions_of(self, parameter: Tensor) -> Contractions | None:
-        """Return what computes inner products from the factors of gradients, for tensor sketches.
-
-        None is returned for other kinds of projection, and if the parameter's entries have scales.
-        """
+        """Return what computes inner products from a gradient's factors, or None if nothing can."""
         return None if id(parameter) in self._scales else self._contractions
 
     def rows_of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
@@ -110,8 +107,7 @@ class Shares:
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64. The last column has the terms that belong to
             no single token, such as those of position embeddings.
-        by_parameter: Shape (pairs, parameters), float64. Each row has the same sum as in
-            ``by_token``.
+        by_parameter: Shape (pairs, parameters), float64, with the same sums of rows.
     """
 
     in_order: ClassVar[bool] = True
@@ -226,11 +222,8 @@ class Shares:
                     yield None, _of_terms(rows.float().unsqueeze(1), entry)
 
     def _first(self, use: Contribution, n_positions: int) -> int | None:
-        """Return 0, the token at the first position, or None if positions are not tokens.
-
-        Margins may have fewer positions than there are tokens, because no margin predicts token 0.
-        """
-        if isinstance(use, MarginFactors):
+        """Return 0, the token at the first position, or None if positions are not tokens."""
+        if isinstance(use, MarginFactors):  # no margin predicts token 0 of a causal model
             return 0 if n_positions <= self._n_tokens else None
         return 0 if 0 < n_positions == self._n_tokens and not use.has_ranks else None
 

@@ -79,10 +79,6 @@ def feature_blocks(
     method = method_of(loaded, few)
     chunk_mb = needed.of_longest.of(chunk) / 2**20
     log(f"{chunk} samples at once, about {chunk_mb:.3g} MiB together")
-    if samples.lengths is not None:
-        most = min(compute.batch_size, room.most(needed.shortest))
-        lengths = f"{needed.shortest} to {needed.longest} tokens"
-        log(f"texts of {lengths}: up to {most} of the shortest in a batch")
 
     def queued(first: int, last: int) -> QueuedFeatures:
         batch, ids = loaded.checked(samples, first, last, n_classes), samples.split.ids[first:last]

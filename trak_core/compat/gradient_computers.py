@@ -1,6 +1,5 @@
 """Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one.
 
-Both classes use the methods of ``trak_core.gradients``, and their results agree up to rounding.
 Parameters are in the order of ``named_parameters``.
 """
 

@@ -248,10 +248,7 @@ class MmapSaver(AbstractSaver):
         self.load_current_store(model_id, mode="r")
 
     def _update_experiment(self, exp_name: str, new: Any, **changes: Any) -> dict[str, Any]:
-        """Return an experiment's state, to which ``changes`` are first written.
-
-        The state of a new experiment is ``new``. The caller must have locked the folder.
-        """
+        """Write ``changes`` to the state of an experiment, or to ``new``, and return the state."""
         experiments = json.loads(self.experiments_file.read_text())
         experiments[exp_name] = experiments.get(exp_name, new) | changes
         _write_json(self.experiments_file, experiments)

@@ -203,9 +203,8 @@ class TRAKer:
     def _check_weights(self, model_id: int, digest: str) -> None:
         if self.saver.model_ids[model_id].get("checkpoint", digest) != digest:
             raise InputError(
-                f"A model id must always have the same weights. Found weights that differ from "
-                f"those featurized as {model_id} in {self.save_dir}. Use another model id. To "
-                f"start over, delete the folder {model_id} and id_{model_id}.json.",
+                "A model id must always have the same weights. Found weights that differ from "
+                f"those featurized as {model_id} in {self.save_dir}. Use another model id.",
                 code="compat.other_weights",
             )
 

@@ -32,14 +32,13 @@ class About:
         place: The module and the name of the model output in it, such as ``supervised.LOSS``.
             Empty for a user-defined function.
         labels_are_classes: Whether the label of a sample is one of several classes.
-        counts_parts: Whether the column ``label`` is the number of labelled parts of a sample, such
-            as tokens, and ``prediction`` is the number of parts that are predicted correctly.
+        counts_parts: Whether ``label`` is the number of labelled parts of a sample, such as tokens,
+            and ``prediction`` is the number of parts that are predicted correctly.
         weight_is_probability: Whether the loss weight Q is a probability or a mean of
             probabilities, which is close to 0 for confident samples.
         weighs_by_curvature: Whether the normal matrix is weighted by the curvature by default if
-            checkpoints are from several steps of a run. False if the loss is not a function of f.
-            Also False for whole texts: probabilities p such as e^-100 make their curvatures
-            p (1 - p) so small that the shortest text would dominate.
+            checkpoints are from several steps of a run. False if the loss is not a function of f,
+            and for texts, whose curvatures p (1 - p) differ by factors such as e^100.
         has_loss_noise: Whether ``ModelOutput.loss_noise`` is defined, which `label_draws` needs.
         needs_pairs: Whether f contrasts a sample with other samples drawn from the training data.
     """

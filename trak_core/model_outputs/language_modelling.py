@@ -79,10 +79,7 @@ def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p_t, which is -dl/df if all tokens' log-odds change equally.
-
-    The loss is l = sum_t -log p_t.
-    """
+    """Return the mean of 1 - p_t: -dl/df of l = sum_t -log p_t if all log-odds change equally."""
     margins, counted = counted_margins(logits[:-1], labels[1:])
     return mean_counted(torch.sigmoid(-margins), counted)
 
@@ -103,9 +100,8 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
     """Return a model output for a model that returns margins instead of logits.
 
     The model must return a tensor of shape (batch, tokens, 2): for each predicted token, its
-    margin, and 1 if the model finds it the likeliest token, else 0. Labels have the same form as
-    for logits. If ``output.predicts_next``, the first label is not used. ``n_classes`` must return
-    the size of the vocabulary once the model has been called.
+    margin, and 1 if the model finds it the likeliest token, else 0. ``n_classes`` must return the
+    size of the vocabulary once the model has been called.
     """
     ahead = int(output.predicts_next)
 

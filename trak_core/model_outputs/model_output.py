@@ -51,20 +51,10 @@ class ModelOutput:
             compute their decoder's inputs.
         loss_noise: Returns a random vector z of the returned tensor's shape. Its mean is 0, and
             E[z z^T] is the Hessian of l with respect to this tensor. The arguments are the tensor,
-            the label and independent uniform numbers in [0, 1) of the label's shape. For a softmax,
-            z is onehot(y) - p, with a label y drawn from the model's probabilities p. None if no
+            the label and independent uniform numbers in [0, 1) of the label's shape. None if no
             such function is known.
         joins_tokens: Whether f is the joint log-odds of the tokens, as computed by
             ``language_modelling.labelled_log_odds``. Logits may then be computed in pieces.
-
-    Example:
-        The squared norm of the returned tensor, for samples without labels:
-
-        >>> import torch
-        >>> from trak_core.model_outputs.model_output import ModelOutput
-        >>> output = ModelOutput(value=lambda x, label: x.square().sum(), has_labels=False)
-        >>> output.value(torch.tensor([3.0, 4.0]), torch.tensor(1)).item()
-        25.0
     """
 
     value: Callable[[Any, Tensor], Tensor]
@@ -87,11 +77,7 @@ def _has_rows(leaf: object) -> TypeGuard[Tensor]:
 
 
 def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
-    """Return the tensors that have dimensions. Each must have one row for each sample.
-
-    Constant tensors are not allowed, because their number of rows could equal the batch size by
-    chance.
-    """
+    """Return the tensors that have dimensions. Each must have one row for each sample."""
     rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
     lengths = [len(leaf) for leaf in rows if len(leaf) != n_samples]
     if lengths or not rows:
@@ -159,8 +145,7 @@ def read_logits(returned: object) -> Tensor:
     """Return the tensor, such as logits, from a model's return value.
 
     The model must return a tensor, an object with ``logits`` (transformers), a mapping with
-    ``logits`` or ``out`` (torchvision's segmentation models), or a sequence that starts with the
-    tensor.
+    ``logits`` or ``out`` (torchvision), or a sequence that starts with the tensor.
     """
     logits = returned
     if isinstance(returned, Mapping):
@@ -189,8 +174,7 @@ def own_output(made: object, name: str) -> ModelOutput:
     """Return a user-defined model output, with checks that explain errors in its functions.
 
     ``made`` is a ``ModelOutput`` or a function that returns f. The function takes the model's
-    return value for one sample and, if samples have labels, the sample's label. ``name`` is the
-    name in error messages.
+    return value for one sample and, if samples have labels, the sample's label.
     """
     if isinstance(made, ModelOutput):
         output = made
@@ -244,8 +228,7 @@ def _checked(
 ) -> Callable[[Any, Tensor], Tensor]:
     """Return the function with checks that it returns one number, and that explain its errors.
 
-    The number is converted to float32 or float64. With ``keeps_integers``, an integer is converted
-    to int64 instead.
+    The number is converted to float32 or float64, or to int64 if ``keeps_integers``.
     """
 
     def number(returned: Any, label: Tensor) -> Tensor:

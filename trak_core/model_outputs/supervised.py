@@ -121,10 +121,7 @@ def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of 1 - p, which is -dl/df if all margins change equally.
-
-    The loss l is the mean cross entropy of the labelled pixels.
-    """
+    """Return the mean of 1 - p: -dl/df of the mean cross entropy l if margins change equally."""
     margins, counted = counted_margins(logits.movedim(0, -1), labels)
     return mean_counted(torch.sigmoid(-margins), counted)
 
