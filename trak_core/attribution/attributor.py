@@ -46,8 +46,6 @@ from trak_core.settings import TRAIN
 from trak_core.study.given_data import split_of_data, subset_digest
 from trak_core.study.study import Study
 
-# The keys of ``compute`` that are arguments of an attributor.
-_COMPUTE = ("device", "precision", "batch_size", "memory_mb", "threads")
 # This text replaces the digest of the data if features are stored in a temporary folder.
 _IN_MEMORY = "in memory"
 
@@ -100,14 +98,12 @@ class Attributor(FittedAttributor):
             which must be stored with the checkpoints.
         label_draws: The number of labels to draw from the model for each training sample. The
             expectation of the normal matrix is then the Gauss-Newton matrix of the training loss.
-            Each draw adds a backward pass to ``fit``, and to ``score`` if the projection is
-            ``"exact"``. With 0, the normal matrix is Phi_c^T W_c Phi_c.
+            With 0, the normal matrix is Phi_c^T W_c Phi_c.
         features_dtype: The dtype in which features are stored: ``"float32"``, ``"float16"`` or
             ``"int8"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` ...; ``"auto"`` for CUDA if it is available.
         precision: ``"highest"`` computes matrix products and convolutions in float32. ``"high"``
-            uses TF32, which has three digits, on devices that support it. torch's settings are
-            changed during ``fit`` and ``score``, and then restored.
+            uses TF32, which has three digits, on devices that support it.
         batch_size: The largest number of samples in a batch.
         memory_mb: The memory limit for arrays, in MiB.
         threads: The number of CPU threads for the projection. None for the number that torch uses.
@@ -129,8 +125,7 @@ class Attributor(FittedAttributor):
         >>> scores.top(1)["train"].tolist()  # the targets are the first two training samples
         [0, 1]
 
-    Outputs that compare the samples of a batch, and models that are split over devices, are not
-    supported. Only the pipeline supports evaluation by retraining.
+    Outputs that compare samples of a batch, and models on several devices, are not supported.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, equations 16, 17.
     """
@@ -201,13 +196,12 @@ class Attributor(FittedAttributor):
         """Return the attributor of a study, with the settings of a config.
 
         ``fit()`` without data uses the study's training samples. The config must have the keys
-        ``checkpoints`` and ``model_output``. It may have ``projection``, ``scoring``,
-        ``parameters``, ``preconditioner``, ``label_draws``, ``features_dtype`` and ``compute``.
-        Other keys are ignored.
+        ``checkpoints`` and ``model_output``. Keys that do not affect scores are ignored.
         """
         projection, compute = config.get("projection", {}), config.get("compute", {})
         scoring = {k: v for k, v in config.get("scoring", {}).items() if k not in {"keep", "top"}}
         others = ("parameters", "preconditioner", "label_draws", "features_dtype")
+        limits = ("device", "precision", "batch_size", "memory_mb", "threads")
         checkpoints = config["checkpoints"]
         if isinstance(checkpoints, str):  # the path of a table of checkpoints
             table = checkpoint_table(checkpoints, None)
@@ -223,7 +217,7 @@ class Attributor(FittedAttributor):
             **({"projection": projection} if isinstance(projection, str) else projection),
             **scoring,
             **{key: config[key] for key in others if key in config},
-            **{key: compute[key] for key in _COMPUTE if key in compute},
+            **{key: compute[key] for key in limits if key in compute},
         )
         attributor._setup = replace(attributor._setup, study=study)
         return attributor
@@ -242,10 +236,9 @@ class Attributor(FittedAttributor):
                 augmentation: ``(inputs, labels)`` in tensors, a Dataset or a DataLoader (see
                 ``split_of_data``). None for the training samples of the study given to
                 ``of_study``.
-            folder: A folder for the files, in the layout of a run's results. A later call with the
-                same data and settings reuses the files of finished checkpoints. It first compares
-                the model outputs of eight samples with the stored outputs. None for a temporary
-                folder.
+            folder: A folder for the files, in the layout of a run's results. None for a temporary
+                folder. A later call with the same data and settings reuses the files of finished
+                checkpoints, if the model outputs of eight samples are the stored ones.
             ids: An id for each sample. None for 0, 1, 2, ...
 
         Returns:

@@ -86,10 +86,7 @@ class OrderedSamples:
         return naming_text(self.split.ids[longest], self.lengths[longest])
 
     def batches_of(self, most: int, room: MemoryBudget | None = None) -> Callable[[int], int]:
-        """Return a function that maps the first sample of a batch to the batch's size.
-
-        A batch has at most ``most`` samples, fits into ``room``, and lies within one window.
-        """
+        """Return a function of a batch's first sample that returns its size, within one window."""
 
         def at_once(start: int) -> int:
             # The first text of a batch is its longest.

@@ -32,10 +32,7 @@ _COLUMNS = ("labels", "outputs", "predictions", "loss_weights")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The implementation of ``Part`` in memory, with a function that returns rows of A_c.
-
-    ``norm`` is ||B|| (see ``solve.train_norm``), or 1 if scores are not divided by it.
-    """
+    """The implementation of ``Part`` in memory, with a function that returns rows of A_c."""
 
     rows: ReadRows
     vectors: Mapping[str, np.ndarray]
@@ -85,11 +82,7 @@ def target_features(
 
 @dataclass(frozen=True, slots=True)
 class ProjectedScorer:
-    """Score by projected gradients.
-
-    ``features`` is Phi_c, shape (n, k), in a file or in memory. ``train`` are the training samples
-    and their columns. ``method_of`` chooses the gradient method, such as ``method_for``.
-    """
+    """Score by projected gradients. The features Phi_c are in a file or in memory."""
 
     loaded: LoadedModel
     spec: ScoresSpec
@@ -120,8 +113,7 @@ class ProjectedScorer:
     ) -> tuple[Cut, Cut]:
         """Return scores of pairs, split by tokens of training samples and by tokens of targets.
 
-        ``train`` contains rows of training samples. A pair consists of a position in ``train`` and
-        the row of a target.
+        ``train`` contains rows of training samples. Pairs are positions in ``train`` and targets.
         """
         (samples,) = self.loaded.ordered(targets)
         if not count_tokens(self.loaded.batch(samples, 0, 1), self.loaded):

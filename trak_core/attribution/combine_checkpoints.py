@@ -81,8 +81,7 @@ def sample_table(parts: Sequence[Part], side: str, block: int) -> dict[str, np.n
 def add_improving_signs(targets: dict[str, np.ndarray], about: About, *, is_mean: bool) -> None:
     """Add the column ``improves``, the sign of scores that improve each target, if it is known.
 
-    The sign is unknown for a mean of several targets, which has no label, unless ``about.better``
-    is ``larger``.
+    It is unknown for a mean of targets, which has no label, unless ``about.better`` is ``larger``.
     """
     if about.better and (about.better == "larger" or not is_mean):
         compared = targets["label"], targets["prediction"]

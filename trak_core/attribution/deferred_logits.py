@@ -4,7 +4,6 @@ The last layer of the model, a linear layer with one row of weights for each voc
 returns a placeholder. Logits are computed from the placeholder when the labels are known.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -103,16 +102,13 @@ class _Defers(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is linear and not torch.is_autocast_enabled(args[0].device.type):
-            given = inspect.signature(_as_linear).bind(*args, **(kwargs or {})).arguments
-            hidden, weight, bias = given["input"], given["weight"], given.get("bias")
-            if len(weight) == self.n_classes and weight.is_leaf and hidden.ndim == 3:
-                return DeferredLogits.of(hidden, Head(weight, bias))
-        return func(*args, **(kwargs or {}))
+        return (self._linear if func is linear else func)(*args, **(kwargs or {}))
 
-
-def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Define the parameters of ``torch.nn.functional.linear``, which has no Python signature."""
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_head = len(weight) == self.n_classes and weight.is_leaf and input.ndim == 3
+        if is_head and not torch.is_autocast_enabled(input.device.type):
+            return DeferredLogits.of(input, Head(weight, bias))
+        return linear(input, weight, bias)
 
 
 class MarginsOfTokens(nn.Module):

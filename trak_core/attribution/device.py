@@ -67,7 +67,6 @@ def find_device(name: str, *, projects: bool = False) -> torch.device:
     """Return the device for the name ``auto``, ``cpu`` or ``cuda`` in a config.
 
     A job reserves the first GPU that no other job has reserved. If there is none, the job waits.
-    See ``takes_cuda`` for the arguments.
     """
     if not takes_cuda(name, projects=projects):
         return torch.device("cpu")
@@ -144,7 +143,6 @@ def hold_one(names: tuple[str, ...]) -> int:
             except BlockingIOError:
                 os.close(descriptor)
             except OSError as error:
-                os.close(descriptor)
                 raise InputError(
                     f"{folder}: the folder for temporary files must be on a disk that supports "
                     f"file locks, which jobs need to share GPUs. Found {error.strerror}. Set "

@@ -1,14 +1,13 @@
 """The base class of attributors. It scores targets with stored features of training samples."""
 
-import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -49,15 +48,10 @@ from trak_core.study.given_data import split_of_data
 from trak_core.study.show_samples import sample_as_html
 from trak_core.study.study import Study
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of an attributor, and its training samples once it is fitted.
-
-    The folder contains the training samples' features and normal matrices.
-    """
+    """The settings of an attributor, and the training samples and the folder of its files."""
 
     spec: ScoresSpec
     compute: Compute
@@ -138,9 +132,9 @@ class FittedAttributor(ABC):
     def tokens(self, scores: Scores, top: int = 10) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Split the scores of each target's top training samples by tokens and by layers.
 
-        A score is the inner product of a vector with a sample's gradient, which is a sum of terms
-        over tokens and parameters. The score of a token or a layer is the inner product of the
-        vector with the terms of that token or layer. Samples must be texts.
+        A score is the inner product of a vector with a sample's gradient, a sum over tokens and
+        parameters. The score of a token or layer is the inner product with its terms of the sum.
+        Samples must be texts.
 
         Args:
             scores: A result of ``score`` of this attributor.
@@ -166,9 +160,9 @@ class FittedAttributor(ABC):
         with self._at_work():
             return self._retry_with_memory(lambda: self._split_by_tokens(pairs, targets))
 
-    def _at_work(self) -> contextlib.AbstractContextManager[Any]:
+    def _at_work(self) -> AbstractContextManager[Any]:
         """Return a context in which samples and checkpoints can be read."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     @abstractmethod
     def _load(self, name: str) -> LoadedModel:
@@ -188,7 +182,7 @@ class FittedAttributor(ABC):
     def _normal_matrix(self, name: str) -> Path:
         return self._setup.folder / "normal_matrix" / f"{name}.h5"
 
-    def _open_features(self, name: str) -> Artifact:
+    def _open_features(self, name: str) -> AbstractContextManager[Artifact]:
         kind = FEATURES if self._is_projected else GRAMIAN
         return open_artifact(self._features(name), kind)
 
@@ -238,7 +232,7 @@ class FittedAttributor(ABC):
                 samples=targets,
             )
 
-    def _retry_with_memory(self, compute: Callable[[], _T]) -> _T:
+    def _retry_with_memory(self, compute: Callable[[], Any]) -> Any:
         """Return ``compute()``. If memory is insufficient, free all scorers and try again."""
         with float32_precision(self.settings.features.precision):
             try:

@@ -55,10 +55,7 @@ class Part(Protocol):
 def read_rows(
     values: Rows | np.ndarray, *, normalize: bool = False, first: int | None = None
 ) -> ReadRows:
-    """Return a function that reads rows of features (n, k), or of the columns before ``first``.
-
-    With ``normalize``, rows are divided by their norms and returned in float64.
-    """
+    """Return a function that reads rows of a matrix, or of its columns before ``first``."""
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
     return lambda start, stop: unit_rows(values[start:stop, :first])

@@ -34,11 +34,7 @@ class LabelDraws:
     seed: int = 0
 
     def bytes_of_sample(self, loaded: LoadedModel, few: Batch) -> int:
-        """Return the bytes that one sample needs for logits, z, probabilities and their sums.
-
-        Raises:
-            InputError: If labels cannot be drawn for the model output.
-        """
+        """Check that labels can be drawn. Return the bytes that drawing them for a sample needs."""
         with torch.no_grad(), in_evaluation_mode(loaded.model):
             read = loaded.output.read(few.given_to(loaded.model))
         if loaded.output.loss_noise is None or not isinstance(read, Tensor):
@@ -55,8 +51,8 @@ class LabelDraws:
     ) -> Iterator[tuple[ModelOutput, Batch]]:
         """Yield f = <logits, z> for each draw, and the batch with z instead of the labels.
 
-        The gradient of f is B^T z, where B is the derivative of a sample's logits with respect to
-        the parameters and z is drawn by ``ModelOutput.loss_noise``.
+        The gradient of f is B^T z, where B is the Jacobian of a sample's logits, and z is drawn by
+        ``ModelOutput.loss_noise``.
         """
         noise = loaded.output.loss_noise
         output = ModelOutput(value=lambda read, z: (read * z).sum(), read=loaded.output.read)

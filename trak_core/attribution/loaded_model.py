@@ -99,10 +99,7 @@ class LoadedModel:
         output_of: Callable[[nn.Module], ModelOutput],
         device: torch.device,
     ) -> Self:
-        """Return the model with weights from a file, folder or state dict. None keeps its weights.
-
-        ``output_of`` returns the model output for the model with these weights.
-        """
+        """Return the model with weights from a path or state dict. None keeps its weights."""
         model = model_to_load(make_model, weights) if isinstance(weights, Path) else make_model()
         # The model is moved before its weights are read, so that no second copy is in memory.
         model.to(device)
@@ -142,10 +139,7 @@ class LoadedModel:
     def checked(
         self, samples: OrderedSamples, start: int, stop: int, n_classes: int | None
     ) -> Batch:
-        """Return the result of ``batch``, after checking labels on the CPU.
-
-        A check on a GPU would have to wait for the GPU.
-        """
+        """Return the result of ``batch``, after checking labels without waiting for a GPU."""
         batch = samples.batch(start, stop)
         check_labels(batch.labels, self.output, n_classes, samples.split.ids[start:stop])
         return self._on_device(batch)
@@ -182,11 +176,7 @@ class LoadedModel:
         return few
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
-        """Return a few samples, the longest text first, and the result of ``count_classes``.
-
-        Raises:
-            InputError: If the model does not accept the samples or their labels.
-        """
+        """Return a few samples, the longest text first, and the result of ``count_classes``."""
         positions = samples.few(_FEW)
         few = joined([self.batch(samples, i, i + 1) for i in positions])
         with samples.naming_longest():
@@ -199,8 +189,7 @@ class LoadedModel:
     def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
         """Return the measured memory that is needed to differentiate a sample.
 
-        If the longest text needs more than ``memory_mb``, all later backward passes recompute the
-        activations of the model's repeated blocks, and a notice is printed.
+        If it exceeds ``memory_mb``, later backward passes recompute activations, with a notice.
         """
         try:
             if self.blocks.is_on or not self.blocks.found:
@@ -253,10 +242,7 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings that determine the content of a file, to store them in the file.
-
-        ``projection`` is the spec of the projection. For exact scores, it contains only ``kind``.
-        """
+        """Return all settings that determine the content of a file, to store them in the file."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         file_spec = spec.as_dict() | {
             "projection": dict(projection),

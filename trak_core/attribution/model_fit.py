@@ -39,8 +39,8 @@ class Fit:
 def fit_of(columns: pd.DataFrame, about: About, train: Split) -> Fit | None:
     """Return how well models fit their training samples, or None if predictions are not labels.
 
-    ``columns`` has the columns ``id``, ``label`` and ``prediction``. If labels have several parts,
-    at most 256 samples of ``train`` are read to determine the guess.
+    ``columns`` has the columns ``id``, ``label`` and ``prediction``. Samples of ``train`` are read
+    only to determine the guess for labels with several parts.
     """
     labels, predictions = (columns[key].to_numpy() for key in ("label", "prediction"))
     if about.is_own:

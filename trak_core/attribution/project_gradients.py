@@ -113,28 +113,22 @@ class Features:
 
     def _project_held(self) -> None:
         """Project the collected parts, with one call for each run of consecutive coordinates."""
-        if self.products is not None and self.rows.device.type == "cuda":
-            add_rows(self.rows, sorted(self._held.items()), self._projection)
-            self._held, self._n_held = {}, 0
-            return
-        run: list[Tensor] = []
-        start = stop = 0
-        for first in sorted(self._held):
-            block = self._held[first]
-            if run and (first != stop or block.dtype != run[0].dtype):
-                self._project(run, start)
-                run = []
-            start = start if run else first
-            run.append(block)
-            stop = first + block.shape[1]
-        if run:
-            self._project(run, start)
+        held = sorted(self._held.items())
         self._held, self._n_held = {}, 0
-
-    def _project(self, blocks: list[Tensor], offset: int) -> None:
-        if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
-            blocks = [torch.cat(blocks, dim=1)]
-        add_projection(blocks, self._projection, offset, self.rows, self._threads)
+        if self.products is not None and self.rows.device.type == "cuda":
+            add_rows(self.rows, held, self._projection)
+            return
+        runs: list[tuple[int, list[Tensor]]] = []
+        stop = -1
+        for first, block in held:
+            if first != stop or block.dtype != runs[-1][1][0].dtype:
+                runs.append((first, []))
+            runs[-1][1].append(block)
+            stop = first + block.shape[1]
+        for first, blocks in runs:
+            if len(blocks) > 1 and sum(block.numel() for block in blocks) <= _JOINED:
+                blocks = [torch.cat(blocks, dim=1)]
+            add_projection(blocks, self._projection, first, self.rows, self._threads)
 
     def finish(self) -> None:
         self._project_held()
@@ -166,8 +160,7 @@ def factors_of(
 ) -> tuple[int, Iterable[tuple[Tensor, Tensor]]]:
     """Return the number of tokens of a gradient that is a sum of outer products, and its factors.
 
-    Left and right factors have shape (batch, tokens, rows) and (batch, tokens, columns) for a
-    parameter of this shape. The number is 0 for other gradients.
+    Factors have shape (batch, tokens, rows or columns). The number is 0 for other gradients.
     """
     if use.matrix == shape and isinstance(use, Outer):
         n_tokens, outers = use.inputs.shape[1], iter([use])

@@ -104,10 +104,7 @@ def outputs_and_predictions(
     batch_size: int,
     study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return model outputs and predictions of the samples of ``pool``, shape (n,) each.
-
-    ``train`` provides the contrast pairs of outputs that need them.
-    """
+    """Return model outputs and predictions of the samples of ``pool``, shape (n,) each."""
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)

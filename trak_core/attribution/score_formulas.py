@@ -12,10 +12,7 @@ _CACHED_ROWS = 256
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows of any float dtype divided by their norms, float64. Rows of zeros stay zero.
-
-    Equivalent to ``sklearn.preprocessing.normalize(rows)``.
-    """
+    """Return rows of any float dtype divided by their norms, float64. Rows of zeros stay zero."""
     rows = rows.astype(np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     rows /= np.where(lengths > 0, lengths, 1)

@@ -114,10 +114,7 @@ class DampedMatrix:
         return scipy.linalg.cho_solve((self.factor, True), right_side)
 
     def squares(self, rows: np.ndarray) -> np.ndarray:
-        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row, shape (rows,), float64.
-
-        The rows have shape (rows, k), any float dtype.
-        """
+        """Return phi^T (M + ridge I)^-1 phi = |L^-1 phi|^2 for each row (rows, k), float64."""
         solved = scipy.linalg.solve_triangular(self.factor, rows.astype(np.float64).T, lower=True)
         return np.einsum("ij,ij->j", solved, solved)
 
@@ -144,8 +141,8 @@ class Spectrum:
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
         """Return P = (V^T Y^T Y V) * (V^T Phi^T Phi V), from which ``train_norm`` computes ||B||.
 
-        ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi. Both and the
-        result have shape (k, k), float64. The product * is entrywise.
+        ``weighted`` is Y^T Y with Y = diag(|Q|^power) Phi, ``gramian`` is Phi^T Phi, shape (k, k)
+        each, float64. The product * is entrywise.
         """
         products = self.vectors.T @ (weighted @ self.vectors)
         products *= self.vectors.T @ (gramian @ self.vectors)
@@ -201,8 +198,7 @@ def inverse_or_pseudo_inverse(matrix: np.ndarray, max_rank: int) -> tuple[np.nda
 def inverse_lengths(gramian: np.ndarray) -> np.ndarray:
     """Return 1 / |g_i| of the gradients g_i from their inner products (n, n), shape (n, 1).
 
-    The result is 0 for a gradient of length 0, or with a squared length below the rounding error of
-    the largest.
+    It is 0 for gradients whose squared length is 0 or below the rounding error of the largest.
     """
     squares = np.diagonal(gramian)
     is_nonzero = squares > np.finfo(np.float32).eps ** 2 * squares.max()

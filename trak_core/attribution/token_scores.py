@@ -124,8 +124,8 @@ def _cut(
     def computed(first: int, last: int) -> tuple[list[int], list[np.ndarray], np.ndarray]:
         batch = loaded.batch(samples, first, last)
         in_batch = [pairs_of.get(int(row), []) for row in samples.rows[first:last]]
-        numbers = [number for some in in_batch for number in some]
-        positions = [b for b, some in enumerate(in_batch) for _ in some]
+        numbers = [number for own in in_batch for number in own]
+        positions = [b for b, own in enumerate(in_batch) for _ in own]
         vector_rows = [side_pairs[number][1] for number in numbers]
         pairs = Pairs(
             torch.tensor(positions, dtype=torch.long, device=loaded.device),
@@ -159,23 +159,20 @@ def token_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables of tokens and of layers, as weighted sums over checkpoints.
 
-    ``top`` has the columns ``target_id`` and ``train_id`` of the pairs. ``cuts`` are the results of
-    ``cut_pairs``. ``weights`` are those of ``checkpoint_weights``, shape (checkpoints, pairs).
+    ``top`` contains the ids of the pairs. ``cuts`` and ``weights``, shape (checkpoints, pairs), are
+    results of ``cut_pairs`` and ``checkpoint_weights``.
     """
-    names, pairs, totals = [], [], []
-    for side, name in enumerate(SIDES):
-        for number, pair_weights in enumerate(weights.T):
-            parts = [cut[side].tokens[number] for cut in cuts]
-            total = sum(w * part for w, part in zip(pair_weights, parts, strict=True))
-            names.append(name)
-            pairs.append(number)
-            totals.append(np.asarray(total))
+    totals = [
+        np.sum([w * cut[side].tokens[pair] for w, cut in zip(own, cuts, strict=True)], axis=0)
+        for side in range(len(SIDES))
+        for pair, own in enumerate(weights.T)
+    ]
     lengths = [len(total) for total in totals]
-    rows = np.repeat(pairs, lengths)
+    rows = np.repeat(np.tile(np.arange(len(top)), len(SIDES)), lengths)
     tokens = pd.DataFrame({
         "target_id": top["target_id"].to_numpy()[rows],
         "train_id": top["train_id"].to_numpy()[rows],
-        "side": np.repeat(names, lengths),
+        "side": np.repeat(np.repeat(SIDES, len(top)), lengths),
         "token": [token for n in lengths for token in (*range(n - 1), -1)],
         "score": np.concatenate(totals),
     })

@@ -25,10 +25,7 @@ from trak_core.settings import ProjectionSpec, matrix_shape
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of a sample and a vector: positions in a batch, ascending, and rows of the vectors.
-
-    Both have shape (pairs,).
-    """
+    """Pairs of a sample and a vector: ascending positions in a batch, and rows of the vectors."""
 
     samples: Tensor
     vectors: Tensor

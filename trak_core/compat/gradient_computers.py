@@ -1,7 +1,4 @@
-"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one.
-
-Parameters are in the order of ``named_parameters``.
-"""
+"""Compute per-sample gradients with TRAK's two classes: in one backward pass, or one by one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -87,8 +87,7 @@ class NoOpProjector(AbstractProjector):
 class BasicProjector(AbstractProjector):
     """A projector for any device that never stores the whole matrix in memory.
 
-    Only ``generate_sketch_matrix`` uses ``block_size``. ``dtype`` and ``max_batch_size`` are
-    ignored.
+    ``dtype`` and ``max_batch_size`` are ignored.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class AbstractSaver(ABC):
     """Base class of stores, which contain the arrays of a TRAKer and their state.
 
     ``model_ids`` and ``experiments`` are the states in the JSON files. ``current_store`` contains
-    the open arrays, by name, of the model id ``current_model_id``.
+    the open arrays of the model id ``current_model_id``.
     """
 
     @abstractmethod

@@ -62,8 +62,7 @@ def get_matrix_mult(
 ) -> Tensor:
     """Return ``features @ target_grads.T``, shape (n, m), for shapes (n, k) and (m, k).
 
-    With ``use_blockwise``, or if the product does not fit on the GPU, it is computed in blocks of
-    ``batch_size`` rows and returned on the CPU. The default dtype is that of the features.
+    If ``use_blockwise``, or on a GPU without enough memory, the product is returned on the CPU.
     """
     dtype, device = target_dtype or features.dtype, features.device
     needed = get_output_memory(features, target_grads, dtype)
@@ -75,8 +74,7 @@ def get_matrix_mult(
 class AbstractScoreComputer(ABC):
     """Base class of classes that compute G^T G, the features G K, and the scores (G K) T^T.
 
-    ``dtype`` is the dtype of stored arrays. It does not change the dtype of sums. TRAKer sets
-    ``max_rank`` to min(n, p), because rounding to float16 could raise the numerical rank of G.
+    TRAKer sets ``max_rank`` to min(n, p), because rounding to ``dtype`` could raise G's rank.
     """
 
     max_rank: int | None = None

@@ -35,8 +35,7 @@ from trak_core.settings import Combine, ProjectionSpec
 from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 Positions = Iterable[int] | np.ndarray | Tensor | None
-# The number of samples in a backward pass on a CPU. Larger batches are slower, except for small
-# networks, as benchmarks/batches.py measures.
+# The number of samples in a backward pass on a CPU. Larger batches are slower for most networks.
 _SAMPLES_AT_ONCE = 128
 
 
@@ -123,8 +122,7 @@ class TRAKer:
         projection to ``proj_dim`` dimensions, which should be well below ``train_set_size`` and the
         number of parameters. ``grad_wrt`` names the parameters to differentiate. None selects all.
         With ``load_from_save_dir``, model ids and experiments of other processes are read. With
-        ``use_half_precision``, arrays are stored as float16, and sums are in float32 or float64.
-        ``proj_max_batch_size`` is ignored.
+        ``use_half_precision``, arrays are stored as float16. ``proj_max_batch_size`` is ignored.
         """
         if not 0 <= lambda_reg < math.inf:
             message = f"`lambda_reg` must be a finite number >= 0. Found {lambda_reg!r}."
@@ -257,8 +255,7 @@ class TRAKer:
             gradients = computer.compute_per_sample_grad(batch=part)
             return self.projector.project(gradients, model_id=model_id), None
 
-        # in_chunks halves the number of samples if memory is exhausted. On a GPU, queued_features
-        # chooses the number.
+        # in_chunks halves the number of samples if memory is exhausted.
         is_small = projection is not None and batch[0].device.type == "cpu"
         most = min(len(ids), _SAMPLES_AT_ONCE) if is_small else len(ids)
         parts = [part for *_, part in in_chunks(compute, len(ids), most)]
@@ -428,9 +425,8 @@ class TRAKer:
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store the result.
 
-        If ``model_ids`` is None, all model ids with finalized features are used, and a warning
-        lists the others. A model id without scores raises an error, or with ``allow_skip`` a
-        warning.
+        If ``model_ids`` is None, all model ids with finalized features are used, with a warning for
+        others. A model id without scores raises an error, or with ``allow_skip`` a warning.
 
         Returns:
             Scores, shape (n, m), float32, also stored as ``scores/{exp_name}.mmap`` and in the

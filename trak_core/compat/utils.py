@@ -38,10 +38,7 @@ def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
-    """Return TRAK's maximum number of entries in a chunk, and the size of each chunk.
-
-    The kernel of ``trak`` counts the entries of a batch with 32 bits. This package needs no chunks.
-    """
+    """Return TRAK's maximum number of entries in a chunk, and the size of each chunk."""
     largest = (2**32 - 1) // batch_size
     chunks = [0]
     for size in (parameter.numel() for parameter in model.parameters()):

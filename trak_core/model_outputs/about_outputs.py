@@ -1,9 +1,8 @@
 """The table of named model outputs: their requirements, and their descriptions for reports.
 
-A config can also use a function from a Python file. ``about_output`` describes named and
-user-defined outputs. For a new row, add its name to the config's schema and a line to
-``config/README.md`` (``tests/library/test_registries.py`` checks both). Snakemake imports this
-module at every start, so only ``load`` imports torch.
+``about_output`` describes named outputs and functions in Python files. For a new row, add its name
+to the config's schema and a line to ``config/README.md`` (``tests/library/test_registries.py``
+checks both). Snakemake imports this module at every start, so only ``load`` imports torch.
 """
 
 import importlib
@@ -115,7 +114,7 @@ _LABEL = About(
 )
 
 
-def _of_parts(parts: str, **fields: str) -> About:
+def _of_parts(parts: str, **fields: Any) -> About:
     """Return the description of an output whose labels consist of parts, such as tokens."""
     return About(
         label=parts,

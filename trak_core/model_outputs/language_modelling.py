@@ -22,8 +22,8 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P = prod_t p_t is the probability of the labelled tokens.
 
     Let l = -log P be the sum of the tokens' cross entropies. Then f = -log(exp(l) - 1), and
-    l = log(1 + exp(-f)) as for a single label. For long texts, f tends to log P. For one token, f
-    is the token's margin. The result is a scalar, float32 or float64, and finite for finite logits.
+    l = log(1 + exp(-f)) as for a single label. The result is a scalar, float32 or float64, and
+    finite for finite logits.
 
     Row t of the logits, shape (tokens, vocabulary), predicts label t. Labels, shape (tokens,), are
     tokens or ``IGNORED`` (-100). At least one label must not be ignored.

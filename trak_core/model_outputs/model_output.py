@@ -129,10 +129,7 @@ def detached(returned: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OfValue:
-    """A function of f alone, such as Q, in the form that ``ModelOutput`` needs.
-
-    A caller that has already computed f can call ``function`` directly.
-    """
+    """A function of f alone, such as Q. A caller that knows f can call ``function`` directly."""
 
     value: Callable[[Tensor, Tensor], Tensor]
     function: Callable[[Tensor], Tensor]

@@ -80,8 +80,7 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
 def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
     """Return log(P / (1 - P)), where P is a product of probabilities with log-odds ``margins``.
 
-    Only entries for which ``counted`` is True are used. Both arguments have the same shape. The
-    result is a scalar.
+    Only entries for which ``counted`` is True are used. The result is a scalar.
     """
     margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()
@@ -96,10 +95,7 @@ def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
 
 
 def counted_margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the margins of labels, and a mask that is False for ``IGNORED`` labels, shape (...).
-
-    Logits have shape (..., classes). Margins of ignored labels have no meaning.
-    """
+    """Return the margins of labels, and a mask that is False for ``IGNORED`` labels."""
     counted = labels != IGNORED
     return margin(logits, torch.where(counted, labels, 0)), counted
 
