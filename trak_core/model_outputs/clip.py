@@ -62,7 +62,7 @@ def read_embeddings(returned: object) -> Tensor:
 def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
     """Return the model output of image-text pairs: the sum of a pair's two log-odds.
 
-    The embeddings of the other pairs, shape (others, d), and the scale, exp(logit_scale), are fixed.
+    The embeddings of other pairs, shape (others, d), and the scale, exp(logit_scale), are fixed.
     """
 
     def margins(outputs: Tensor) -> Tensor:
