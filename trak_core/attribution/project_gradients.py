@@ -247,10 +247,8 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
         losses, norms = (np.linalg.norm(v, axis=1) for v in (stored - exact, exact))
         lost = ~(losses <= _MOST_LOST[dtype] * norms)
     if lost.any():
-        named, sizes = (
-            listed(sample_ids[i] for i in np.flatnonzero(lost).tolist()),
-            np.abs(rows[lost]),
-        )
+        named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
+        sizes = np.abs(rows[lost])
         raise InputError(
             f"Rounding to {dtype} must change a sample's features by at most {_MOST_LOST[dtype]} "
             f"of their norm. Found up to {(losses[lost] / norms[lost]).max():.2g} in the samples "

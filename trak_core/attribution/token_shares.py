@@ -50,7 +50,6 @@ class Directions:
     These entries are called directions. Those of small parameters, with at most ``PIECE`` entries
     in total, are computed once. The vectors have shape (m, k), float32. ``scales`` multiply the
     entries of gradients, by parameter name.
-
     """
 
     def __init__(
@@ -131,6 +130,7 @@ class Shares:
     def _begin(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> None:
         """Set the pairs, and the tensors to which their shares are added."""
         self._pairs, self._groups = pairs, pairs.groups()
+        self._distinct = pairs.vectors.unique(return_inverse=True)
         self.by_token, self.by_parameter = by_token, by_parameter
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
@@ -143,7 +143,7 @@ class Shares:
             uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
         if not uses:
             return
-        used, indices = self._pairs.vectors.unique(return_inverse=True)
+        used, indices = self._distinct
         step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
             chunk = self._directions.rows_of(parameter, used[start : start + step])
